@@ -17,14 +17,13 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from tests.support.browser import Page
 
-# The same examples on every run; `make fuzz` looks for new ones.
+# Every run has the same examples; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
 settings.load_profile("repeatable")
-if not Path(
-    "/dev/nvidiactl"
-).exists():  # Triton's kernels then run in its interpreter, which must be said before it is imported
+if not Path("/dev/nvidiactl").exists():
+    # Triton's kernels then run in its interpreter, which must be chosen before Triton is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# torch writes hundreds of lines of DEBUG for every checkpoint, which would hide what failed.
+# torch writes hundreds of DEBUG lines per checkpoint, which would hide the failure.
 logging.getLogger("c10d-NullHandler-dcp_logger").disabled = True
 
 
@@ -33,7 +32,7 @@ _refused: list[str] = []
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    """Keeps `make check` quick: only a test with the marker `integration` starts Python. Small programs are fine (fc-list)."""
+    """Keeps `make check` quick: only tests marked `integration` may start Python. Small programs (fc-list) are fine."""
     started = event == "os.fork" or (event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python"))
     if started and _running and not _running[0].get_closest_marker("integration"):
         _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `integration`")
@@ -57,12 +56,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     _refused.clear()
     result = yield
-    assert not _refused, _refused  # in another thread, or caught
+    assert not _refused, _refused  # refused in another thread, or caught by the test
     return result
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Folders that take long come first, so that no worker is left alone with them at the end."""
+    """Runs slow folders first, so that no worker is left alone with them at the end."""
     services = [f"tests/services/{name}" for name in ("rollout", "reward", "replay", "data", "engine", "critic")]
     first = ["tests/e2e", "tests/trainer", *services, "tests/fuzz", "tests/security", "tests/jobgroup", "tests/learning"]
     order = {folder: place for place, folder in enumerate(first)}
@@ -76,11 +75,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """The cached tiny base model (`make test` makes it first); made here when it is not there."""
+    """The cached tiny base model; `make test` creates it in advance, otherwise it is created here."""
     path = ROOT / ".cache" / "tiny-base"
     path.parent.mkdir(exist_ok=True)
     with (path.parent / "tiny-base.lock").open("w") as lock:
-        flock(lock, LOCK_EX)  # the processes of pytest-xdist
+        flock(lock, LOCK_EX)  # one process of pytest-xdist at a time
         if not (path / "config.json").exists():
             subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
     return path
@@ -88,8 +87,8 @@ def base_model() -> Path:
 
 @pytest.fixture(scope="session")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory with a random tiny Qwen2."""
-    import torch  # here: the tests of most services need none of this
+    """A Hugging Face directory with a tiny random Qwen2."""
+    import torch  # not at the top: the tests of most services do not need torch
 
     from tests.support.groups import VOCABULARY
     from trainer.cli.tiny_base import make_model, make_tokenizer

@@ -1,4 +1,4 @@
-"""The harness of `benchmarks.gpu_check`: whatever a section does, there is a line for it, and only a whole one counts."""
+"""The harness of `benchmarks.gpu_check`: every section yields a line, and only a complete line counts."""
 
 import json
 import sys
@@ -25,13 +25,13 @@ def section(directory: Path, code: str, limit_s: float = 60) -> Outcome:
 
 
 def leaving(body: str) -> str:
-    """A section that claims something first."""
+    """Returns the source of a section that makes one claim and then runs `body`."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     return f"{LEAVE}def work(found):\n    found.at_most('early', 1.0, 2.0)\n{lines}\nsys.exit(leave(Path(sys.argv[-1]), work))"
 
 
 @pytest.mark.integration
-def test_a_section_that_ends_well_is_its_line(tmp_path: Path) -> None:
+def test_a_successful_section_yields_its_line(tmp_path: Path) -> None:
     found = section(tmp_path, leaving("found.figures = {'x': 1.5}\nfound.tables = {'t': [['a'], ['b']]}\nprint('noise')"))
     assert not found.error
     assert found.findings == Findings([Claim("early", "≤ 2", "1", True)], {"x": 1.5}, {"t": [["a"], ["b"]]})
@@ -57,8 +57,8 @@ def test_a_section_that_ends_well_is_its_line(tmp_path: Path) -> None:
         ("import sys; sys.stdout.buffer.write(b'\\xff\\x00'); sys.exit(4)", "ended with status 4"),
     ],
 )
-def test_a_section_that_does_not_end_well_fails(tmp_path: Path, code: str, reason: str) -> None:
-    (tmp_path / "case.json").write_text(json.dumps({**GOOD, "claims": []}))  # of an earlier run
+def test_an_unsuccessful_section_fails(tmp_path: Path, code: str, reason: str) -> None:
+    (tmp_path / "case.json").write_text(json.dumps({**GOOD, "claims": []}))  # left by an earlier run
     found = section(tmp_path, code)
     assert reason in found.error
     assert found.all_claims[0].holds is False
@@ -79,7 +79,7 @@ def test_a_section_that_does_not_end_well_fails(tmp_path: Path, code: str, reaso
         ("sys.exit(5)", "ended with status 5"),
     ],
 )
-def test_what_was_found_before_an_error_stays(tmp_path: Path, body: str, reason: str) -> None:
+def test_findings_before_an_error_are_kept(tmp_path: Path, body: str, reason: str) -> None:
     found = section(tmp_path, leaving(body))
     assert reason in found.error
     texts = [claim.text for claim in found.all_claims]
@@ -103,7 +103,7 @@ def test_a_section_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> 
 
 
 @pytest.mark.integration
-def test_what_a_section_leaves_behind_is_ended(tmp_path: Path) -> None:
+def test_processes_that_a_section_leaves_behind_are_ended(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)'])\n"
@@ -115,14 +115,14 @@ def test_what_a_section_leaves_behind_is_ended(tmp_path: Path) -> None:
 
 
 def _gone(pid: int) -> bool:
-    """Whether the process ends; one that nobody waits for may stay as a zombie."""
+    """Waits until the process has ended. A process that nobody waits for may stay as a zombie."""
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.05)
     return True
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_no_number_that_is_not_finite_holds_or_breaks_the_line(value: float, tmp_path: Path) -> None:
+def test_a_non_finite_number_fails_its_claim_and_keeps_the_line_valid(value: float, tmp_path: Path) -> None:
     def work(found: Findings) -> None:
         found.at_most("small", abs(value), 1.0)
         found.at_least("large", -abs(value), 1.0)
@@ -135,7 +135,7 @@ def test_no_number_that_is_not_finite_holds_or_breaks_the_line(value: float, tmp
 
 
 def outcomes(norms: Sequence[float]) -> list[Outcome]:
-    """The base, packing off and LoRA."""
+    """Outcomes of the base update, of the one without packing and of the one with LoRA."""
     names = (BASE, "update-packing-off", "update-lora")
     figures: dict[str, Any] = {"seconds": 0.5, "first_seconds": 9.0, "tokens_per_second": 1e4, "mfu": 0.25, "sharded": False}
     figures |= {"allocated": 3e9, "reserved": 4e9, "estimate": 3.5e9, "rehearsed": None}
@@ -145,7 +145,7 @@ def outcomes(norms: Sequence[float]) -> list[Outcome]:
     ]
 
 
-def test_variants_make_the_update_of_the_base() -> None:
+def test_variants_must_match_the_base_update() -> None:
     assert report.holds(outcomes([1.0, 1.01, 7.0])), "an adapter has another gradient"
     for norm in (1.03, 0.97, float("nan")):
         assert not report.holds(outcomes([1.0, norm, 7.0]))
@@ -154,7 +154,7 @@ def test_variants_make_the_update_of_the_base() -> None:
     assert "| update-packing-off | 0.500 | 1.00 | 9.0 | 10,000 | 25.0% | 3.00 | 4.00 | 3.50 |  | no |" in text
 
 
-def test_a_section_that_failed_on_its_way_has_its_place_in_the_tables() -> None:
+def test_a_section_that_failed_midway_keeps_its_row_in_the_tables() -> None:
     broken = outcomes([1.0, 1.0, 1.0])
     for name in ("allocated", "reserved", "estimate", "rehearsed", "mfu"):
         del broken[1].findings.figures[name]
@@ -165,7 +165,7 @@ def test_a_section_that_failed_on_its_way_has_its_place_in_the_tables() -> None:
     assert "last line | of the log\n```" in text
 
 
-def test_without_time_left_nothing_is_begun_and_nothing_holds(tmp_path: Path) -> None:
+def test_without_time_left_no_section_starts_and_the_check_fails(tmp_path: Path) -> None:
     options = parse(["--out", str(tmp_path / "new" / "out"), "--device", "cpu", "--small", "--minutes", "0.01"])
     with (tmp_path / "console").open("w") as file:
         assert not check(options, Console(file=file))

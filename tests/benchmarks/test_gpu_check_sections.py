@@ -48,7 +48,7 @@ def test_the_update_alone_needs_no_service() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_how_to_see_it_run(tmp_path: Path) -> None:
+def test_without_a_gpu_the_error_names_the_options_for_a_cpu(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="torch finds no GPU") as caught:
         check(parse(["--out", str(tmp_path)]), Console(quiet=True))
     assert "--device cpu --small" in str(caught.value)

@@ -1,4 +1,4 @@
-"""The client keeps trying until its deadline, then says which service did not answer and why."""
+"""The client retries until its deadline, then says which service did not answer and why."""
 
 import asyncio
 import gzip
@@ -33,7 +33,7 @@ def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> 
 
 @pytest.fixture
 async def late_port() -> AsyncIterator[int]:
-    """A port where a service begins to listen only after half a second."""
+    """A port where a service starts to listen only after half a second."""
     port = closed_port()
 
     async def start() -> None:
@@ -53,7 +53,7 @@ async def test_a_call_waits_for_a_service_that_starts_later(late_port: int) -> N
         assert (await client.request("GET", "/health")).json()["status"] == "healthy"
 
 
-async def test_wait_healthy_waits_and_says_for_whom(late_port: int) -> None:
+async def test_wait_healthy_waits_and_names_the_service(late_port: int) -> None:
     said: list[str] = []
     async with Client("late", f"http://127.0.0.1:{late_port}") as client:
         await wait_healthy([client], 30, said.append, every_s=0)
@@ -72,7 +72,7 @@ async def test_unreachable_names_the_service_and_the_reason() -> None:
     assert caught.value.remedy == "look at the log of data-server"
 
 
-async def test_wait_healthy_names_everyone_who_is_not() -> None:
+async def test_wait_healthy_names_every_unhealthy_service() -> None:
     ready, loading = create_app("ready"), create_app("loading", not_ready=lambda: "loads its model")
     clients = [
         in_process(ready, service="ready"),
@@ -90,7 +90,7 @@ async def test_wait_healthy_names_everyone_who_is_not() -> None:
 
 
 @pytest.mark.parametrize("status", [429, 502, 503, 504, 507])
-async def test_passing_failures_are_retried(status: int) -> None:
+async def test_temporary_failures_are_retried(status: int) -> None:
     app, calls = create_app("thing"), list[int]()
 
     @app.get("/work")
@@ -116,7 +116,7 @@ async def test_a_service_that_never_recovers_is_named_with_its_last_answer() -> 
 
 
 @pytest.mark.parametrize(("asked", "attempts"), [("60", 1), ("soon", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 3), ("²", 3)])
-async def test_a_service_is_left_alone_for_as_long_as_it_asks(asked: str, attempts: int) -> None:
+async def test_retry_after_is_respected(asked: str, attempts: int) -> None:
     app, calls = create_app("thing"), list[int]()
 
     @app.get("/work")
@@ -159,7 +159,7 @@ async def test_a_refusal_is_not_retried_and_keeps_its_parts() -> None:
 
 
 @pytest.mark.parametrize("content", ["<html>teapot</html>", "[]", '{"error": "text"}', '{"error": {}}'])
-async def test_a_refusal_in_another_shape_is_shown(content: str) -> None:
+async def test_a_refusal_of_unknown_shape_is_shown(content: str) -> None:
     app = create_app("thing")
 
     @app.get("/work")
@@ -173,7 +173,7 @@ async def test_a_refusal_in_another_shape_is_shown(content: str) -> None:
     assert content in caught.value.message
 
 
-async def test_an_answer_of_another_kind_is_an_error() -> None:
+async def test_an_unexpected_answer_is_an_error() -> None:
     app = create_app("reward-server")
 
     @app.post("/batch_reward")
@@ -193,7 +193,7 @@ async def test_flush_returns_when_the_service_has_flushed() -> None:
 
 
 def answer(**changes: Any) -> dict[str, Any]:
-    """As SGLang answers `/generate`."""
+    """Answers as SGLang's `/generate` does."""
     meta = {
         "finish_reason": {"type": "stop", "matched": 2},
         "output_token_logprobs": [[-0.5, 5, None], [-1.0, 6, None]],
@@ -224,12 +224,12 @@ def test_a_completion_keeps_what_training_needs() -> None:
         {"weight_version": "default"},
     ],
 )
-def test_an_answer_that_cannot_be_trained_on_is_never_an_empty_one(changes: dict[str, Any]) -> None:
+def test_an_unusable_answer_is_an_error_not_an_empty_completion(changes: dict[str, Any]) -> None:
     with pytest.raises(GenerationFailed):
         completion_from_answer(answer(**changes))
 
 
-async def test_many_calls_that_wait_for_one_service_are_one_line(
+async def test_many_calls_waiting_for_one_service_log_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(clients, "_WARN_EVERY_S", 0.3)
@@ -238,12 +238,12 @@ async def test_many_calls_that_wait_for_one_service_are_one_line(
         waits = [client.request("GET", "/stats") for _ in range(20)]
         assert all(isinstance(each, clients.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))
     said = [record.getMessage() for record in caplog.records if "waiting since" in record.getMessage()]
-    assert 1 <= len(said) <= (time.monotonic() - start) / 0.3  # of 20 calls
+    assert 1 <= len(said) <= (time.monotonic() - start) / 0.3  # for all 20 calls
     assert "for reward-server to answer GET /stats" in said[0]
 
 
-async def test_requests_of_bytes_behave_as_the_others_over_real_sockets() -> None:
-    """They go past httpx: retries, headers, errors, deadlines, redirects and compressed answers are the same."""
+async def test_byte_requests_behave_like_others_over_real_sockets() -> None:
+    """They bypass httpx, but retries, headers, errors, deadlines, redirects and compressed answers must be the same."""
     seen: list[web.Request] = []
     answers = {
         "/late": [web.Response(status=503, headers={"retry-after": "0"}), web.Response(text="done")],

@@ -1,4 +1,4 @@
-"""One declaration of every setting; four places to set it; every typo refused by name."""
+"""Every setting is declared once and can be set in four places; every typo is refused by name."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ def test_later_places_win(tmp_path: Path) -> None:
     assert load([f"--config={file[1]}"], {"RUN_CONFIG": "/absent"}).seed == 1
 
 
-def test_short_names_set_what_they_say() -> None:
+def test_short_names_set_their_settings() -> None:
     env = {"MODEL_NAME": "tiny", "NUM_EPOCHS": "5", "BATCH_SIZE": "6", "MAX_STEPS": "7", "SEED": "8"}
     config = load([], env | {"STATE_DIR": "here", "RUN_DIR": "there"})
     assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == ("tiny", 5, 6)
@@ -125,7 +125,7 @@ def test_removed_settings_say_what_to_do(tmp_path: Path, name: str, value: str, 
         assert remedy in (error.remedy or "")
 
 
-def test_settings_that_do_not_fit_together_say_so() -> None:
+def test_conflicting_settings_are_refused() -> None:
     argv = ["--rollout.engine", "embedded", "--rollout.max_context_tokens", "64", "--sampling.max_new_tokens", "64"]
     assert "leaves no room for a prompt" in str(refused(argv))
 
@@ -211,14 +211,14 @@ def test_the_configuration_survives_the_round_trip_as_json() -> None:
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
-def test_one_option_of_a_section_keeps_what_the_file_and_the_environment_say_of_it(tmp_path: Path) -> None:
+def test_an_option_keeps_the_rest_of_its_section_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("trainer: {learning_rate: 0.25, weight_decay: 0.5}\n")
     config = load(["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"})
     assert (config.trainer.learning_rate, config.trainer.weight_decay, config.trainer.max_steps) == (0.25, 0.75, 3)
 
 
-def test_the_state_belongs_to_its_run_unless_it_is_set() -> None:
+def test_the_state_directory_is_in_the_run_directory_unless_set() -> None:
     group = {"SKYPILOT_JOBGROUP_NAME": "math"}
     for env, run_dir, state_dir in (
         ({}, "runs/local", "runs/local/state"),

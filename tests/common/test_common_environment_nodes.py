@@ -1,4 +1,4 @@
-"""The client of an environment-server of several nodes: episodes are spread, and those of a lost node are played on another."""
+"""With several nodes, the environment client spreads episodes and replays those of a lost node on another."""
 
 import asyncio
 from collections import Counter
@@ -22,7 +22,7 @@ from tests.support.own_environments import INSISTS
 
 
 class Road(httpx.AsyncBaseTransport):
-    """The way to a node, which can be shut: calls under way and new ones fail then, or hang as those of a stopped process."""
+    """The connection to a node. When it is shut, pending and new calls fail, or hang as with a stopped process."""
 
     def __init__(self, inner: httpx.ASGITransport) -> None:
         self._inner, self.shut, self.hangs = inner, asyncio.Event(), False
@@ -44,13 +44,13 @@ class Road(httpx.AsyncBaseTransport):
 
 
 class Nodes:
-    """An environment-server of several nodes, in this process."""
+    """An environment-server with several nodes, in this process."""
 
     def __init__(self) -> None:
         self.services: list[EpisodeService] = []
         self.roads: list[Road] = []
         self.open = asyncio.Event()
-        """Until it is set the engines do not answer."""
+        """The engines do not answer until this is set."""
         self.client: EnvironmentClient
 
     def running(self) -> list[int]:
@@ -106,7 +106,7 @@ async def test_episodes_are_spread_over_the_nodes() -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_a_lost_node_costs_its_episodes_alone(lost: int, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_client, "_PROBE_S", 0.01)
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
@@ -116,7 +116,7 @@ async def test_a_lost_node_costs_its_episodes_alone(lost: int, hangs: bool, monk
         nodes.roads[lost].hangs = hangs
         nodes.roads[lost].shut.set()
         await until(lambda: kept.stats()["running"] == 8)
-        nodes.roads[lost].shut.clear()  # it is there again, and ends what it still does for nobody
+        nodes.roads[lost].shut.clear()  # the node is back, and ends the episodes that nobody waits for
         await until(lambda: not nodes.services[lost].stats()["running"])
         later = asyncio.create_task(nodes.client.episodes(numbered(9)))
         await until(lambda: nodes.services[lost].stats()["running"] == 2)
@@ -127,7 +127,7 @@ async def test_a_lost_node_costs_its_episodes_alone(lost: int, hangs: bool, monk
         assert kept.stats()["episodes"]["ok"] == 8
 
 
-async def test_when_all_nodes_are_lost_they_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_client_waits_when_all_nodes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_client, "_PROBE_S", 0.01)
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
@@ -155,7 +155,7 @@ async def test_a_cancelled_request_is_ended_on_its_node() -> None:
 
 
 async def _quick(client: Client) -> str | None:
-    """Asks `/health` as the client does, with less patience."""
+    """Asks `/health` like the client, but with less patience."""
     try:
         async with asyncio.timeout(0.2):
             return None if (await client.http.get("/health")).is_success else "unhealthy"

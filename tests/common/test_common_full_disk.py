@@ -1,4 +1,4 @@
-"""A disk that is really full: a named error, what was stored is intact, and the service goes on when there is room again."""
+"""A disk that is really full: the error is named, stored data survives, and the service resumes once there is room."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, rea
 
 
 class Disk:
-    """A file system of 4 MB in memory."""
+    """A 4 MB file system in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._ballast = path, path / "ballast"
@@ -81,7 +81,7 @@ async def test_the_replay_buffer(disk: Disk) -> None:
         for text in ("nothing was changed", "replay.db", "free disk space"):
             assert text in str(caught.value)
         assert (await client.stats())["groups"] == 1
-        adding = asyncio.create_task(client.add([group("big", 100_000)]))  # its client keeps trying
+        adding = asyncio.create_task(client.add([group("big", 100_000)]))  # the client keeps retrying
         await asyncio.sleep(0.3)
         assert not adding.done()
         disk.free()
@@ -130,7 +130,7 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
         served = [prompt.id for prompt in (await client.prompts(2, "first")).prompts]
         disk.fill()
         number = 0
-        while True:  # the log has some room of its own
+        while True:  # the log still has some free space
             params = {"batch_size": "1", "request_id": f"{number}-{'x' * 100}"}
             response = await client.http.get("/prompts", params=params)
             if not response.is_success:
@@ -155,7 +155,7 @@ def test_weights_of_the_trainer(disk: Disk) -> None:
     with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
         write_version({"w": torch.zeros(3000, 500)}.items(), [], disk.path, "run", 2)
     assert (caught.value.code, caught.value.field) == ("disk_full", "trainer.run_dir")
-    assert [path.name for path in disk.path.iterdir()] == ["v000001"]  # no part of the other keeps the disk full
+    assert [path.name for path in disk.path.iterdir()] == ["v000001"]  # no partial file of version 2 fills the disk
     assert (disk.path / "v000001" / written.files[0].name).stat().st_size == written.files[0].size
     write_version({"w": torch.zeros(100, 500)}.items(), [], disk.path, "run", 2)
 
@@ -193,7 +193,7 @@ def test_a_checkpoint(disk: Disk) -> None:
         with pytest.raises(CheckpointFailed, match=r"could not be written: .*(No space left|disk|write)") as caught:
             checkpoints.wait()
         assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(disk.path))
-        assert list(disk.path.iterdir()) == [first]  # no part of the other keeps the disk full
+        assert list(disk.path.iterdir()) == [first]  # no partial file of step 2 fills the disk
         assert newest(disk.path) == first
         third = save(3, 100)
         checkpoints.wait()
@@ -216,7 +216,7 @@ def test_the_run_directory(disk: Disk) -> None:
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
 
-def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging_continues_without_its_file_and_warns_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
@@ -238,7 +238,7 @@ def test_logs_go_on_without_their_file_and_say_so_once(disk: Disk, capsys: pytes
     assert (disk.path / "service.log").read_text().rstrip().endswith("there is room again")
 
 
-def test_a_manifest_that_was_cut_is_not_used(disk: Disk) -> None:
+def test_a_truncated_manifest_is_not_used(disk: Disk) -> None:
     version = disk.path / "v000001"
     version.mkdir()
     whole = WeightManifest(version=1, run_id="r", files=[WeightFile(name="a", size=1, xxh3="0" * 32)]).model_dump_json()

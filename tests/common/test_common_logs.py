@@ -1,4 +1,4 @@
-"""Logs: JSON by a switch, request ids through clients and services, and the access log."""
+"""Logs: JSON on request, request ids across clients and services, and the access log."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ from tests.support.ports import free_port
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """What a test sets up is gone afterwards."""
+    """Restores the logging setup after the test."""
     root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
     before, level = root.handlers[:], root.level
     yield
@@ -70,7 +70,7 @@ def test_a_line_has_everything_and_no_secret(
     assert "request" not in ended
 
 
-def test_as_text_what_a_person_has_seen_goes_to_the_file_alone(
+def test_text_already_shown_goes_only_to_the_file(
     monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("LOG_FORMAT", raising=False)
@@ -87,7 +87,7 @@ def test_as_text_what_a_person_has_seen_goes_to_the_file_alone(
 
 
 @pytest.mark.parametrize(("name", "value"), [("LOG_FORMAT", "yaml"), ("LOG_LEVEL", "loud")])
-def test_a_wrong_switch_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_a_wrong_log_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"field: {name} · value: {value} · remedy: set"):
         setup_logging("thing")
@@ -108,7 +108,7 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
         lines: list[dict[str, Any]] = []
 
         def logged(*phrases: str) -> dict[str, Any]:
-            """The next line that has all the phrases; the test ends by its own limit when there is none."""
+            """Returns the next line with all the phrases; without one the test runs into its time limit."""
             for line in process.stderr or ():
                 lines.append(json.loads(line))
                 if all(phrase in lines[-1]["message"] for phrase in phrases):
@@ -137,7 +137,7 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
 
 
 @pytest.mark.integration
-def test_a_start_that_fails_tells_so_in_json(tmp_path: Path) -> None:
+def test_a_failed_start_is_logged_as_json(tmp_path: Path) -> None:
     for argument, phrase in (("--data.source=/absent", "/absent"), ("--data.no_such", "there is no setting")):
         with run_data_server(tmp_path, argument) as process:
             _, errors = process.communicate()
@@ -151,7 +151,7 @@ def test_a_start_that_fails_tells_so_in_json(tmp_path: Path) -> None:
 
 
 class Chain:
-    """Two services, the first of which asks the second; what arrives and what is logged."""
+    """Two services, the first of which calls the second; keeps the ids that arrive."""
 
     def __init__(self) -> None:
         self.refusals = 0
@@ -194,7 +194,7 @@ async def chain() -> AsyncIterator[Chain]:
 
 
 class Caught(logging.Handler):
-    """Every line as JSON, with what is in work at that moment."""
+    """Keeps every log line as JSON, together with the request being handled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ def caught(own_logging: None) -> Caught:
     return handler
 
 
-async def test_an_id_goes_through_retries_threads_and_services(chain: Chain, caught: Caught) -> None:
+async def test_an_id_survives_retries_threads_and_services(chain: Chain, caught: Caught) -> None:
     chain.refusals = 2
     logs.set_run("run-1")
     with logs.request("story"):
@@ -229,7 +229,7 @@ async def test_an_id_goes_through_retries_threads_and_services(chain: Chain, cau
     assert logs.request_id() == ""
 
 
-async def test_every_call_has_an_id_of_its_own_outside_of_a_request(chain: Chain) -> None:
+async def test_every_call_outside_a_request_has_its_own_id(chain: Chain) -> None:
     chain.refusals = 1
     await chain.to_back.request("GET", "/things/x")
     await chain.to_back.http.get("/things/x")
@@ -238,7 +238,7 @@ async def test_every_call_has_an_id_of_its_own_outside_of_a_request(chain: Chain
     assert all(logs.usable_id(identifier) for identifier in (first, other))
 
 
-async def test_an_error_names_the_id_that_both_logs_have(chain: Chain, caught: Caught) -> None:
+async def test_an_error_names_the_id_found_in_both_logs(chain: Chain, caught: Caught) -> None:
     with pytest.raises(ServiceError) as raised:
         await chain.to_back.request("GET", "/things/absent")
     assert raised.value.request
@@ -259,7 +259,7 @@ async def test_a_crash_is_logged_and_answered_with_its_id(chain: Chain, caught: 
 
 
 @pytest.mark.parametrize("given", ["", "with space", 'q"uote', "x" * 129, "line\tend", "ü"])
-async def test_an_id_that_could_not_be_one_is_replaced(chain: Chain, given: str) -> None:
+async def test_an_invalid_id_is_replaced(chain: Chain, given: str) -> None:
     async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
         answer = await plain.get("/things/x", headers=[(b"X-Request-Id", given.encode())])
         twice = await plain.get("/things/x", headers=[("x-request-id", "one"), ("x-request-id", "two")])

@@ -1,4 +1,4 @@
-"""Every call whose first answer is lost after the service has done its work is repeated, and its work is done once."""
+"""When the answer to a call is lost after the work is done, the call is repeated, but the work is done only once."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,7 +27,7 @@ _C = TypeVar("_C", bound=Client)
 
 @asynccontextmanager
 async def lossy(app: FastAPI, kind: Callable[..., _C]) -> AsyncIterator[tuple[_C, LossyProxy]]:
-    """A client behind the proxy of a service on a real socket."""
+    """Yields a client of a service on a real socket, connected through a proxy that loses answers."""
     async with AsyncExitStack() as stack:
         proxy = LossyProxy(stack.enter_context(BackgroundServer(app, "127.0.0.1", 0)).port)
         url = await stack.enter_async_context(proxy.running())
@@ -69,7 +69,7 @@ async def test_data(tmp_path: Path, curriculum: str) -> None:
         stats = (await client.request("GET", "/stats")).json()
         assert (stats["position"], stats["prompts_served"]) == (4, 10)
         if curriculum == "difficulty":
-            assert stats["curriculum"]["known"] == 0  # the report came later than position 2
+            assert stats["curriculum"]["known"] == 0  # the report came after position 2
 
 
 @pytest.mark.integration
@@ -109,8 +109,8 @@ async def test_replay(tmp_path: Path) -> None:
             assert proxy.forwarded[call] == 2
 
 
-async def test_what_a_take_in_vain_tells_is_not_lost(tmp_path: Path) -> None:
-    """Without it the collector would never free the slots of these groups, and a run would wait for ever."""
+async def test_evictions_reported_by_an_empty_take_are_not_lost(tmp_path: Path) -> None:
+    """Without it the collector would never free the slots of these groups, and a run would wait forever."""
     app = create_replay_app(ReplaySection(capacity=100), tmp_path, 1 << 20)
     async with lossy(app, ReplayClient) as (client, proxy):
         await client.add([group(name) for name in "ab"])

@@ -1,4 +1,4 @@
-"""Templates of prompts and of chats as settings: what they accept, what they make of a row, and what they refuse."""
+"""Prompt and chat templates as settings: what they accept, how they fill a row, and what they refuse."""
 
 import random
 import string
@@ -19,7 +19,7 @@ PROMPT = Prompt(
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{question}", PROMPT.prompt),  # braces of the problem itself are not read
+        ("{question}", PROMPT.prompt),  # braces in the problem itself are kept as they are
         ("Level {level}: {question}\n{hint}", f"Level 5: {PROMPT.prompt}\na"),
         (
             '{question} in \\boxed{}, as \\frac{1}{2} or {"a": 1}',
@@ -34,7 +34,7 @@ def test_prompt_template_fills(template: str, text: str) -> None:
 
 
 def test_prompt_template_equals_plain_replacement_on_random_texts() -> None:
-    """The reference replaces the places one by one from the left, in a text without escapes."""
+    """The reference replaces the placeholders one by one from the left, in a text without escapes."""
     rng = random.Random(3)
     for _ in range(300):
         parts = [
@@ -60,7 +60,7 @@ def test_prompt_template_names_the_column(template: str, words: tuple[str, ...])
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))
-def test_named_templates_hold_the_question_alone(name: str) -> None:
+def test_named_templates_contain_only_the_question(name: str) -> None:
     assert columns_of(NAMED[name]) == []
     assert "17 eggs" in filled(
         from_mapping({"data.prompt_template": name}).data.prompt_template, PROMPT.model_copy(update={"prompt": "17 eggs"})
@@ -71,7 +71,7 @@ def test_prompt_template_from_a_file_without_its_last_line_break(tmp_path: Path)
     (tmp_path / "few.txt").write_text("Q: 1+1\nA: 2\n\nQ: {question}\nA:\n")
     config = load(["--data.prompt_template", str(tmp_path / "few.txt")], {})
     assert config.data.prompt_template == "Q: 1+1\nA: 2\n\nQ: {question}\nA:"
-    again = Config.model_validate(config.model_dump())  # as the run saves it, with the file gone
+    again = Config.model_validate(config.model_dump())  # as the run saves it, without the file
     assert again.data.prompt_template == config.data.prompt_template
 
 

@@ -19,12 +19,12 @@ THINKING = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
     "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
-"""As Qwen3's: without thinking the answer begins behind an empty thought."""
+"""Like Qwen3's template: without thinking, the answer begins after an empty thought."""
 SYSTEM, KWARGS = "sampling__system_prompt", "sampling__chat_template_kwargs"
 
 
 def tokenizer(chat_template: str | None = None, end: bool = False) -> Any:
-    """A tokenizer of bytes that puts <s> before a text, as Llama's, and with `end` </s> behind it."""
+    """A byte tokenizer that puts <s> before a text, like Llama's, and with `end` also puts </s> after it."""
     made = Tokenizer(
         models.BPE(vocab={c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[])
     )
@@ -56,7 +56,7 @@ def style(**settings: Any) -> PromptStyle:
         ),
         (THINKING, {"sampling__chat_template_kwargs": {"enable_thinking": True}}, "<user>2 + 3?</s><assistant>"),
         (THINKING, {"sampling__prefill": "<think>\n"}, "<user>2 + 3?</s><assistant><think>\n"),
-        (THINKING, {"data__prompt_template": "{question}!"}, "2 + 3?!"),  # in the place of the chat template
+        (THINKING, {"data__prompt_template": "{question}!"}, "2 + 3?!"),  # instead of the chat template
         (THINKING, {"data__prompt_template": "{question}!", "model__chat_template": "own"}, "<user>2 + 3?!</s><assistant>"),
     ],
 )
@@ -70,8 +70,8 @@ def test_a_template_fills_the_last_message_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("end", [False, True])
-def test_a_plain_prompt_begins_with_one_beginning_and_ends_with_no_end(end: bool) -> None:
-    """A tokenizer may put an end behind every text, after which a model says nothing of use."""
+def test_a_plain_prompt_has_one_start_token_and_no_end_token(end: bool) -> None:
+    """A tokenizer may append an end token to every text, and after it a model generates nothing useful."""
     made = tokenizer(end=end)
     plain, marked = (
         prompt_ids([PROMPT], style(), made)[0],
@@ -80,7 +80,7 @@ def test_a_plain_prompt_begins_with_one_beginning_and_ends_with_no_end(end: bool
     assert plain == marked == [0, *made("2 + 3?", add_special_tokens=False).input_ids]
 
 
-def test_a_chat_has_the_special_tokens_of_its_template_alone() -> None:
+def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
     made = tokenizer("<s>" + THINKING)
     assert prompt_ids([PROMPT], style(), made)[0].count(0) == 1
 
@@ -105,7 +105,7 @@ def test_a_chat_has_the_special_tokens_of_its_template_alone() -> None:
         (None, {"model__chat_template": "own"}, "model__chat_template", ("no chat template of its own",)),
     ],
 )
-def test_a_style_that_the_tokenizer_cannot_obey(
+def test_a_style_that_the_tokenizer_cannot_follow_is_refused(
     template: str | None, settings: dict[str, Any], field: str, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:

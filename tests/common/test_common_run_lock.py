@@ -1,4 +1,4 @@
-"""One run at a time has a directory, whatever becomes of the others."""
+"""Only one run at a time can use a directory, whatever happens to the other runs."""
 
 import json
 import os
@@ -26,7 +26,7 @@ with RunLock(Path(sys.argv[1]), "first"): print("held", flush=True); sys.stdin.r
 
 @contextmanager
 def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock until it is ended."""
+    """A process that holds the lock until it is killed."""
     command = [sys.executable, "-c", HOLDER, str(directory)]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -42,7 +42,7 @@ def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, stopped: bool) -> None:
     with another(tmp_path / "run") as process:
-        if stopped:  # it is alive, though it cannot say so
+        if stopped:  # alive, but unable to answer
             process.send_signal(signal.SIGSTOP)
         with pytest.raises(ConfigError, match=rf"run first \(process {process.pid} on .*, since 2.* is using") as error:
             RunLock(tmp_path / "run", "second").__enter__()
@@ -50,7 +50,7 @@ def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, sto
 
 
 @pytest.mark.integration
-def test_a_killed_run_leaves_the_directory_at_once(tmp_path: Path) -> None:
+def test_a_killed_run_releases_the_directory_at_once(tmp_path: Path) -> None:
     with another(tmp_path) as process:
         process.kill()
         process.wait()
@@ -59,7 +59,7 @@ def test_a_killed_run_leaves_the_directory_at_once(tmp_path: Path) -> None:
     assert (tmp_path / LOCK).read_bytes() == b""
 
 
-def test_the_same_process_cannot_have_a_directory_twice(tmp_path: Path) -> None:
+def test_a_process_cannot_lock_a_directory_twice(tmp_path: Path) -> None:
     with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
         RunLock(tmp_path, "second").__enter__()
     with RunLock(tmp_path, "third"):
@@ -74,7 +74,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["elsewhere", "no flock"])
 def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's lock does not reach the other: it is on another machine, or the file system has none."""
+    """Makes the kernel's lock useless: the other run is on another machine, or the file system has no locks."""
     if request.param == "no flock":
 
         def refuse(*_: Any) -> None:
@@ -91,15 +91,15 @@ def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_a_run_that_no_lock_reaches_is_known_by_its_heartbeat(tmp_path: Path) -> None:
+def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(tmp_path: Path) -> None:
     with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
         RunLock(tmp_path, "second").__enter__()
-    with RunLock(tmp_path, "third"):  # the first said that it had ended: nobody waits for it
+    with RunLock(tmp_path, "third"):  # the first run recorded its end, so nobody waits for it
         pass
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_a_run_whose_heart_stopped_is_taken_over_and_says_so_when_it_wakes(
+def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lock, "_BEAT_S", 1e6)
@@ -107,13 +107,13 @@ def test_a_run_whose_heart_stopped_is_taken_over_and_says_so_when_it_wakes(
         second.check()
         first.check()
         monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
-        first._beat()  # it wakes
+        first._beat()  # the run wakes up
         with pytest.raises(ServiceError, match=r"stood still, and run second \(process .* took over"):
             first.check()
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_of_two_that_wait_one_gets_the_directory(tmp_path: Path) -> None:
+def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path) -> None:
     dead = {"run": "dead", "host": "h", "pid": 1, "since": "s", "machine": "m", "token": "t", "beat": 3}
     (tmp_path / LOCK).write_text(json.dumps(dead).ljust(512))
     said: list[str] = []
@@ -137,7 +137,7 @@ def test_of_two_that_wait_one_gets_the_directory(tmp_path: Path) -> None:
     assert sum("is using this directory" in text for text in said) == 1
 
 
-def test_a_damaged_lock_file_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:
     (tmp_path / LOCK).write_bytes(os.urandom(100))
     with RunLock(tmp_path, "run"):
         pass

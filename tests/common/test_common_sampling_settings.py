@@ -1,4 +1,4 @@
-"""Settings of sampling: what they mean together, and what is refused with field and remedy."""
+"""Sampling settings: what they mean in combination, and which are refused with field and remedy."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ SMG = {"rollout.router": "smg"}
         ({"sampling.system_prompt": "S", "data.prompt_template": "plain"}, "sampling.system_prompt", ("not read",)),
     ],
 )
-def test_settings_of_sampling_that_do_not_fit(settings: dict[str, Any], field: str, words: tuple[str, ...]) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], field: str, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(settings)
     assert caught.value.field == field
@@ -46,7 +46,7 @@ def test_settings_of_sampling_that_do_not_fit(settings: dict[str, Any], field: s
 
 
 @pytest.mark.parametrize("settings", [EMBEDDED, SMG])
-def test_truncated_sampling_in_training_has_a_bound_on_what_is_left(settings: dict[str, Any]) -> None:
+def test_truncated_sampling_in_training_is_bounded_by_top_k(settings: dict[str, Any]) -> None:
     sampling = from_mapping({"sampling.top_p": 0.9, **settings}).sampling
     assert (sampling.cuts(), sampling.bounded_cuts()) == ({"top_p": 0.9}, {"top_p": 0.9, "top_k": 4096})
     sampling = from_mapping({"sampling.top_k": 20, **settings}).sampling
@@ -54,7 +54,7 @@ def test_truncated_sampling_in_training_has_a_bound_on_what_is_left(settings: di
     assert from_mapping(settings).sampling.bounded_cuts() == {}
 
 
-def test_evaluations_may_cut_off_whatever_the_engine() -> None:
+def test_evaluations_may_truncate_with_any_engine() -> None:
     config = load(["--evaluation.top_p", "0.95", "--evaluation.temperature", "0.6", "--evaluation.n", "4"], {})
     assert config.evaluation.cuts() == {"top_p": 0.95}
     assert config.sampling.cuts() == {}

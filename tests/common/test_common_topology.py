@@ -1,4 +1,4 @@
-"""Where every task is: on a cluster, under the local runner, and outside a job group."""
+"""Where every task runs: on a cluster, under the local runner, and outside a job group."""
 
 import os
 import subprocess
@@ -71,7 +71,7 @@ def test_a_node_that_does_not_run_is_named() -> None:
         ({"JOBGROUP_HOSTS": "data-server-0.rlhf-math"}, "JOBGROUP_HOSTS"),
     ],
 )
-def test_an_environment_that_cannot_be_is_refused(change: dict[str, str], field: str) -> None:
+def test_an_impossible_environment_is_refused(change: dict[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Topology.from_env(CLUSTER | change)
     assert field in str(caught.value.field)
@@ -122,7 +122,7 @@ def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
-def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
+def test_the_command_prints_its_usage(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "usage: python -m common.topology torchrun" in done.stderr
@@ -148,7 +148,7 @@ def test_the_command_says_how_it_is_used(arguments: list[str]) -> None:
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
     ],
 )
-def test_the_last_line_of_torchrun_is_the_reason_and_its_status_the_rank_s(
+def test_torchrun_ends_with_the_reason_and_status_of_the_failed_rank(
     tmp_path: Path, script: str, status: int, last: str
 ) -> None:
     (tmp_path / "rank.py").write_text(script)

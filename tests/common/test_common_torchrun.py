@@ -1,4 +1,4 @@
-"""The start of torchrun where its port is taken."""
+"""Starting torchrun when its port is taken."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from common.topology import Topology
 
 @pytest.mark.integration
 def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
-    # 127.N.… gets 29500 + N; a block that no other run on this machine has.
+    # 127.N.… gets port 29500 + N; choose a block that no other run on this machine uses.
     for block in range(240, 250):
         port = Topology(local_hosts={"a": None}, node_ips=(f"127.{block}.0.1",)).torchrun_port  # type: ignore[dict-item]
         try:

@@ -1,4 +1,4 @@
-"""A process that hangs says where, without anybody having prepared for it."""
+"""A process that hangs reports where it hangs, without any preparation."""
 
 import os
 import re
@@ -41,7 +41,7 @@ with watchdog.stalls(stall_s), LoopThread() as loop:
 
 
 class Hanging:
-    """A real process that waits for a service that never answers, and in its main thread for ever."""
+    """A real process whose tasks wait for a service that never answers and whose main thread waits forever."""
 
     def __init__(self, directory: Path, stall_s: float, deadline_s: float) -> None:
         self._silent = socket.create_server(("127.0.0.1", 0))
@@ -54,7 +54,7 @@ class Hanging:
         self.says("ready")
 
     def says(self, *texts: str) -> str:
-        """The log, as soon as it has all of these."""
+        """Returns the log once it contains all of these texts."""
         limit = time.monotonic() + 400
         while not all(text in self._log.read_text() for text in texts):
             assert time.monotonic() < limit, self._log.read_text()
@@ -80,13 +80,13 @@ STACKS = ("in wait_in_the_main_thread", "thread MainThread:", "thread collector:
 
 
 @pytest.mark.parametrize("hanging", [(3600, 3600)], indirect=True)
-def test_sigusr1_shows_what_is_awaited_and_every_stack(hanging: Hanging) -> None:
+def test_sigusr1_shows_pending_calls_and_every_stack(hanging: Hanging) -> None:
     for _ in range(2):
         hanging.process.send_signal(signal.SIGUSR1)
         text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS)
-        time.sleep(1)  # faulthandler writes one report at a time and drops a signal that comes meanwhile
+        time.sleep(1)  # faulthandler writes one report at a time and drops signals that arrive meanwhile
     assert "nothing has happened" not in text
-    assert "aiohttp" in text  # down to what the innermost coroutine awaits
+    assert "aiohttp" in text  # the stacks reach the innermost coroutine
     hanging.process.send_signal(signal.SIGQUIT)
     hanging.says("(most recent call first):")
     assert hanging.process.poll() is None
@@ -104,7 +104,7 @@ def test_a_stall_is_reported_by_itself(hanging: Hanging) -> None:
 
 
 @pytest.mark.parametrize("hanging", [(3600, 2)], indirect=True)
-def test_a_long_deadline_that_passes_is_reported_once_for_all_who_wait(hanging: Hanging) -> None:
+def test_a_missed_long_deadline_is_reported_once_for_all_calls(hanging: Hanging) -> None:
     text = hanging.says("data-server did not answer GET /prompts within 2 s: ", "thread MainThread:", "awaited: GET /prompts")
     time.sleep(1)
     assert text.count("did not answer GET /prompts within 2 s") == 1

@@ -1,4 +1,4 @@
-"""Groups as bytes: what goes in comes out, and whatever else comes in is refused by name."""
+"""Groups as bytes: every group survives the round trip, and any other input is refused by name."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Every example's settings are valid, and its page has the command that uses them."""
+"""The settings of every example are valid, and its page has the command that uses them."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md")
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
 
 
-def test_there_is_an_example_of_each() -> None:
+def test_every_example_exists_with_settings() -> None:
     assert {folder.name for folder in FOLDERS} == {
         *("gsm8k_gpu", "real_model", "own_reward", "ppo_critic", "lora", "code_rewards", "tool_calculator")
     }
@@ -57,7 +57,7 @@ def test_the_problems_of_the_real_model_hold_out_what_they_say(tmp_path: Path) -
 
 
 @pytest.mark.integration
-def test_the_own_reward_prefers_short_right_answers() -> None:
+def test_the_custom_reward_prefers_short_right_answers() -> None:
     from examples.own_reward.brief import Brief
 
     chats = [[{"role": "assistant", "content": text}] for text in ("#### 3", "1+2=3. #### 3", "#### 4")]

@@ -1,4 +1,4 @@
-"""The policies let a job group talk to itself, and agents outside it reach the gateway alone."""
+"""The policies let a job group talk to itself; agents outside it can reach only the gateway."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def selected(peers: list[dict[str, Any]]) -> list[dict[str, str]]:
     return [peer["podSelector"]["matchLabels"] for peer in peers]
 
 
-def test_agents_reach_the_gateway_alone() -> None:
+def test_agents_can_reach_only_the_gateway() -> None:
     found = {
         each["metadata"]["name"]: each["spec"]
         for each in yaml.safe_load_all((ROOT / "docs/reference/network-policy.yaml").read_text())

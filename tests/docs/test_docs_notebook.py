@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, and shows curves and a table."""
+"""The notebook runs from the first cell to the last and shows curves and a table."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "tiny_task.ipynb"
 
 
 def shown(source: str, names: dict[str, Any]) -> Any:
-    """Runs a cell as Jupyter does, and returns the value of its last expression."""
+    """Runs a cell like Jupyter and returns the value of its last expression."""
     body = ast.parse(source).body
     last = body.pop() if isinstance(body[-1], ast.Expr) else None
     exec(compile(ast.Module(body, []), str(NOTEBOOK), "exec"), names)  # noqa: S102 - our own notebook
@@ -37,7 +37,7 @@ def test_every_cell_runs(base_model: Path, tmp_path: Path, monkeypatch: pytest.M
     assert "shows its working" in names["result"].history[0]["logged"]
 
 
-def test_the_notebook_was_run_before_it_was_written() -> None:
+def test_the_notebook_is_saved_with_its_outputs() -> None:
     cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
     kinds = {kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})}
     assert {"image/png", "text/html"} <= kinds

@@ -1,5 +1,7 @@
-"""What the documentation names exists: files, links, anchors, tests and settings. Reports and decisions are dated
-and may name what is gone."""
+"""The documentation names only files, links, anchors, tests and settings that exist.
+
+Reports and decision records are dated and may name things that are gone.
+"""
 
 import re
 import subprocess
@@ -18,9 +20,9 @@ GENERATED = {
     "docs/reference/http-api.md",
     "docs/reference/python.md",
 }
-"""Pages that docs/hooks.py makes when the site is built; their anchors are checked by `mkdocs build --strict`."""
+"""Pages that docs/hooks.py generates when the site is built; `mkdocs build --strict` checks their anchors."""
 MADE = (".venv", ".cache", "runs", "outputs", "site", "checkpoints", "trackers", "groups", "prompts", "critic")
-"""First folders of paths that exist once something has run."""
+"""Top-level folders that exist only after something has run."""
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]*)\)")
@@ -30,7 +32,7 @@ _VARIABLE = re.compile(r"RLHF_[A-Z]+__[A-Z_]+")
 
 
 def documents() -> list[str]:
-    """Every tracked or new Markdown file but the changelog, which names what has been removed."""
+    """Every tracked or new Markdown file except the changelog, which names removed things."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
@@ -89,7 +91,7 @@ def test_every_path_named_exists(name: str) -> None:
         if not _PATH.match(word) or word.split("/")[0] in MADE:
             continue
         first = word.split("/")[0]
-        if not (ROOT / first).exists():  # a data set on the hub, a media type: no path of the repository
+        if not (ROOT / first).exists():  # not a path of the repository: a data set on the hub, or a media type
             continue
         assert list(ROOT.glob(word.rstrip("/"))), f"{name} names {word}"
 
@@ -131,7 +133,7 @@ def test_short_names_are_documented() -> None:
 
 
 @pytest.mark.integration
-def test_mentions_of_the_documentation_in_the_code_are_right() -> None:
+def test_documents_named_in_the_code_exist() -> None:
     pattern = r"docs/[a-z-]+(/[a-z0-9-]+)*\.(md|json|yml|yaml|png|svg)"
     kinds = ("*.py", "*.js", "*.html", "*.yaml", "*.yml", "*.sh", "*.toml", "Makefile")
     words = ["git", "grep", "-nohE", pattern, "--", *kinds]

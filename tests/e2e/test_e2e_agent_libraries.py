@@ -1,4 +1,4 @@
-"""Client libraries and agent frameworks, unmodified, as agents: every conversation is one sequence, and each is trained on."""
+"""Unmodified client libraries and agent frameworks as agents: every conversation is one sequence and is trained on."""
 
 import os
 from pathlib import Path

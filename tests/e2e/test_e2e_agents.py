@@ -1,4 +1,4 @@
-"""The job group with an environment-server, which is killed in the middle: its episodes are played again, none is a zero."""
+"""The environment-server is killed during a run: its episodes are played again, and none is scored as zero."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The job group with a critic-server, which is killed in the middle: the run goes on with the critic of the last checkpoint."""
+"""The critic-server is killed during a run: the run goes on with the critic of the last checkpoint."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""The real job group on this machine: the YAML as it is, two rollout nodes behind the real router, two trainer ranks.
+"""The real job group on this machine: the unchanged YAML, two rollout nodes behind the real router, two trainer ranks.
 
-It runs with a token, certificates and other secrets. It is started once and looked at from several sides.
+It runs once, with a token, certificates and other secrets; each test checks one aspect of the result.
 """
 
 import json
@@ -35,7 +35,7 @@ class Run:
     status: int
     mark: str
     secrets: dict[str, str]
-    """Values that nobody may find in what the run left."""
+    """Values that must not appear in anything the run left."""
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return read_lines(self.directory / f"{name}.jsonl")
@@ -124,7 +124,8 @@ def test_every_component_logs_its_start_in_json(run: Run) -> None:
         assert any(message.startswith(f"{service} 0.1.0 listens on https://127.") for message in own), name
     assert '"message": "ppo-trainer 0.1.0 starts' in run.output
     waits = {"generation_bound", "rollout_idle", "reward_bound", "replay_bound", "publish_bound", "nothing_active"}
-    assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits  # whose seconds are the machine's
+    # These hints depend on the speed of the machine.
+    assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits
 
 
 def test_one_id_tells_the_story_of_a_group_in_every_log(run: Run) -> None:
@@ -166,7 +167,7 @@ def test_the_run_directory_tells_the_whole_story(run: Run) -> None:
         assert phrase in run.output
 
 
-def test_no_secret_is_in_anything_that_a_run_leaves_or_says(run: Run) -> None:
+def test_no_secret_is_in_the_files_or_output_of_a_run(run: Run) -> None:
     files = [path for path in run.directory.parent.rglob("*") if path.is_file() and not path.is_symlink()]
     names = {path.name for path in files}
     assert {
@@ -181,8 +182,8 @@ def test_no_secret_is_in_anything_that_a_run_leaves_or_says(run: Run) -> None:
         assert [path for path in files if value.encode() in path.read_bytes()] == [], name
 
 
-def test_everything_listens_on_this_machine_alone(run: Run) -> None:
-    """As every process says it; torchrun's own rendezvous is the exception (SECURITY.md)."""
+def test_everything_listens_only_on_this_machine(run: Run) -> None:
+    """As every process reports it; torchrun's own rendezvous is the exception (SECURITY.md)."""
     said = [line for line in run.output.splitlines() if " listens on " in line]
     assert "http://127." not in run.output
     assert len(said) >= 5, run.output[-3000:]

@@ -1,4 +1,4 @@
-"""OpenEnv's own server: text actions, actions of fields, MCP tools, failures, and training."""
+"""OpenEnv's own server: text actions, actions with fields, MCP tools, failures, and training."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ async def play(server: Served, name: str, request_id: str = "r", n: int = 1, **l
 async def test_an_answer_is_an_action_of_one_text() -> None:
     said = "3"
     async with served(server_of("echo"), lambda _: said) as server:
-        for episode in await play(server, "1+2?", n=5):  # the server has room for two
+        for episode in await play(server, "1+2?", n=5):  # the server has room for only two
             assert (episode.status, episode.stop_reason, episode.metrics["turns"]) == ("ok", "done", 2)
             assert episode.reward == 2 * (1.0 + 0.375), "the sum of the steps"
             assert "You said 3." in episode.sequences[0].text

@@ -1,6 +1,7 @@
-"""The real job group while its processes are killed: it goes on, from the newest checkpoint where need be.
+"""Processes of the real job group are killed: it goes on, from the newest checkpoint if necessary.
 
-One node of each; `test_e2e_critic` and the chaos tests have several."""
+Each task has one node here; `test_e2e_critic` and the chaos tests have several.
+"""
 
 import os
 import signal
@@ -18,7 +19,8 @@ from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 
 STEPS = 10
-pytestmark = [pytest.mark.integration, pytest.mark.slow]  # a trainer that is killed, an engine and a grader have short tests
+# A killed trainer, engine and grader each have quicker tests too.
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("group_file", ["rlhf-math", pytest.param("rlhf-math-onegpu", marks=pytest.mark.slow)])
@@ -45,7 +47,7 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
     with output.open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group:
 
         def kill(what: str, step: int, chosen: Callable[[list[int]], int] = min) -> None:
-            """kill -9 of one of the processes with `what` in their command line, after the given step."""
+            """Runs kill -9 on one of the processes with `what` in their command line, after the given step."""
             limit = time.monotonic() + 400
             while len(read_lines(run_dir / "metrics.jsonl")) < step or not marked(mark, what):
                 assert group.poll() is None, output.read_text()[-4000:]

@@ -1,4 +1,4 @@
-"""A verifiers environment, with verifiers itself, in its own environment: recorded, its failures named, and trained."""
+"""A real verifiers environment in its own Python environment: episodes are recorded, failures named, models trained."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def environment(identifier: str, directory: Path) -> str:
-    """Returns the name of an environment for an interpreter that finds the packages of tests."""
+    """Returns the name of an environment whose interpreter finds the packages of the tests."""
     python = directory / "python"
     packages = ROOT / "tests" / "support" / "verifiers_environments"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {python_of("verifiers")} "$@"\n')

@@ -1,4 +1,4 @@
-"""Small job groups run by the real runner in processes of their own."""
+"""Small job groups that the real runner executes in their own processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -12,7 +12,7 @@ from tests.support.local_run import LocalRun
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Iterator[Callable[[str], LocalRun]]:
-    """Makes runs, each in its folder; what a failed test leaves behind is killed."""
+    """Creates runs, each in its own folder, and kills what a failed test leaves behind."""
     runs: list[LocalRun] = []
 
     def make(name: str) -> LocalRun:
@@ -24,7 +24,7 @@ def make_run(tmp_path: Path) -> Iterator[Callable[[str], LocalRun]]:
     yield make
     for run in runs:
         for process in run.marked():
-            with suppress(psutil.NoSuchProcess):  # it has just ended
+            with suppress(psutil.NoSuchProcess):  # the process has just ended
                 process.kill()
         if run.process is not None:
             run.process.communicate()
@@ -32,5 +32,5 @@ def make_run(tmp_path: Path) -> Iterator[Callable[[str], LocalRun]]:
 
 @pytest.fixture
 def local(make_run: Callable[[str], LocalRun]) -> LocalRun:
-    """One run."""
+    """A single run."""
     return make_run("run")

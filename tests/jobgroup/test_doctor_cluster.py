@@ -1,4 +1,4 @@
-"""Inside a running group: real services on loopback, some down, one unwell, one with another time."""
+"""The doctor inside a running group: real services on loopback; some are down, one is unwell, one has a wrong clock."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -34,11 +34,11 @@ def _looked(folder: Path, around: dict[str, str], ports: Mapping[str, int], task
     return {result.name: result for result in perform(network.cluster_checks(plan))}
 
 
-def test_every_service_is_told_with_health_reason_and_clock(tmp_path: Path, stack: ExitStack) -> None:
+def test_every_service_is_reported_with_health_reason_and_clock(tmp_path: Path, stack: ExitStack) -> None:
     healthy = {"/health": {"status": "healthy"}}
     ports = {
         "RLHF_DATA__PORT": stack.enter_context(serving(healthy)),
-        "RLHF_REWARD__PORT": free_port(),  # nobody is there
+        "RLHF_REWARD__PORT": free_port(),  # nobody listens there
         "RLHF_REPLAY__PORT": stack.enter_context(serving({"/health": {"reason": "the store is locked"}}, status=503)),
         "RLHF_TRAINER__PORT": stack.enter_context(serving(healthy, ahead_s=7200)),
         "RLHF_ROLLOUT__AGENT_PORT": stack.enter_context(serving({**healthy, "/status": _status()}, ahead_s=-20)),
@@ -77,7 +77,7 @@ def test_every_service_is_told_with_health_reason_and_clock(tmp_path: Path, stac
         ({"unexpected": True}, "fail", "unknown"),
     ],
 )
-def test_weights_of_a_node_against_the_newest(
+def test_weights_of_a_node_are_compared_with_the_newest(
     tmp_path: Path, stack: ExitStack, status: dict[str, Any], state: str, words: str
 ) -> None:
     agent = stack.enter_context(serving({"/health": {}, "/status": status}))
@@ -91,7 +91,7 @@ def test_the_token_of_the_run_is_sent_and_never_shown(tmp_path: Path, stack: Exi
     token = "0123456789abcdef" * 2
     port = stack.enter_context(serving({"/health": {}}, token=token))
     found = _looked(tmp_path, {"API_TOKEN": token}, {"RLHF_DATA__PORT": port}, "data-server")
-    assert list(found) == ["data-server-0", "clock of data-server-0"]  # a data-server asks nobody
+    assert list(found) == ["data-server-0", "clock of data-server-0"]  # a data-server calls no other service
     assert found["data-server-0"].state == "ok"
     refused = _looked(tmp_path, {"API_TOKEN": "another-token-of-this-run"}, {"RLHF_DATA__PORT": port}, "data-server")
     assert refused["data-server-0"].state == "fail"

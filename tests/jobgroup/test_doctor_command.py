@@ -1,4 +1,4 @@
-"""The command: exit statuses, settings, hub, secrets, the model's memory, an environment without torch."""
+"""The doctor command: exit statuses, settings, hub, secrets, memory of the model, an environment without torch."""
 
 import json
 import os
@@ -22,7 +22,7 @@ SECRET = "hf_ThisIsNeverShown123"  # noqa: S105 - of nobody
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """A hub that has one model, one open and one gated data set, and a cache that is empty."""
+    """A hub with one model, one open and one gated data set, and an empty cache."""
     answers = {
         "/": {},
         "/org/model/resolve/main/config.json": QWEN_7B,
@@ -64,7 +64,7 @@ def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
     out = capsys.readouterr().out
     assert "FAIL  settings of data-server: this number is too small · field: trainer.batch_size · value: 0" in out
     assert "\n      fix: give one above 0" in out
-    assert "ok    python: " in out  # and the rest is looked at
+    assert "ok    python: " in out  # the other checks still run
 
 
 def test_a_wrong_yaml_is_a_failed_line_too(tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_every_change_that_the_plan_names_makes_it_fit(tmp_path: Path, capsys: p
         assert checks["trainer on 24 GB"]["state"] != "fail", change
 
 
-def test_the_plan_takes_a_file_settings_and_an_architecture_that_is_not_known(
+def test_the_plan_accepts_a_file_settings_and_an_unknown_architecture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = plan_of_7b(
@@ -147,7 +147,7 @@ def test_no_secret_is_ever_printed(
     monkeypatch.setenv("API_TOKEN", "tooshort-1")
     monkeypatch.setenv("http_proxy", "http://user:proxypassword@127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    # A setting with the value of a secret in it, which its error repeats.
+    # The value of this setting is a secret, which the error message repeats.
     status = main([_group(tmp_path), "--env", f"RLHF_TRAINER__BATCH_SIZE={SECRET}", "--json"])
     out = capsys.readouterr().out
     assert status == 1
@@ -155,7 +155,7 @@ def test_no_secret_is_ever_printed(
     assert not [value for value in (SECRET, "tooshort-1", "proxypassword") if value in out]
 
 
-def test_the_demo_is_what_is_judged_without_a_yaml() -> None:
+def test_without_a_yaml_the_demo_is_checked() -> None:
     plan = make(None, {}, {"PATH": os.environ["PATH"]}, None)
     assert (plan.problems, plan.demo, plan.group) == ([], True, "rlhf-math")
     assert [job.name for job in plan.here] == ["data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"]
@@ -172,13 +172,13 @@ def test_the_demo_is_what_is_judged_without_a_yaml() -> None:
         ("prompts.jsonl", "", "fail", "there is no"),
     ],
 )
-def test_a_data_set_is_looked_for(tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str) -> None:
+def test_data_sets_are_checked(tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str) -> None:
     env = {"RLHF_DATA__SOURCE": source, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
     (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env))
     assert (result.state, words in result.found) == (state, True)
 
 
-def test_a_hub_that_does_not_answer_matters_unless_the_cache_has_it(tmp_path: Path) -> None:
+def test_an_unreachable_hub_fails_unless_the_cache_has_the_data(tmp_path: Path) -> None:
     env = {"RLHF_DATA__SOURCE": "org/open", "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
 
     def state(**more: str) -> str:
@@ -235,7 +235,7 @@ def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
     assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
 
 
-def test_an_unknown_architecture_is_said_to_be_unknown(tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_reported(tmp_path: Path) -> None:
     result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, None)["memory for the model"]
     assert (result.state, "mamba" in result.found) == ("warn", True)
 
@@ -270,7 +270,7 @@ def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) -> None:
-    """As in the light environment of a service: importing torch or transformers fails there."""
+    """As in the light environment of a service, where importing torch or transformers fails."""
     script = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from jobgroup.doctor.__main__ import main\n"

@@ -1,4 +1,4 @@
-"""This machine as the doctor sees it: ports, folders, limits, a sum over two processes."""
+"""The doctor's view of this machine: ports, folders, limits, and a sum over two processes."""
 
 import os
 import shutil
@@ -64,10 +64,10 @@ def test_values_of_secret_variables_are_hidden() -> None:
 
 
 @linux
-def test_an_occupied_port_of_torchrun_is_told(tmp_path: Path) -> None:
+def test_an_occupied_port_of_torchrun_is_reported(tmp_path: Path) -> None:
     trainer, other = (plan_of(tmp_path, {task: ""}) for task in ("ppo-trainer", "reward-server"))
     with ExitStack() as stack:
-        with suppress(OSError):  # somebody has it already
+        with suppress(OSError):  # another process may hold the port already
             stack.enter_context(socket.create_server(("", TORCHRUN_PORT)))
         found = [result for result in network.check_ports(trainer) if result.name == f"port {TORCHRUN_PORT} of torchrun"]
         assert [result.state for result in found] == ["fail"]
@@ -77,7 +77,7 @@ def test_an_occupied_port_of_torchrun_is_told(tmp_path: Path) -> None:
 
 
 @linux
-def test_an_occupied_port_is_told_with_the_process_that_has_it(tmp_path: Path) -> None:
+def test_an_occupied_port_is_reported_with_its_process(tmp_path: Path) -> None:
     port = free_port()
     plan = plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port})
     assert _only(network.check_ports(plan)).state == "ok"
@@ -89,7 +89,7 @@ def test_an_occupied_port_is_told_with_the_process_that_has_it(tmp_path: Path) -
 
 
 @linux
-def test_a_port_of_127_0_0_1_is_in_nobodys_way_but_a_single_services(tmp_path: Path) -> None:
+def test_a_port_taken_only_on_127_0_0_1_is_a_warning(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert (
@@ -106,8 +106,8 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, path: str) -> Non
     assert "cannot be written" in result.found
 
 
-def test_a_folder_is_tried_without_being_made(tmp_path: Path) -> None:
-    assert storage.check_folder(tmp_path / "a" / "b", "RUN_DIR").state in ("ok", "warn")  # warn: a slow disk
+def test_a_folder_is_checked_without_being_created(tmp_path: Path) -> None:
+    assert storage.check_folder(tmp_path / "a" / "b", "RUN_DIR").state in ("ok", "warn")  # warn if the disk is slow
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,7 +123,7 @@ def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: 
 
 
 @linux
-def test_sqlite_in_memory_or_on_a_network_is_warned_of(tmp_path: Path) -> None:
+def test_sqlite_in_memory_or_on_a_network_is_a_warning(tmp_path: Path) -> None:
     result = storage.check_folder(Path("/dev/shm/state"), "STATE_DIR", sqlite=True)  # noqa: S108
     assert (result.state, "tmpfs" in result.found) == ("warn", True)
     mounts = [("/", "ext4"), ("/shared", "ext4"), ("/shared", "nfs4"), ("/shared/with space", "fuse.rclone")]
@@ -132,13 +132,13 @@ def test_sqlite_in_memory_or_on_a_network_is_warned_of(tmp_path: Path) -> None:
     assert kinds == {"/srv": "ext4", "/shared/state": "nfs4", "/shared/with space/x": "fuse.rclone"}
 
 
-def test_memory_and_cores_are_those_of_this_machine_at_most() -> None:
+def test_memory_and_cores_never_exceed_those_of_this_machine() -> None:
     size, _ = machine.available_memory()
     assert 0 < size <= psutil.virtual_memory().total
     assert 0 < machine.cores() <= (os.cpu_count() or 0)
 
 
-def test_a_proxy_for_http_is_warned_of_unless_the_group_is_spared(tmp_path: Path) -> None:
+def test_an_http_proxy_is_a_warning_unless_it_excludes_the_group(tmp_path: Path) -> None:
     def look(**env: str) -> Result:
         return _only(network.check_proxies(plan_of(tmp_path, {"reward-server": ""}, env)))
 
@@ -149,7 +149,7 @@ def test_a_proxy_for_http_is_warned_of_unless_the_group_is_spared(tmp_path: Path
     assert look(http_proxy="http://proxy:1", no_proxy="localhost,127.0.0.0/8").state == "ok"
 
 
-def test_threads_of_every_process_on_every_core_are_warned_of(tmp_path: Path) -> None:
+def test_a_thread_per_core_in_every_process_is_a_warning(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded"})
     assert [result.name for result in machine.check_cores(plan) if result.state == "warn"][-1:] == ["OMP_NUM_THREADS"]
     quiet = plan_of(
@@ -178,7 +178,7 @@ def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypa
     assert "GLOO_SOCKET_IFNAME=lo" in result.fix
 
 
-def test_a_service_that_needs_no_torch_is_not_asked_for_it(tmp_path: Path) -> None:
+def test_a_service_that_needs_no_torch_is_not_checked_for_it(tmp_path: Path) -> None:
     assert list(machine.check_collective(plan_of(tmp_path, {"data-server": ""}))) == []
 
 
@@ -191,8 +191,8 @@ def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("listed", ["0, H100, GPU-aa, 81559, 12, 580.1\n1, H100, GPU-bb, 81559, 70000, 580.1"])
-def test_gpus_are_read_and_chosen_as_the_processes_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
-    """With a program in the place of nvidia-smi: this is about its output, which has this form."""
+def test_gpus_are_chosen_as_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    """Uses a stand-in for nvidia-smi: the test is about its output, which has this form."""
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\ncase $1 in *compute-apps*) echo 'GPU-bb, 77, python3';; *) echo '{listed}';; esac\n")
     smi.chmod(0o755)

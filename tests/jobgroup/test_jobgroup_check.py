@@ -1,4 +1,4 @@
-"""`jobgroup.check` with the real SkyPilot: the project's job groups pass, and every fault is named with file and task."""
+"""`jobgroup.check` with the real SkyPilot: the project's job groups pass; every fault is named with file and task."""
 
 import os
 import re
@@ -32,14 +32,14 @@ needs_skypilot = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of the project's YAML: in the document named `where`, `old` becomes `new`; `told` is in the one problem."""
+    """An edit of the project's YAML: `new` replaces `old` in the document `where`; the problem reported has `told`."""
 
     where: str
     old: str
     new: str
     told: str
     marked: bool = False
-    """Whether it shows only when the lines marked `# volume` are switched on."""
+    """Whether the fault shows only when the lines marked `# volume` are switched on."""
 
     def apply(self, text: str) -> str:
         documents = text.split("\n---\n")
@@ -120,7 +120,7 @@ FAULTS = {
 
 
 def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
-    """Exit status and output of the command, with an empty home and no way to the internet."""
+    """Returns the exit status and output of the command, run with an empty home and without internet."""
     home.mkdir()
     env = os.environ | {"HOME": str(home), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
     command = [str(PYTHON), "-m", "jobgroup.check", *map(str, arguments)]
@@ -132,7 +132,7 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Problems of every fault, all checked by one run: the package takes seconds to import."""
+    """Returns the problems of a fault. One run checks all faults, because importing the package takes seconds."""
     folder = tmp_path_factory.mktemp("faults")
     for name, fault in FAULTS.items():
         (folder / f"{name}.yaml").write_text(fault.apply(MAIN.read_text(encoding="utf-8")))
@@ -168,8 +168,8 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @needs_skypilot
-def test_a_misspelt_variable_is_refused_and_another_one_is_not(tmp_path: Path) -> None:
-    """`--env` as for a launch: the names that settings have, and those that are nobody's."""
+def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Path) -> None:
+    """Passes `--env` as for a launch: with variables that name a setting, and with unrelated ones."""
     words = ("MAX_STEP=10", "LEARNING_RATE=1e-5", "RLHF_TRAINER__BATCH_SIZE=many", "MY_OWN=1")
     status, output = check(MAIN, *(f"--env={word}" for word in words), home=tmp_path / "home")
     assert status == 1
@@ -184,7 +184,7 @@ def test_a_misspelt_variable_is_refused_and_another_one_is_not(tmp_path: Path) -
 
 @pytest.mark.integration
 @needs_skypilot
-def test_a_warning_is_no_problem(tmp_path: Path) -> None:
+def test_a_warning_is_not_a_problem(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
     (tmp_path / "spot.yaml").write_text(Fault(TRAINER, "H100:1", "H100:1\n  use_spot: true", "").apply(text))
     (tmp_path / "idle.yaml").write_text(Fault(ROLLOUT, "H100:1", "H100:8", "").apply(text))
@@ -205,14 +205,14 @@ def test_a_warning_is_no_problem(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @needs_skypilot
-def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
+def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     text = MAIN.read_text(encoding="utf-8")
     (tmp_path / "open.yaml").write_text(FAULTS["no-value"].apply(text))
     (tmp_path / "one.yaml").write_text("name: alone\nexecution: parallel\n")
     (tmp_path / "broken.yaml").write_text(f"{text}\n{{")
     (tmp_path / "volume.yaml").write_text("name: rlhf-math-data\ntype: k8s-pvc\nsize: 10Gi\nconfig: {access_mode: Everybody}\n")
     status, output = check(tmp_path / "open.yaml", "--env", "BATCH_SIZE=8", home=tmp_path / "a")
-    assert status == 0, output  # a value of the command line fills what the file leaves open
+    assert status == 0, output  # a value on the command line replaces the one missing in the file
     status, output = check(
         tmp_path / "one.yaml", tmp_path / "broken.yaml", f"--volume={tmp_path}/volume.yaml", home=tmp_path / "b"
     )
@@ -240,19 +240,19 @@ def test_options_and_files_that_are_wrong(tmp_path: Path) -> None:
         ("if [ $A == 1 ]; then echo ==$C; fi", "A C"),
     ],
 )
-def test_variables_of_a_script(script: str, missing: str) -> None:
+def test_undefined_variables_of_a_script_are_named(script: str, missing: str) -> None:
     told = tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in missing.split())
     assert shell_faults(script, frozenset({"GIVEN"})) == told
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("script", ["if true; then echo", 'echo "services', "echo $(", "f() {"])
-def test_a_script_that_bash_cannot_read(script: str) -> None:
+def test_a_script_that_bash_cannot_read_is_reported(script: str) -> None:
     (fault,) = shell_faults(f"true\n{script}", frozenset())
     assert fault.startswith("bash cannot read it: line 2: ")
 
 
-def test_the_cpu_job_group_is_the_other_one_on_a_small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     small, large = spec.load(CPU, {}, {}, {}), spec.load(MAIN, {}, {}, {})
     assert [(task.name, task.num_nodes, task.primary) for task in small.tasks] == [
@@ -287,7 +287,7 @@ def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("path", [ONEBOX, ONEGPU, LARGE, SPOT])
-def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> None:
+def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> None:
     (header, *tasks), (main_header, *main_tasks) = (
         list(yaml.safe_load_all(each.read_text(encoding="utf-8"))) for each in (path, MAIN)
     )
@@ -300,7 +300,7 @@ def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> 
         }
         assert task["envs"].keys() >= other["envs"].keys()
         assert task["resources"].keys() - {"use_spot"} == other["resources"].keys()
-    if path != SPOT:  # where they are switched on
+    if path != SPOT:  # the spot variant has its volumes switched on
         marked = [line.split(":")[0] for line in MAIN.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")]
         assert [
             line.split(":")[0] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")
@@ -308,8 +308,8 @@ def test_a_variant_differs_from_the_main_job_group_in_size_alone(path: Path) -> 
 
 
 @pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
-def test_every_task_finds_settings_that_go_together(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would load exactly this, without a GPU; its own folders aside, it is the same in all of them."""
+def test_all_tasks_load_the_same_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process would load exactly these settings. Apart from folders, they are the same in all tasks."""
     monkeypatch.chdir(ROOT)
     group = spec.load(path, {}, {}, {})
     configs = [load([], dict(task.env)) for task in group.tasks]
@@ -320,7 +320,7 @@ def test_every_task_finds_settings_that_go_together(path: Path, monkeypatch: pyt
     )
 
 
-def test_one_gpu_is_asked_for_by_both_sides_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_request_one_gpu_and_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     group = spec.load(ONEGPU, {}, {}, {})
     assert {task.name: task.gpus for task in group.tasks if task.gpus} == {ROLLOUT: 1, TRAINER: 1}
@@ -336,7 +336,7 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     assert config.rollout.tensor_parallel_size == rollout.gpus
     ranks = trainer.num_nodes * trainer.gpus
     assert trainer_memory(QWEN_7B, config, ranks).total < 0.6 * GPU
-    assert trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9  # its `memory`
+    assert trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9  # the `memory` it requests
     engine = engine_memory(QWEN_7B, config, GPU)
     wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
     assert engine.kv_tokens > wanted

@@ -1,4 +1,4 @@
-"""However a run ends, no process of it is left."""
+"""However a run ends, none of its processes is left."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.support.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
-# A daemon that leaves its session, then its parent; a child in the background; the command itself.
+# A daemon that leaves its session and then its parent, a child in the background, and the command itself.
 DEEP = "setsid bash -c 'setsid sleep 601 & sleep 602' & sleep 603 & touch $FOLDER/up-$SKYPILOT_NODE_RANK; sleep 604"
 TREE = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: |\n  {DEEP}\n"
 
@@ -26,7 +26,7 @@ TREE = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: |\n  {DEEP}\n"
 def _up(local: "LocalRun") -> bool:
     sleeping = set()
     for process in local.marked():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
+        with suppress(psutil.NoSuchProcess):  # the process has just ended
             sleeping |= {word for word in process.cmdline() if word.startswith("60")}
     return (local.folder / "up-0").exists() and (local.folder / "up-1").exists() and len(sleeping) == 4
 

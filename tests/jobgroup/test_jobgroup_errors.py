@@ -1,4 +1,4 @@
-"""Wrong YAML and wrong options: status 2, and a message that names field, value and remedy."""
+"""Wrong YAML and wrong options end with status 2 and a message that names field, value and remedy."""
 
 from pathlib import Path
 

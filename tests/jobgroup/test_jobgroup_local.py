@@ -1,4 +1,4 @@
-"""The local runner as SkyPilot would decide: environments, results, restarts, delays, output."""
+"""The local runner decides as SkyPilot would: environments, results, restarts, delays, output."""
 
 import sys
 from collections.abc import Callable
@@ -20,7 +20,8 @@ def test_every_node_gets_the_environment_of_its_pod(local: "LocalRun") -> None:
     show = 'printf "%s|" "$SKYPILOT_JOBGROUP_NAME" "$SKYPILOT_NODE_RANK" "$SKYPILOT_NUM_NODES" $SKYPILOT_NODE_IPS "$A" "$B"'
     more = '; echo "$SKYPILOT_NUM_GPUS_PER_NODE|$SKYPILOT_TASK_ID|$OMP_WAIT_POLICY|$JOBGROUP_HOSTS"'
     task = f"num_nodes: 2\nenvs: {{A: x, B: literal $HOME}}\nrun: '{show}{more}'\n"
-    header = HEADER.replace("[main]", "[main, other]")  # else the end of main may be the end of other before it has spoken
+    # With one primary task, its end could stop the other task before that one has printed anything.
+    header = HEADER.replace("[main]", "[main, other]")
     status, _, _ = local.run(
         f"{header}---\nname: main\n{task}---\nname: other\n{task}", "--env", "A=y=z", "--num-nodes", "other=3"
     )
@@ -74,7 +75,7 @@ def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "Lo
     assert status == 0
     assert "told" in local.log("slow-0")
     assert "told" in local.log("quick-0")
-    assert (local.folder / "slow-lives-on").exists()  # as the nodes themselves saw it
+    assert (local.folder / "slow-lives-on").exists()  # according to the nodes themselves
     assert not (local.folder / "quick-lives-on").exists()
     assert [line.split()[2] for line in out.splitlines()[-3:]] == ["CANCELLED", "CANCELLED", "SUCCEEDED"]
     assert local.marked() == []
@@ -107,8 +108,8 @@ def test_a_failed_task_is_restarted_whole_at_the_same_addresses(local: "LocalRun
         assert len({line.split("failure")[0].strip() for line in starts}) == 1
 
 
-def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_words_come_last(local: "LocalRun") -> None:
-    """The primary tasks would wait for it: `sleep 600` here. It fails after another auxiliary has ended well."""
+def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_last(local: "LocalRun") -> None:
+    """The primary task would wait for it (`sleep 600`). It fails only after another auxiliary has succeeded."""
     pid = local.folder / "pid"
     fine_ended = f"[ -s {pid} ] && ! kill -0 $(cat {pid}) 2>/dev/null"
     status, out, _ = local.run(
@@ -127,7 +128,7 @@ def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_words_come_last
 
 
 def test_a_second_runner_touches_nothing_of_the_first(local: "LocalRun", make_run: "Callable[[str], LocalRun]") -> None:
-    """As `make demo` twice: it empties its directory before it begins."""
+    """Like running `make demo` twice: it empties its directory first."""
     text = f"{HEADER}---\nname: main\nrun: echo there; sleep 600\n"
     (local.folder / "old").touch()
     first = local.start(text, "--clear", ".")
@@ -143,7 +144,7 @@ def test_a_second_runner_touches_nothing_of_the_first(local: "LocalRun", make_ru
     assert "there" in local.log("main-0")
     first.kill()
     local.finish()
-    local.start(text, "--clear", ".")  # a killed one is in nobody's way
+    local.start(text, "--clear", ".")  # a killed run blocks nobody
     local.wait_for(lambda: not (local.folder / "new").exists())
 
 
@@ -151,7 +152,7 @@ def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
     text = "name: small\nexecution: parallel\n---\nname: one\nrun: exit 3\n---\nname: two\nrun: sleep 0.3; echo whole\n"
     status, _, _ = local.run(text)
     assert status == 3
-    assert "whole" in local.log("two-0")  # as SkyPilot: the other primaries run to their end
+    assert "whole" in local.log("two-0")  # as with SkyPilot, the other primaries run to their end
 
 
 def test_two_runs_side_by_side_have_addresses_of_their_own(make_run: "Callable[[str], LocalRun]") -> None:

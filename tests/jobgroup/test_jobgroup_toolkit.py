@@ -1,4 +1,4 @@
-"""What SGLang compiles its kernels with on a GPU: made by setup.sh, passed on by the agent, judged by the doctor."""
+"""The CUDA toolkit with which SGLang compiles: setup.sh completes it, the agent passes it on, the doctor checks it."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
 
 
 def _toolkit(home: Path, release: str = "13.0", linked: bool = True) -> Path:
-    """A toolkit as setup.sh leaves it, with an nvcc that only says its release."""
+    """A toolkit as setup.sh leaves it; its nvcc only prints a release."""
     _program(home / "bin/nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
     (home / "lib").mkdir()
     (home / "lib/libcudart.so.13").touch()
@@ -37,7 +37,7 @@ def _toolkit(home: Path, release: str = "13.0", linked: bool = True) -> Path:
 
 @pytest.fixture
 def setup_folder(tmp_path: Path) -> Path:
-    """setup.sh beside a uv that installs empty wheels of NVIDIA, and an apt-get that installs a compiler."""
+    """setup.sh with a uv that installs empty NVIDIA wheels and an apt-get that installs a compiler."""
     (tmp_path / "jobgroup").mkdir()
     for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -64,7 +64,7 @@ def _setup(folder: Path) -> "subprocess.CompletedProcess[str]":
 def test_setup_completes_the_wheels_and_installs_a_compiler(setup_folder: Path) -> None:
     _program(setup_folder / "bin/apt-get", '#!/bin/sh\necho "$@" >> calls\ncase $1 in install) ln -s /bin/sh bin/c++;; esac\n')
     home = setup_folder / ".venv-sglang" / WHEELS
-    for _ in range(2):  # the second time everything is there
+    for _ in range(2):  # the second time, everything is installed already
         assert (done := _setup(setup_folder)).returncode == 0, done.stderr
         assert (home / "lib64/libcudart.so").resolve() == home / "lib/libcudart.so.13"
         assert (home / "lib64/libnvrtc.so").resolve() == home / "lib/libnvrtc.so.13"
@@ -84,7 +84,7 @@ def test_setup_without_a_compiler_says_so_and_fails(setup_folder: Path, apt: str
 
 
 def test_the_parts_of_the_compiler_are_of_one_release() -> None:
-    """nvcc 13.0 beside nvvm 13.3: 'ptxas fatal: Unsupported .version 9.5; current version is 9.0'."""
+    """nvcc 13.0 with nvvm 13.3 fails: 'ptxas fatal: Unsupported .version 9.5; current version is 9.0'."""
     lines = (ROOT / "jobgroup/sglang-requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     assert {pins[f"nvidia-{part}"] for part in ("cuda-nvcc", "cuda-crt", "nvvm")} == {"13.0.88"}
@@ -94,7 +94,7 @@ def test_the_parts_of_the_compiler_are_of_one_release() -> None:
 def test_the_engine_finds_the_toolkit_of_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python, home = _program(tmp_path / "bin/python"), _toolkit(tmp_path / WHEELS)
     env = toolkit_env(python, {"PATH": "/usr/bin"})
-    assert env == {"CUDA_HOME": str(home), "PATH": f"{tmp_path}/bin:{home}/bin:/usr/bin"}  # ninja is in the first
+    assert env == {"CUDA_HOME": str(home), "PATH": f"{tmp_path}/bin:{home}/bin:/usr/bin"}  # the first folder has ninja
     for name in ("CUDA_HOME", "CUDA_PATH"):
         mine = toolkit_env(python, {"PATH": "/usr/bin", name: "/opt/cuda"})
         assert mine == {"CUDA_HOME": "/opt/cuda", "PATH": f"{tmp_path}/bin:/opt/cuda/bin:/usr/bin"}
@@ -112,7 +112,7 @@ def test_an_environment_without_the_wheels_leaves_the_toolkit_to_sglang(tmp_path
 
 
 def _plan(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: str = "580.82.07", **env: str) -> Plan:
-    """A rollout node whose nvidia-smi answers as recorded, with nothing else on its path."""
+    """A rollout node whose nvidia-smi prints a recorded answer, with nothing else on its path."""
     smi = _program(folder / "programs/nvidia-smi", f"#!/bin/sh\necho '{SMI.format(driver=driver)}'\n")
     monkeypatch.setenv("PATH", str(smi.parent))
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
@@ -148,7 +148,7 @@ def test_the_driver_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, d
 
 
 @pytest.mark.integration
-def test_a_complete_toolkit_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_toolkit_is_ok(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = _plan(tmp_path, monkeypatch)
     _toolkit(tmp_path / "venv" / WHEELS)
     _program(tmp_path / "programs/c++")
@@ -160,7 +160,7 @@ def test_a_complete_toolkit_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.integration
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_SYSTEM_TOOLKIT", str(tmp_path / "no-cuda"))
     plan = _plan(tmp_path, monkeypatch)
     found = _verdicts(plan)

@@ -1,4 +1,4 @@
-"""A wrong setting ends a job group at once, restarts nothing, and its reason is the last line."""
+"""A wrong setting ends a job group at once without restarts, and the last line is the reason."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_a_misspelt_variable_is_refused_before_anything_starts(local: "LocalRun"
 
 
 def test_torchrun_ends_with_the_status_and_the_reason_of_the_rank(tmp_path: "Path") -> None:
-    """The real launcher and the real trainer, with a model that does not exist: no banner of torchrun, one sentence."""
+    """With a missing model, the real launcher and trainer print one sentence, without the banner of torchrun."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "SKYPILOT_JOBGROUP_NAME": "small", "MODEL_NAME": "./nothing"}
     env |= {"JOBGROUP_HOSTS": "ppo-trainer-0.small=127.0.0.1", "RUN_DIR": str(tmp_path / "run")}
     command = [sys.executable, "-m", "common.topology", "torchrun", "-m", "trainer"]

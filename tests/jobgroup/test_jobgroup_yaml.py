@@ -1,4 +1,4 @@
-"""The project's own job group: what it promises, and the traps it must not fall into."""
+"""The project's own job group: what it promises, and the traps it must avoid."""
 
 import importlib.util
 import os
@@ -37,7 +37,7 @@ def _with_volumes() -> str:
     return re.sub(r"(?m)^( *)# (.* # volume)$", r"\1\2", TEXT)
 
 
-def test_header_and_tasks_are_the_promised_ones(group: spec.JobGroup) -> None:
+def test_header_and_tasks_are_as_promised(group: spec.JobGroup) -> None:
     assert next(yaml.safe_load_all(TEXT)) == {
         "name": "rlhf-math",
         "execution": "parallel",
@@ -57,7 +57,7 @@ def test_header_and_tasks_are_the_promised_ones(group: spec.JobGroup) -> None:
     assert all(task.max_restarts == 3 and task.termination_delay_s == 10 for task in group.tasks)
 
 
-def test_the_ports_told_in_the_comments_are_the_configured_ones() -> None:
+def test_the_ports_in_the_comments_match_the_configuration() -> None:
     config = Config()
     told = {int(port) for port in re.findall(r"\b[Pp]ort (\d+)", TEXT)}
     used = {config.data.port, config.reward.port, config.replay.port, config.rollout.router_port, config.rollout.engine_port}
@@ -72,7 +72,7 @@ def test_every_command_starts_a_module_that_exists(group: spec.JobGroup) -> None
         assert importlib.util.find_spec(f"{module}.__main__") is not None, module
 
 
-def test_an_env_of_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_env_from_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     group = spec.load(PATH, {"MODEL_NAME": "tiny", "SEED": "3"}, {"HF_TOKEN": "given"}, {"rollout-server": 4})
     assert all(task.env["MODEL_NAME"] == "tiny" and task.env["SEED"] == "3" for task in group.tasks)
@@ -98,7 +98,8 @@ def test_trap_no_sleep_for_readiness(group: spec.JobGroup) -> None:
 def test_trap_every_trainer_node_trains(group: spec.JobGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = group.task("ppo-trainer", "")
     assert trainer.num_nodes == 2
-    assert trainer.run == "exec .venv/bin/python -m common.topology torchrun -m trainer"  # no branch on the rank
+    # The command does not depend on the rank.
+    assert trainer.run == "exec .venv/bin/python -m common.topology torchrun -m trainer"
     commands = []
     for rank in (0, 1):
         env = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
@@ -109,7 +110,7 @@ def test_trap_every_trainer_node_trains(group: spec.JobGroup, monkeypatch: pytes
     assert commands[0] == commands[1]
 
 
-def test_names_are_made_by_the_topology_alone(group: spec.JobGroup) -> None:
+def test_only_the_topology_makes_names(group: spec.JobGroup) -> None:
     commands = _commands(group)
     assert "SKYPILOT_" not in commands
     assert not re.search(r"\d+\.\d+\.\d+\.\d+|://|-\d+\.", commands)
@@ -123,7 +124,7 @@ def test_secrets_have_no_value_in_the_file() -> None:
 
 @pytest.mark.parametrize("path", sorted(PATH.parent.glob("*-jobgroup.yaml")), ids=lambda path: path.stem)
 def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
-    """A secret that a task does not name does not reach it, and that service would answer anybody."""
+    """A secret does not reach a task that does not name it, and that service would answer anyone."""
     _, *tasks = yaml.safe_load_all(path.read_text(encoding="utf-8"))
     assert len(tasks) >= 5
     for task in tasks:
@@ -149,11 +150,11 @@ def test_the_volumes_can_be_switched_on(tmp_path: Path, monkeypatch: pytest.Monk
     for name, tasks in mounting.items():
         several = sum(task.num_nodes for task in tasks) > 1
         assert volumes[name]["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
-    for name in ("data-server", "replay-buffer"):  # SQLite
+    for name in ("data-server", "replay-buffer"):  # both use SQLite
         assert any([task.name for task in tasks] == [name] for tasks in mounting.values())
 
 
-def test_every_node_has_a_place_of_its_own_and_gpus_go_round(group: spec.JobGroup) -> None:
+def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobGroup) -> None:
     places = choose(group)
     with places.lock:
         assert len({(host.address, host.port_shift) for host in places.hosts.values()}) == 7
@@ -171,10 +172,10 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
     (tmp_path / "bin").mkdir()
     for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    uv = tmp_path / "bin" / "uv"  # an installer that only writes down what it is asked for
+    uv = tmp_path / "bin" / "uv"  # an installer that only records its arguments
     uv.write_text('#!/bin/sh\necho "$@" >> calls\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; fi\n')
     uv.chmod(0o755)
-    curl = tmp_path / "bin" / "curl"  # whether PyTorch's index is in reach
+    curl = tmp_path / "bin" / "curl"  # whether PyTorch's index can be reached
     curl.symlink_to("/bin/false")
     gpu = tmp_path / "bin" / "nvidia-smi"
 

@@ -1,4 +1,4 @@
-"""The journey of an operator: starts the job group, watches it, loses a service, stops, goes on, and hands over the result."""
+"""An operator starts the job group, watches it, loses a service, stops it, continues it, and hands over the result."""
 
 import json
 import os
@@ -41,7 +41,7 @@ class Group:
             return subprocess.Popen(self.command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
     def found(self, pattern: str, process: "subprocess.Popen[bytes]") -> str:
-        """Waits for a line that has the pattern; returns its first part in brackets."""
+        """Waits for a line that matches the pattern and returns its first group."""
         limit = time.monotonic() + LIMIT_S
         while (match := re.search(pattern, self.output.read_text())) is None:
             assert process.poll() is None, self.output.read_text()[-6000:]

@@ -1,4 +1,4 @@
-"""The journey of a researcher: the tutorial "own data and reward" word by word, then reading what came out."""
+"""A researcher follows the tutorial "own data and reward" word by word, then reads the results."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The journey of a user of TRL: the scripts of its documentation with another import, each as one process."""
+"""A user of TRL runs scripts from its documentation with the import changed, each as one process."""
 
 import json
 from pathlib import Path

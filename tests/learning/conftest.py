@@ -1,4 +1,4 @@
-"""What the tests of the learning parts share."""
+"""Shared fixtures of the tests of `learning`."""
 
 from pathlib import Path
 
@@ -10,5 +10,5 @@ from tests.support.small_run import small_run
 
 @pytest.fixture
 def config(policy_dir: Path, tmp_path: Path) -> Config:
-    """Settings of a small run."""
+    """The settings of a small run."""
     return small_run(policy_dir, tmp_path)

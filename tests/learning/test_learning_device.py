@@ -1,4 +1,4 @@
-"""The device of a process: a GPU that was given and cannot be used stops it with the reason, everywhere alike."""
+"""The device of a process: an assigned GPU that cannot be used stops every process and states the reason."""
 
 import ctypes
 import os
@@ -31,7 +31,7 @@ NOT_GIVEN = [{}, {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, *({"CUDA_VISIBLE_DEVICES":
 
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without a usable GPU, whatever this one has."""
+    """Makes every machine look like one without a usable GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for name in ("SKYPILOT_NUM_GPUS_PER_NODE", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
@@ -43,7 +43,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(("env", "said"), GIVEN)
-def test_gpus_that_are_assigned_and_unusable_stop_everything(
+def test_assigned_gpus_that_are_unusable_stop_everything(
     monkeypatch: pytest.MonkeyPatch, env: dict[str, str], said: str
 ) -> None:
     set_all(monkeypatch, env)
@@ -57,7 +57,8 @@ def test_gpus_that_are_assigned_and_unusable_stop_everything(
     ):
         with pytest.raises(ConfigError, match=f"torch finds no GPU, but {said}: .*remedy: "):
             start()
-    assert choose_device("cpu", "--device").type == Ranks(device_kind="cpu").device.type == "cpu"  # said in so many words
+    # The CPU was requested explicitly.
+    assert choose_device("cpu", "--device").type == Ranks(device_kind="cpu").device.type == "cpu"
 
 
 @pytest.mark.parametrize("env", NOT_GIVEN)
@@ -96,7 +97,7 @@ class Library:
         ),
     ],
 )
-def test_the_reason_tells_wheel_driver_and_hidden_devices_apart(
+def test_the_reason_distinguishes_wheel_driver_and_hidden_devices(
     monkeypatch: pytest.MonkeyPatch, cuda: str | None, env: dict[str, str], driver: int | None, said: str
 ) -> None:
     def library(name: str) -> Library:
@@ -123,7 +124,7 @@ def test_a_gpu_is_chosen_where_there_is_one_and_every_rank_has_its_own(monkeypat
         Ranks(local_rank=2, world_size=8, rank=2)
 
 
-def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says() -> None:
+def test_a_cpu_computes_in_float32_and_a_gpu_in_the_precision_of_the_model() -> None:
     assert dtype_on(torch.device("cpu"), "bfloat16") == torch.float32
     assert dtype_on(torch.device("cuda"), "bfloat16") == torch.bfloat16
     assert dtype_on(torch.device("cuda"), "float32") == torch.float32
@@ -137,14 +138,14 @@ def test_the_engine_gets_the_device_and_the_precision() -> None:
         assert (config.trainer.device, config.rollout.device) == (kind, kind)
 
 
-def test_an_evaluation_on_a_gpu_that_is_not_there_stops() -> None:
+def test_an_evaluation_on_a_missing_gpu_stops() -> None:
     evaluator = ModelEvaluator("nothing", device="cuda", progress=False)
     with pytest.raises(ConfigError, match=r"torch finds no GPU.*field: device · value: cuda"):
         evaluator.evaluate([{"prompt": "1+1?", "ground_truth": "2"}], LengthPenaltyFunction())
 
 
 @pytest.mark.parametrize(("own", "arguments", "value"), [(None, [], "0"), ("1", [], "1"), (None, ["--enable-symm-mem"], "1")])
-def test_nccl_finds_one_choice_of_memory_in_sglang_and_in_the_trainer(
+def test_nccl_has_the_same_memory_setting_in_sglang_and_in_the_trainer(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str | None, arguments: list[str], value: str
 ) -> None:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)

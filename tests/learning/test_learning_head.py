@@ -1,4 +1,4 @@
-"""Float32 logits of models that compute in less."""
+"""Float32 logits of models that compute in lower precision."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_head_of_a_model_in_bfloat16_rounds_nothing(kind: str) -> None:
     torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
     assert (rounded.double() - exact).abs().max() > 3e-4
     sampled = logits.flatten(0, 1).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(scored, sampled, atol=1e-6, rtol=1e-6)  # trainer and engine alike
+    torch.testing.assert_close(scored, sampled, atol=1e-6, rtol=1e-6)  # trainer and engine agree
 
 
 def test_float32_logits_keep_the_shape_of_the_rows() -> None:

@@ -1,4 +1,4 @@
-"""What is published and saved has the names, shapes and values of the hub's files, for models that transformers converts."""
+"""Published and saved tensors have the names, shapes and values of the hub's files, even for converted models."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ IDS = torch.arange(3, 33).view(2, 15)
 
 
 class Sharded(Ranks):
-    """One process that shards its models, as it does on a GPU."""
+    """One process that shards its models, as on a GPU."""
 
     @property
     def sharded(self) -> bool:
@@ -62,7 +62,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 @pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
 @pytest.mark.parametrize("kind", EVERY)
-def test_what_is_published_and_saved_is_what_the_files_have(kind: str, ranks: Ranks, tmp_path: Path) -> None:
+def test_published_and_saved_tensors_equal_those_of_the_files(kind: str, ranks: Ranks, tmp_path: Path) -> None:
     directory = write(kind, tmp_path / "hub")
     files = load_file(directory / "model.safetensors")
     assert files.keys() == hub_names(kind)
@@ -88,7 +88,7 @@ def test_other_kinds_are_published_as_save_pretrained_writes_them(kind: str, ran
 
 @pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
 def test_a_prefix_that_the_files_have_is_published(ranks: Ranks, tmp_path: Path) -> None:
-    """A model of text and images that is loaded without its vision tower, as Qwen3.5's are."""
+    """A text and image model that is loaded without its vision tower, as Qwen3.5's are."""
     make("qwen3_5_text", **_OTHER_SIZES).save_pretrained(tmp_path / "hub")
     file = tmp_path / "hub" / "model.safetensors"
     longer = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()}
@@ -97,7 +97,7 @@ def test_a_prefix_that_the_files_have_is_published(ranks: Ranks, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_the_embedded_engine_takes_them_whole_and_in_parts(kind: str, tmp_path: Path) -> None:
+def test_the_embedded_engine_loads_the_tensors_whole_and_in_parts(kind: str, tmp_path: Path) -> None:
     new = write(kind, tmp_path / "new", seed=1)
     engine: Any = AutoModelForCausalLM.from_pretrained(write(kind, tmp_path / "old"))
     before, files = dict(own_tensors(engine)), load_file(new / "model.safetensors")
@@ -111,7 +111,7 @@ def test_the_embedded_engine_takes_them_whole_and_in_parts(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral"])
-def test_an_engine_refuses_some_of_the_experts_and_keeps_its_own(kind: str, tmp_path: Path) -> None:
+def test_an_engine_refuses_incomplete_experts_and_keeps_its_own(kind: str, tmp_path: Path) -> None:
     engine: Any = AutoModelForCausalLM.from_pretrained(write(kind, tmp_path / "old"))
     before = {name: tensor.clone() for name, tensor in own_tensors(engine)}
     some = {name: tensor + 1 for name, tensor in before.items() if ".experts.1." not in name}
@@ -129,15 +129,15 @@ def test_a_merged_adapter_is_published_by_the_same_names(kind: str, tmp_path: Pa
 
 
 def test_an_adapter_leaves_the_vision_tower_alone(tmp_path: Path) -> None:
-    """Its layers have the numbers of the language model's, by which SGLang would take one for the other."""
+    """Its layers have the same numbers as the language model's, so SGLang would confuse the two."""
     policy = Policy(settings(write(GEMMA, tmp_path / "hub"), tmp_path, rank=2), Ranks(device_kind="cpu"))
     names = [name for name, _ in policy.weights()]
     assert len(names) == 2 * 2 * 7
     assert all(".language_model." in name for name in names)
 
 
-def test_what_several_tensors_of_a_model_make_waits_for_all_of_them() -> None:
-    """A tensor of the files that transformers splits: that of a converter to several targets."""
+def test_a_tensor_made_of_several_waits_for_all_of_them() -> None:
+    """Tests a converter with several targets: transformers splits one tensor of the files into several."""
     from transformers.core_model_loading import Chunk, WeightConverter
 
     model = make("Llama 3")
@@ -161,8 +161,8 @@ def rename(directory: Path, change: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("ranks", [Ranks, Sharded], indirect=True)
 @pytest.mark.parametrize("missing", ["lm_head.weight", "model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
-def test_a_run_does_not_start_with_tensors_that_the_files_lack(missing: str, ranks: Ranks, tmp_path: Path) -> None:
-    """transformers fills them with random numbers, or the engine would skip them."""
+def test_a_run_does_not_start_if_the_files_lack_tensors(missing: str, ranks: Ranks, tmp_path: Path) -> None:
+    """transformers would fill them with random numbers, and the engine would skip them."""
     directory = write("Llama 3", tmp_path / "hub")
     rename(directory, {missing: ""})
     with pytest.raises(ConfigError, match=rf"files do not have.*published.*{missing}.*model\.name.*remedy"):
@@ -170,7 +170,7 @@ def test_a_run_does_not_start_with_tensors_that_the_files_lack(missing: str, ran
 
 
 def test_a_quantised_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers makes of its files is not what engines have."""
+    """transformers converts its files to something that engines do not have."""
     directory = write("Llama 3", tmp_path / "hub")
     monkeypatch.setattr("transformers.LlamaConfig.quantization_config", {"quant_method": "fp8"}, raising=False)
     with pytest.raises(ConfigError, match="not quantised"):
@@ -178,7 +178,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_checkpoint_with_other_names_than_the_models_files_is_refused(tmp_path: Path) -> None:
-    """Earlier versions saved a mixture's experts as transformers holds them, which engines skip."""
+    """Earlier versions saved a mixture's experts as transformers holds them; engines skip those."""
     directory = write("Qwen3-MoE", tmp_path / "hub")
     make("Qwen3-MoE").save_pretrained(tmp_path / "fused", save_original_format=False)
     with pytest.raises(ConfigError, match=r"mlp\.experts\.gate_up_proj \[3, 32, 32\]"):

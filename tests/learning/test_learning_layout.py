@@ -1,4 +1,4 @@
-"""Packed rows give what padded rows give, for the models that permit it; the others are known beforehand."""
+"""Packed rows give the same results as padded rows for supported models; other models are recognised beforehand."""
 
 from functools import partial
 from typing import Any, Literal
@@ -74,7 +74,7 @@ def rows(name: str) -> tuple[list[Int32], list[Int32]]:
 
 
 def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str, torch.Tensor]:
-    """Scores and gradients of a loss that every token and its entropy have another part in."""
+    """Returns scores, and gradients of a loss that weights every token and its entropy differently."""
     prompts, completions = rows(name)
     targets = torch.from_numpy(np.concatenate(completions)).long()
     scorer = Scorer(model, "on" if layout is Packed else "off")
@@ -94,33 +94,34 @@ def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_packing_is_padding(name: str) -> None:
+def test_packed_rows_equal_padded_rows(name: str) -> None:
     model = packable("qwen2 with GQA")
     assert_same(results(model, Packed, name), results(model, Padded, name))
 
 
 @pytest.mark.parametrize("kind", PACKABLE)
 @pytest.mark.parametrize("name", ["mixed", "prompts longer than completions"])
-def test_packing_is_padding_for_models_of_many_kinds(kind: str, name: str) -> None:
-    """Against a model with transformers' own attention, which makes its own masks."""
+def test_packed_rows_equal_padded_rows_for_many_kinds_of_models(kind: str, name: str) -> None:
+    """Compares with a model that uses transformers' own attention and masks."""
     assert_same(results(packable(kind), Packed, name), results(packable(kind, "eager"), Padded, name))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo looks at it
+# dynamo triggers this warning.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("kept", "compiled"), [(True, False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)]
 )
-def test_packing_is_padding_with_gradient_checkpointing(
+def test_packed_rows_equal_padded_rows_with_gradient_checkpointing(
     kept: bool | Literal["selective"], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What dynamo and autograd make of the layers is at stake here, not minutes of C++ compiler.
+    # Only the graphs of dynamo and autograd matter here, so the slow C++ compiler is left out.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     settings = TrainerSection(activation_checkpointing=kept, compile=compiled)
     model, checkpointed = (packable("qwen2 with windows") for _ in range(2))
     prepare(checkpointed, settings, trained=True, device=torch.device("cpu"))
     checkpointed.train()
     counters.clear()
-    layout = Padded if compiled else Packed  # packed attention compiles on GPUs only
+    layout = Padded if compiled else Packed  # packed attention is compiled only on GPUs
     assert_same(results(checkpointed, layout, "mixed"), results(model, Padded, "mixed"))
     assert (counters["stats"]["unique_graphs"] > 0) is compiled
     assert not counters["graph_break"]
@@ -141,7 +142,7 @@ def test_selective_checkpointing_computes_no_matrix_product_again() -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_cannot_be_packed_are_known(kind: str) -> None:
+def test_models_that_cannot_be_packed_are_recognised(kind: str) -> None:
     name, more, reason = REFUSED[kind]
     model = make(name, **sizes(more))
     with pytest.raises(ConfigError, match=rf"({reason}).*trainer\.packing.*on.*remedy"):
@@ -149,7 +150,7 @@ def test_models_that_cannot_be_packed_are_known(kind: str) -> None:
     assert layout_for(model, "auto") is layout_for(model, "off") is Padded
 
 
-def test_a_packable_model_is_packed_unless_that_is_off_and_stays_what_it_is_elsewhere() -> None:
+def test_a_packable_model_is_packed_unless_turned_off_and_otherwise_unchanged() -> None:
     model = packable("qwen2 with windows")
     ids = torch.arange(3, 33).view(2, 15)
     mask = torch.ones(2, 15).long()
@@ -164,7 +165,7 @@ def test_a_packable_model_is_packed_unless_that_is_off_and_stays_what_it_is_else
 
 def test_a_shared_prompt_is_computed_once() -> None:
     packed = Packed.of(*rows("groups"))
-    assert packed.input_ids.shape == (1, 5 + 3 + 8 + 0 + 5 + 8 + 2 + 2 + 11)  # and no last tokens
+    assert packed.input_ids.shape == (1, 5 + 3 + 8 + 0 + 5 + 8 + 2 + 2 + 11)  # without the last tokens
     assert packed.position_ids[0, :12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert packed.predicts[:6].tolist() == [4, 5, 6, 7, 4, 8]
     assert packed.predicts[13].item() == 4, "the completion of one token"

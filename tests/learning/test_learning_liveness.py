@@ -1,4 +1,4 @@
-"""Two real nodes of which one is killed, stopped or fails: the other ends too and says who it was."""
+"""One of two real nodes is killed, stopped or fails: the other ends too and names it."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ ADDRESSES = ("127.0.0.1", "127.0.0.2")
 
 
 class Nodes:
-    """Two nodes with a rank each."""
+    """Two nodes with one rank each."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self.mark, self._stack = directory, f"liveness-{uuid.uuid4()}", stack
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, part: str, limit_s: float, torchrun: bool = False) -> None:
-        """Without torchrun the ranks get its variables from here, which is quicker."""
+        """Starts both ranks. Without torchrun they get its variables from here, which is quicker."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         for node in range(2):
@@ -56,7 +56,7 @@ class Nodes:
         wait_for(lambda: all((self.directory / f"ready{rank}").exists() for rank in range(2)))
 
     def signal(self, node: int, number: int, words: str = "") -> None:
-        """To all processes of a node, torchrun first, or to those with these words in their command line."""
+        """Signals all processes of a node, torchrun first, or only those with `words` in their command line."""
         for pid in sorted(marked(f"{self.mark}-{node}", words)):
             os.kill(pid, number)
 
@@ -89,8 +89,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
         pytest.param("wait", 0, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_node_ends_the_other_with_its_name(nodes: Nodes, part: str, lost: int) -> None:
-    """In a collective, whose own error is a stack of another library, and while rank 0 waits for something else."""
+def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, lost: int) -> None:
+    """Kills it in a collective, whose own error is a foreign stack trace, or while rank 0 waits for something else."""
     nodes.start(part, limit_s=60, torchrun=True)
     nodes.signal(lost, signal.SIGKILL)
     assert nodes.status(1 - lost) != 0
@@ -99,12 +99,12 @@ def test_a_killed_node_ends_the_other_with_its_name(nodes: Nodes, part: str, los
     assert f"{who} is lost: its process was killed" in text
     assert "on from its newest checkpoint" in text
     assert "liveness.py" in text.partition(" was here:")[2]  # where the rank waited
-    assert f"exitcode  : {LOST}" in text or lost == 0  # torchrun's own report; without node 0 it has errors of its own
+    assert f"exitcode  : {LOST}" in text or lost == 0  # in torchrun's own report, unless node 0 is gone
 
 
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
-    """What a node without power or network looks like: no connection is closed, nothing more is said."""
+    """Imitates a node without power or network: connections stay open, but nothing arrives any more."""
     nodes.start("step", limit_s=3)
     nodes.signal(stopped, signal.SIGSTOP, "-u -m tests")
     assert nodes.status(1 - stopped) != 0
@@ -112,7 +112,7 @@ def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     assert f"{who} is lost: silent for 3 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
 
 
-def test_an_error_of_one_rank_is_told_by_the_other(nodes: Nodes) -> None:
+def test_an_error_of_one_rank_is_reported_by_the_other(nodes: Nodes) -> None:
     nodes.start("fail", limit_s=60, torchrun=True)
     assert nodes.status(0) != 0
     assert "rank 1 on ppo-trainer-1 (127.0.0.2) has failed: ServiceError: no room on the device" in nodes.text(0)
@@ -129,7 +129,7 @@ def test_a_rank_that_was_told_to_end_is_not_called_lost(nodes: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_who_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes) -> None:
+def test_a_rank_that_computes_for_long_or_has_ended_is_not_lost(nodes: Nodes) -> None:
     nodes.start("compute", limit_s=2)
     assert [nodes.status(node) for node in range(2)] == [0, 0]
     assert all((nodes.directory / f"done{rank}").exists() for rank in range(2))

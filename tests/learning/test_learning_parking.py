@@ -1,4 +1,4 @@
-"""Parking: what is parked takes no memory, and comes back bit for bit under every name it has."""
+"""Parked tensors take no memory and come back bit for bit under every name they have."""
 
 import copy
 
@@ -19,7 +19,7 @@ def test_tensors_come_back_through_blocks_of_any_size(monkeypatch: pytest.Monkey
     torch.manual_seed(block)
     tensors = [torch.randn(5, 3), torch.randn(1).bfloat16(), torch.arange(64), torch.zeros(0), torch.randn(4, 4).t()]
     kept, place = copy.deepcopy(tensors), Parking(CPU)
-    for _ in range(2):  # the blocks are used again
+    for _ in range(2):  # the second round reuses the blocks
         place.park(tensors)
         assert place.occupied
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
@@ -40,7 +40,7 @@ def test_views_and_tied_tensors_share_one_place() -> None:
     assert view[1, 1] == tied[3, 1] == 5.0
 
 
-def test_what_is_elsewhere_or_cannot_be_resized_stays() -> None:
+def test_tensors_elsewhere_or_of_fixed_size_are_left_alone() -> None:
     fixed = torch.frombuffer(bytearray(16), dtype=torch.float32)
     elsewhere = torch.empty(3, device="meta")
     place = Parking(CPU)
@@ -50,7 +50,7 @@ def test_what_is_elsewhere_or_cannot_be_resized_stays() -> None:
 
 
 def test_training_that_parks_between_its_steps_is_the_same() -> None:
-    """Also with optimiser states that appear later, whose places in host memory are new."""
+    """Also with optimiser states that appear later and need new space in host memory."""
 
     def train(parked: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)

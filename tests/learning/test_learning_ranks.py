@@ -1,4 +1,4 @@
-"""What a rank sets for torch, and what it leaves as the user has it."""
+"""What a rank configures in torch, and which settings of the user it keeps."""
 
 from learning.ranks import _pin_exactly
 
@@ -11,12 +11,12 @@ def after(**before: str) -> dict[str, str]:
 
 
 def test_large_pinned_blocks_are_neither_rounded_nor_cached() -> None:
-    """Both: torch 2.13 hands out a cached block by the power of two above its size, so a smaller one than was asked for."""
+    """Both matter: torch 2.13 picks a cached block by the next power of two, so it may be too small for the request."""
     assert after() == {"PYTORCH_ALLOC_CONF": _OWN}
     assert after(PYTORCH_ALLOC_CONF=_OWN) == {"PYTORCH_ALLOC_CONF": _OWN}
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_settings_of_the_user_are_kept() -> None:
     segments = "expandable_segments:True"
     assert after(PYTORCH_ALLOC_CONF=segments) == {"PYTORCH_ALLOC_CONF": f"{segments},{_OWN}"}
     assert after(PYTORCH_CUDA_ALLOC_CONF=segments) == {"PYTORCH_CUDA_ALLOC_CONF": f"{segments},{_OWN}"}, (

@@ -1,4 +1,4 @@
-"""A model that needs several safetensors files is one that transformers and the loader read."""
+"""transformers and the loader can read a model that is saved in several safetensors files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Copies through two buffers: equal to the source whatever its size, in order, and without a copy that fails unseen."""
+"""Copies through two buffers are exact for any size and in order, and no failed copy goes unnoticed."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def test_every_tensor_arrives_whatever_the_size_of_the_buffers(size: int) -> Non
         assert not up.numel() or up.data_ptr() != found.data_ptr()
 
 
-def test_work_comes_after_the_copies_before_it() -> None:
+def test_work_runs_after_the_copies_before_it() -> None:
     staging, target, seen = Staging(CPU, 16), torch.zeros(4, 100), list[bool]()
 
     def look(row: int) -> None:
@@ -68,7 +68,7 @@ def test_two_buffers_serve_all_copies() -> None:
     assert len({buffer.data_ptr() for buffer, _ in staging._buffers}) == len(staging._buffers) == 2
 
 
-def test_what_is_in_the_hosts_memory_stays_where_it_is() -> None:
+def test_contiguous_tensors_in_host_memory_are_not_copied() -> None:
     there, turned = torch.randn(3, 4), torch.randn(3, 4).t()
     found = on_host([("there", there), ("turned", turned)])
     assert found["there"].data_ptr() == there.data_ptr()

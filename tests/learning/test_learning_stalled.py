@@ -1,4 +1,4 @@
-"""Two real ranks of which one never comes to a collective: each says where it is, the one in the collective too."""
+"""One of two real ranks never reaches a collective: each rank, also the one that waits in it, reports where it is."""
 
 import os
 import subprocess
@@ -31,5 +31,5 @@ def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
                 assert process.poll() is None, (tmp_path / "output.txt").read_text()
                 time.sleep(0.1)
     finally:
-        process.terminate()  # torchrun ends its ranks, which are in sessions of their own
+        process.terminate()  # torchrun then ends its ranks, which have their own sessions
         process.wait(400)

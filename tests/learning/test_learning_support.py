@@ -1,4 +1,4 @@
-"""Log-probabilities over the tokens that a sampler left, against a softmax over these alone, in value and gradient."""
+"""Log-probabilities over the tokens a sampler kept match a softmax over only those, in value and gradient."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ NONE: Int32 = np.zeros(0, np.int32)
 
 
 class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is not a plain linear one, whose gradient autograd computes."""
+    """A head that is not a plain linear layer, so autograd computes its gradient."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
 
 
 def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], list[int]]:
-    """Completions that were truncated, had a shortest length longer than some, or neither; lengths and tokens."""
+    """Completions with truncated sampling, with a minimum length (longer than some), or neither; lengths and tokens."""
     sampled: list[Sampled | None] = []
     lengths, tokens = [5, 3, 4, 1], []
     for number, length in enumerate(lengths):
@@ -41,7 +41,7 @@ def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], lis
 
 
 def allowed(sampled: list[Sampled | None], lengths: list[int]) -> torch.Tensor:
-    """The tokens of each row, the slow way: [C, V]."""
+    """The tokens that each row allows, computed the slow way: [C, V]."""
     found = []
     for row, length in zip(sampled, lengths, strict=True):
         for place in range(length):

@@ -1,4 +1,4 @@
-"""The path of GPUs, attention over variable lengths, with plain kernels on a CPU: equal to rows, and compiled in one piece."""
+"""Variable-length attention as on GPUs, with plain kernels on a CPU: matches rows and compiles without graph breaks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ def _kernels() -> None:
 
 
 def batch(seed: int) -> tuple[list[Int32], list[Int32]]:
-    """Groups of prompts longer and shorter than their completions, of which some have one token or none."""
+    """Groups of prompts longer and shorter than their completions, some of which have one token or none."""
     rng = np.random.default_rng(seed)
     prompts, completions = [], []
     for length in (*rng.integers(1, 40, 3).tolist(), 2):
@@ -43,7 +43,7 @@ def batch(seed: int) -> tuple[list[Int32], list[Int32]]:
 
 
 def scores(scorer: Scorer, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities, and the gradients of a loss that every token and its entropy have another part in."""
+    """Returns log-probabilities, and gradients of a loss that weights every token and its entropy differently."""
     prompts, completions = batch(seed)
     targets = torch.from_numpy(np.concatenate(completions)).long()
     scorer.zero_grad()
@@ -61,7 +61,7 @@ def made(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE, GEMMA])
-def test_the_kernel_for_variable_lengths_gives_what_rows_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_length_kernel_matches_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = Scorer(made(kind), "on")
     for seed in range(2):
         logprobs, gradients = scores(scorer, seed)
@@ -75,9 +75,9 @@ def test_the_kernel_for_variable_lengths_gives_what_rows_give(kind: str, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own look at it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo triggers it
 @pytest.mark.parametrize("kind", ["Gemma 3 text", "Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"])
-def test_layers_compile_without_breaks_and_not_anew_for_every_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_compile_without_graph_breaks_or_repeats_per_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
     scorer, compiled = Scorer(make(kind), "on"), Scorer(make(kind), "on")
     torch._dynamo.reset()
@@ -99,10 +99,10 @@ def test_layers_compile_without_breaks_and_not_anew_for_every_batch(kind: str, m
 @pytest.mark.parametrize(
     ("capability", "dtype", "expected"), [(9, torch.bfloat16, 2), (7, torch.bfloat16, 1), (9, torch.float32, 1)]
 )
-def test_whether_there_is_a_kernel_is_known_when_a_layer_is_compiled(
+def test_the_kernel_is_chosen_when_a_layer_is_compiled(
     capability: int, dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a fake GPU, whose properties alone are made up. A question that dynamo cannot answer would break every layer."""
+    """Uses a fake GPU with made-up properties. A check that dynamo cannot trace would break every layer."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(major=capability, minor=5)
@@ -118,8 +118,8 @@ def test_whether_there_is_a_kernel_is_known_when_a_layer_is_compiled(
     torch._dynamo.reset()
 
 
-def test_without_fewer_heads_of_keys_the_kernel_takes_them_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of torch 2.11; the one here checks that heads are as many, or that it is told of fewer."""
+def test_a_kernel_without_gqa_gets_repeated_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.11; the kernel here checks that the numbers of heads match or that it is told otherwise."""
     scorer = Scorer(made("Qwen2"), "on")
     logprobs, gradients = scores(scorer, 0)
     told: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Joining the group that carries weights: nobody has joined before everybody has."""
+"""Joining the group that carries weights: no rank has joined until all have joined."""
 
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ def test_a_rank_that_is_alone_has_not_joined(store: dist.TCPStore) -> None:
 
 
 def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would connect at the first weights: a device makes torch do so at once. What NCCL itself does needs GPUs."""
+    """Without a device, NCCL would connect only at the first weights. What NCCL itself does needs GPUs."""
     asked: list[dict[str, Any]] = []
 
     def make(*_: Any, **options: Any) -> tuple[Any, None]:

@@ -10,5 +10,5 @@ from tests.support.metrics_pages import Family, pages
 
 @pytest.fixture(scope="session")
 def found(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Family]]:
-    """By service and name, from the real pages."""
+    """The metric families of the real pages, by service and name."""
     return asyncio.run(pages(base_model, tmp_path_factory.mktemp("pages")))

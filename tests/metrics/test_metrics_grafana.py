@@ -1,4 +1,4 @@
-"""docs/reference/grafana-dashboard.json asks for metrics that exist, and has what Grafana needs of a dashboard."""
+"""docs/reference/grafana-dashboard.json queries only metrics that exist and has the fields Grafana needs."""
 
 import asyncio
 import json
@@ -29,18 +29,18 @@ def dashboard() -> dict[str, Any]:
 
 
 def queries(dashboard: dict[str, Any]) -> dict[str, list[str]]:
-    """The queries of every panel by its title."""
+    """The queries of every panel, by its title."""
     return {panel["title"]: [target["expr"] for target in panel.get("targets", [])] for panel in dashboard["panels"]}
 
 
 def asked(dashboard: dict[str, Any], prefix: str | tuple[str, ...]) -> set[str]:
-    """Metrics of that prefix in all queries."""
+    """The metrics with this prefix in all queries."""
     texts = [text for several in queries(dashboard).values() for text in several]
     return {name for text in texts for name in _METRIC.findall(text) if name.startswith(prefix)}
 
 
 @pytest.mark.integration
-def test_every_metric_of_ours_is_on_a_real_page_with_the_labels_that_are_used(
+def test_every_metric_of_the_project_is_on_a_real_page_with_its_labels(
     dashboard: dict[str, Any], found: dict[str, dict[str, Family]]
 ) -> None:
     families = [family for page in found.values() for family in page.values()]
@@ -61,14 +61,14 @@ async def test_every_metric_of_the_router_is_on_its_real_page(dashboard: dict[st
             await client.generate([5, 6, 7], n=2, max_new_tokens=4, temperature=0.7, stop_token_ids=[1])
         there: set[str] = set()
         async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(60):
-            while missing := asked(dashboard, "smg_") - there:  # some come with the next health check of an engine
+            while missing := asked(dashboard, "smg_") - there:  # some appear with an engine's next health check
                 assert missing
                 await asyncio.sleep(0.2)
                 page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
                 there = {name for family in parse(page).values() for name in family.samples}
 
 
-def test_every_metric_of_sglang_is_one_that_it_has(dashboard: dict[str, Any]) -> None:
+def test_every_metric_of_sglang_exists(dashboard: dict[str, Any]) -> None:
     if not sglang_is_installed():
         pytest.skip("SGLang is not installed: make sglang-cpu")
     sources = SGLANG.glob("lib/python3*/site-packages/sglang/srt/observability/*.py")
@@ -77,7 +77,7 @@ def test_every_metric_of_sglang_is_one_that_it_has(dashboard: dict[str, Any]) ->
     assert asked(dashboard, "sglang:") <= there
 
 
-def test_it_has_what_grafana_needs(dashboard: dict[str, Any]) -> None:
+def test_the_dashboard_has_the_fields_that_grafana_needs(dashboard: dict[str, Any]) -> None:
     assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "refresh"} <= set(dashboard)
     assert dashboard["schemaVersion"] >= 36
     variables = [variable["name"] for variable in dashboard["templating"]["list"]]
@@ -106,8 +106,8 @@ def test_no_panel_covers_another(dashboard: dict[str, Any]) -> None:
         assert apart, f"{one} and {other}"
 
 
-def test_all_that_is_asked_for_is_known_by_its_kind(dashboard: dict[str, Any]) -> None:
-    """A query whose metric nobody recognises would be checked by none of the tests above."""
+def test_every_query_has_a_recognised_metric(dashboard: dict[str, Any]) -> None:
+    """None of the tests above would check a query without a recognised metric."""
     for title, texts in queries(dashboard).items():
         for text in texts:
             assert _METRIC.search(text), f"{title}: {text}"

@@ -1,4 +1,4 @@
-"""What every service says on /metrics: standard names, all of it in docs/reference/metrics.md, and the trainer's numbers."""
+"""The /metrics page of every service: standard names, complete documentation, and the trainer's numbers."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_the_document_lists_every_metric_of_every_service(found: dict[str, dict[
     assert documented() == made, f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
 
 
-def test_names_and_units_are_those_of_prometheus(found: dict[str, dict[str, Family]]) -> None:
+def test_names_and_units_follow_prometheus(found: dict[str, dict[str, Family]]) -> None:
     for service, families in found.items():
         for family in families.values():
             where = f"{family.name} of {service}"
@@ -37,7 +37,7 @@ def test_names_and_units_are_those_of_prometheus(found: dict[str, dict[str, Fami
                 assert family.name.endswith("_seconds"), where
 
 
-def test_every_service_tells_who_it_is_and_what_its_process_uses(found: dict[str, dict[str, Family]]) -> None:
+def test_every_service_reports_its_identity_and_process_usage(found: dict[str, dict[str, Family]]) -> None:
     common = {"rlhf_build_info", "rlhf_healthy", "rlhf_http_requests_total", "rlhf_http_request_duration_seconds"}
     common |= {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds", "process_max_fds"}
     for service, families in found.items():
@@ -72,7 +72,7 @@ def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRe
     )
 
 
-def test_before_the_first_step_nothing_is_claimed_and_then_everything_adds_up() -> None:
+def test_metrics_have_no_value_before_the_first_step_and_then_add_up() -> None:
     metrics = Metrics("ppo-trainer")
     numbers = TrainerMetrics(metrics)
 

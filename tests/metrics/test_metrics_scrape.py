@@ -1,4 +1,4 @@
-"""The scrape configurations: docs/reference/prometheus.yml, and what a local run writes for its own addresses."""
+"""The scrape configurations: docs/reference/prometheus.yml, and the one a local run writes for its own addresses."""
 
 import shutil
 import subprocess
@@ -30,14 +30,14 @@ def targets(content: dict[str, Any]) -> dict[str, list[str]]:
     }
 
 
-def test_the_documented_one_is_that_of_the_job_group() -> None:
+def test_the_documented_configuration_is_that_of_the_job_group() -> None:
     text = (ROOT / "docs" / "reference" / "prometheus.yml").read_text(encoding="utf-8")
     command = f"python -m jobgroup.scrape jobgroup/{GROUP.name} --token-file {TOKEN_FILE}"
     assert command in text
     assert yaml.safe_load(text) == made(token_file=TOKEN_FILE)
 
 
-def test_every_node_is_scraped_at_its_port_and_router_and_engines_along() -> None:
+def test_every_node_router_and_engine_is_scraped_at_its_port() -> None:
     found = targets(made({"RLHF_REWARD__PORT": "9002"}))
     assert found == {
         "data-server": ["data-server-0.rlhf-math:8000"],
@@ -53,14 +53,14 @@ def test_every_node_is_scraped_at_its_port_and_router_and_engines_along() -> Non
     assert tools["environment-server"] == ["environment-server-0.rlhf-math-tools:8006"]
 
 
-def test_the_token_goes_to_all_but_the_router_which_asks_for_none() -> None:
+def test_the_token_goes_to_all_but_the_router() -> None:
     for job in made(token_file=TOKEN_FILE)["scrape_configs"]:
         expected = None if job["job_name"] == "router" else {"credentials_file": TOKEN_FILE}
         assert job.get("authorization") == expected, job["job_name"]
     assert all("authorization" not in job for job in made()["scrape_configs"])
 
 
-def test_a_local_run_has_its_addresses() -> None:
+def test_a_local_run_uses_its_own_addresses() -> None:
     names = ("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0")
     hosts = ",".join(
         f"{name}.rlhf-math=127.7.{i}.1:{10 * i}" for i, name in enumerate((*names, "ppo-trainer-0", "ppo-trainer-1"))
@@ -72,7 +72,7 @@ def test_a_local_run_has_its_addresses() -> None:
 
 
 @pytest.mark.integration
-def test_prometheus_itself_accepts_it(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
     token_file = tmp_path / "api_token"

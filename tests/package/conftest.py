@@ -1,4 +1,4 @@
-"""The wheel, and an environment outside the checkout that it is installed in."""
+"""The wheel, and an environment outside the checkout in which it is installed."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     root = tmp_path_factory.mktemp("installed")
-    own_pip = find_spec("pip") is None  # uv makes environments without
+    own_pip = find_spec("pip") is None  # uv makes environments without pip
     venv.create(root / "env", with_pip=own_pip)
     python = root / "env" / "bin" / "python"
     pip = [str(python), "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", str(python)]
@@ -34,7 +34,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
     done = subprocess.run(install, cwd=root, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (site_packages,) = (root / "env" / "lib").glob("python*/site-packages")
-    # A folder that a .pth file names is searched, but .pth files in it are not read: an editable install there does not count.
+    # Python ignores .pth files in a folder that another .pth file names, so an editable install there does not count.
     dependencies = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (site_packages / "dependencies.pth").write_text("\n".join(sorted(dependencies)))
     for package in (site_packages / "common", site_packages / "benchmarks", root / "work" / "services"):

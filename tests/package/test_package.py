@@ -1,4 +1,4 @@
-"""The wheel works outside the checkout, and its packages neither hide others silently nor are hidden."""
+"""The wheel works outside the checkout; its packages never hide other packages silently, nor are they hidden."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 PACKAGES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks")
 
 
-def test_the_wheel_has_one_top_level_package_with_every_file_of_ours(wheel: Path) -> None:
+def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"rlhf_math"}
     ours = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
@@ -59,7 +59,7 @@ def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Instal
 
 @pytest.mark.slow
 def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model: Path) -> None:
-    """Every process of it: launcher, reward workers, router and engine under their supervisor, torchrun."""
+    """Starts every process: launcher, reward workers, router and engine under their supervisor, torchrun."""
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
@@ -110,7 +110,7 @@ def test_importing_says_which_packages_it_hides(installed: Installed) -> None:
     assert done.stderr.count("RuntimeWarning") == 3
 
 
-def test_a_package_of_the_name_of_our_benchmarks_may_be_imported_already(installed: Installed) -> None:
+def test_another_package_named_benchmarks_may_be_imported_already(installed: Installed) -> None:
     done = installed.python("import benchmarks, rlhf_math; print(benchmarks.OWNER)")
     assert done.stdout.split() == ["somebody", "else"], done.stderr
 
@@ -123,7 +123,7 @@ def test_the_gpu_check_runs_its_sections_beside_another_package_benchmarks(insta
     assert "machine: " in done.stdout
 
 
-def test_a_package_that_is_imported_already_is_an_error_that_names_both(installed: Installed) -> None:
+def test_an_already_imported_package_is_an_error_that_names_both(installed: Installed) -> None:
     done = installed.python("import common\nimport rlhf_math")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]

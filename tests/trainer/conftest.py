@@ -1,4 +1,4 @@
-"""What the tests of the trainer share."""
+"""Shared fixtures of the trainer's tests."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -14,13 +14,13 @@ from tests.support.small_run import small_run
 
 @pytest.fixture
 def config(policy_dir: Path, tmp_path: Path) -> Config:
-    """Settings of a small run."""
+    """The settings of a small run."""
     return small_run(policy_dir, tmp_path)
 
 
 @pytest.fixture
 def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
-    """A run of a few small steps on the built-in task, in a directory of its own."""
+    """Makes the settings of a run of a few small steps on the built-in task, in its own directory."""
     numbers = itertools.count()
 
     def make(*more: str, directory: Path | None = None) -> Config:
@@ -38,13 +38,13 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture
 def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the picture at the end of a run, which takes longer than a short run itself."""
+    """Leaves out the plot at the end of a run, which takes longer than a short run itself."""
     monkeypatch.setattr("trainer.observe.plots.plot_curves", lambda *_: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_graders() -> Iterator[None]:
-    """Runs of a test file share the process that forks their graders, which takes a second to load."""
+    """Lets the runs of a test file share the process that forks their graders, because it takes a second to load."""
     servers: dict[str, ForkServer] = {}
 
     def shared(spec: WorkerSpec) -> ForkServer:

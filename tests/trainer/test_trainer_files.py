@@ -50,7 +50,7 @@ def test_a_resumed_policy_makes_the_same_updates(config: Config, tmp_path: Path)
         assert torch.equal(a, b), name
 
 
-def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, tmp_path: Path) -> None:
+def test_checkpoint_loads_with_transformers_and_old_ones_are_removed(config: Config, tmp_path: Path) -> None:
     policy = Policy(config, Ranks())
     static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "model")
     tmp_path = tmp_path / "checkpoints"
@@ -66,8 +66,8 @@ def test_checkpoint_loads_with_transformers_and_old_ones_leave(config: Config, t
         assert torch.equal(a, b)
 
 
-def test_trap_a_run_that_begins_anew_neither_takes_nor_prunes_by_the_checkpoints_of_another(config: Config) -> None:
-    """Those of an earlier run have higher steps: they would push out what the new run writes, and be resumed from."""
+def test_trap_a_new_run_ignores_the_checkpoints_of_an_earlier_one(config: Config) -> None:
+    """The checkpoints of an earlier run have higher steps: they would displace those of the new run, or be resumed."""
     assert config.trainer.run_dir is not None
     directory, policy = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
     for policy.step in (60, 80, 100):
@@ -93,7 +93,7 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
 
 @pytest.mark.parametrize("lost", ["trainer_state.json", "model.safetensors", "state/.metadata"])
 def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Config, tmp_path: Path, lost: str) -> None:
-    """A mounted bucket moves and uploads a directory file by file, in any order; a pod may be lost in between."""
+    """A mounted bucket moves and uploads a directory file by file in any order, and a pod may be lost meanwhile."""
     policy = Policy(config, Ranks())
     policy.update(batch(config, 0))
     first = save(policy, tmp_path)
@@ -140,8 +140,10 @@ def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str
 
 
 def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tmp_path: Path) -> None:
-    """Trap: weights overwritten in place and pushed to the router. Here every version has a directory and a manifest
-    of its own, and publishing waits for each worker, not for any one."""
+    """Trap: weights overwritten in place and pushed to the router.
+
+    Here every version has its own directory and manifest, and publishing waits for every worker, not just for any one.
+    """
     publish, board, policy = publisher(config, tmp_path, 30, [])
     board.report(report(None, "ready", node=0))
     board.report(report(None, "ready", node=1))
@@ -168,7 +170,7 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in manifest.files}
     published = AutoModelForCausalLM.from_pretrained(directory)
     assert torch.equal(published.lm_head.weight, policy.model.get_output_embeddings().weight)
-    assert "lm_head.weight" not in load_file(directory / "model.safetensors")  # tied: written once
+    assert "lm_head.weight" not in load_file(directory / "model.safetensors")  # tied weights are written once
 
 
 def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path) -> None:
@@ -187,7 +189,7 @@ def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Con
     board.report(report(0, "stale", node=1))
     publish.publish(policy.weights(), 1)
     board.report(report(2, node=0))
-    publish.publish(policy.weights(), 2)  # at once: nobody waits for node 1 a second time
+    publish.publish(policy.weights(), 2)  # returns at once: nobody waits for node 1 a second time
     assert fenced == ["http://node1:30001"]
     board.report(report(3, node=0))
     board.report(report(3, node=1))
@@ -201,7 +203,7 @@ def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Con
 def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its agent may be stopped or cut off while its engine answers on, with old weights."""
+    """Its agent may be stopped or cut off while its engine still answers with old weights."""
     monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 0.3)
     fenced: list[str] = []
     publish, board, policy = publisher(config, tmp_path, 60, fenced)
@@ -212,7 +214,7 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     thread.start()
     limit = time.monotonic() + 400
     while thread.is_alive() and time.monotonic() < limit:
-        board.report(report(2, node=0))  # node 1 has died
+        board.report(report(2, node=0))  # node 1 is dead
         time.sleep(0.05)
     assert not thread.is_alive()
     assert [worker.name for worker in board.workers()] == ["rollout-server-0"]
@@ -221,19 +223,19 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     publish.publish(policy.weights(), 3)
     assert len(fenced) == 1, "once is enough"
     board.report(report(4, node=0))
-    board.report(report(4, node=1))  # it was stopped and goes on
+    board.report(report(4, node=1))  # node 1 was only stopped and goes on
     publish.publish(policy.weights(), 4)
     assert len(board.workers()) == 2
 
 
-def test_nobody_confirms(config: Config, tmp_path: Path) -> None:
+def test_publishing_fails_when_nobody_confirms(config: Config, tmp_path: Path) -> None:
     publish, board, policy = publisher(config, tmp_path, 0.5, [])
     board.report(report(0, "failed", node=1))
     with pytest.raises(PublishFailed, match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed"):
         publish.publish(policy.weights(), 1)
 
 
-def test_old_versions_leave_the_disk(config: Config, tmp_path: Path) -> None:
+def test_old_versions_are_removed_from_the_disk(config: Config, tmp_path: Path) -> None:
     publish, board, policy = publisher(config, tmp_path, 5, [])
     for version in range(6):
         board.report(report(version, nodes=1))
@@ -320,12 +322,12 @@ def test_generations_in_flight_are_a_mean_over_the_wall_time(monkeypatch: pytest
             now = 5.0
         now = 6.0
     now = 10.0
-    assert clock.generating() == (0.6, 1.2)  # of 10 s: 2 and 1 with one, 3 with three
+    assert clock.generating() == (0.6, 1.2)  # of 10 s, 2 and 1 had one generation, 3 had three
     now = 11.0
     assert clock.generating() == (0.0, 0.0)
 
 
-def test_the_processor_time_of_the_loop_is_that_of_its_thread_alone() -> None:
+def test_the_processor_time_of_the_loop_is_only_that_of_its_thread() -> None:
     async def compute(seconds: float) -> None:
         end = time.thread_time() + seconds
         while time.thread_time() < end:
@@ -358,5 +360,5 @@ def test_a_line_cut_by_a_crash_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
-    path.write_bytes('{"step": 1}\n{"text": "½"}'.encode()[:-3])  # in the middle of a character
+    path.write_bytes('{"step": 1}\n{"text": "½"}'.encode()[:-3])  # cut within a character
     assert read_lines(path) == [{"step": 1}]

@@ -1,4 +1,4 @@
-"""The end of a run: every service is flushed, and one that is gone does not make a failure of the run."""
+"""At the end of a run every service is flushed; a missing service does not make the run fail."""
 
 import logging
 

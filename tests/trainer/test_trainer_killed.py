@@ -1,4 +1,4 @@
-"""A run that was killed at any moment and started again is the run that was never killed."""
+"""A run that is killed at any moment and restarted equals a run that was never killed."""
 
 import os
 import sqlite3
@@ -18,19 +18,19 @@ pytestmark = pytest.mark.integration
 
 STEPS = 6
 MOMENTS = (
-    r"os\.mkdir .*/v000001\.partial",  # step 1 was trained, and its weights are about to be published
-    r"open w .*/step_000002\.partial/",  # while the first checkpoint is written
-    r"os\.mkdir .*/v000003\.partial",  # the first is there, the next weights are about to be published
-    r"open a .*/metrics\.jsonl",  # step 3 was trained and acknowledged, and is not written down
-    r"os\.rename .*/metrics\.jsonl\.partial",  # while the lines of lost steps are removed
+    r"os\.mkdir .*/v000001\.partial",  # step 1 is trained, its weights are about to be published
+    r"open w .*/step_000002\.partial/",  # while the first checkpoint is being written
+    r"os\.mkdir .*/v000003\.partial",  # the first checkpoint exists, the next weights are about to be published
+    r"open a .*/metrics\.jsonl",  # step 3 is trained and acknowledged, but not recorded
+    r"os\.rename .*/metrics\.jsonl\.partial",  # while the lines of lost steps are being removed
     r"os\.rename .*/step_000004\.partial",  # between step 4 and its checkpoint
-    r"os\.rename .*/step_000006\.partial",  # evaluated at the end, and not saved
-    r"open .*/curves\.png",  # saved at the end, and not reported
+    r"os\.rename .*/step_000006\.partial",  # evaluated at the end, but not saved
+    r"open .*/curves\.png",  # saved at the end, but not reported
 )
 
 
 def train(model: Path, base: Path, moments: tuple[str, ...], *more: str) -> list[str]:
-    """What became of the attempts: the run that is not killed, then the one that is."""
+    """Returns the outcome of every attempt: first of the run that is not killed, then of the one that is."""
     command = [
         *(sys.executable, "-m", "tests.support.workers.killed_run", str(base), ",".join(moments)),
         *("--config", "jobgroup/configs/tiny-cpu.yaml", "--model.name", str(model)),
@@ -54,7 +54,7 @@ def told(directory: Path, name: str) -> list[dict[str, Any]]:
 
 
 def stored(directory: Path) -> set[tuple[int, str, str]]:
-    """Position, prompt and tokens of the groups in the replay store, which keeps those of lost steps too."""
+    """Position, prompt and tokens of the groups in the replay store, which also keeps those of lost steps."""
     with closing(sqlite3.connect(directory / "state" / "replay" / "replay.db")) as db:
         blobs = [row[0] for row in db.execute("SELECT data FROM blobs")]
     groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
@@ -65,7 +65,7 @@ def stored(directory: Path) -> set[tuple[int, str, str]]:
     "moments",
     [pytest.param((MOMENTS[0], MOMENTS[3], MOMENTS[5]), id="three"), pytest.param(MOMENTS, id="all", marks=pytest.mark.slow)],
 )
-def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(
+def test_a_run_that_is_killed_at_any_moment_equals_an_unbroken_one(
     base_model: Path, tmp_path: Path, moments: tuple[str, ...]
 ) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
@@ -78,19 +78,20 @@ def test_a_run_that_is_killed_at_any_moment_is_the_run_that_was_not(
     for name, columns in (("samples", ("step", "prompt_id")), ("evaluations", ("step", "accuracy", "pass_at_k"))):
         one, other = ([[line[c] for c in columns] for line in told(place, name)] for place in (unbroken, broken))
         assert one == other
-    assert stored(broken) == stored(unbroken)  # no prompt is skipped, and all have the same completions
+    assert stored(broken) == stored(unbroken)  # no prompt is skipped, and all completions are equal
 
 
 @pytest.mark.slow
 def test_a_killed_run_reuses_no_experience_of_lost_steps(base_model: Path, tmp_path: Path) -> None:
-    """Neither is its own experience taken for that of another run, before the first checkpoint."""
+    """Before the first checkpoint, the run also recognises its own experience as its own."""
     moments = (r"open w .*/step_000002\.partial/", r"os\.rename .*/step_000004\.partial")
     attempts = train(base_model, tmp_path, moments, "--replay.reuse_ratio", "0.5", "--replay.max_times_sampled", "2")
     assert attempts == [" 0", *(f"{moment} -9" for moment in moments), " 0"]
     broken = told(tmp_path / "broken", "metrics")
     unbroken = told(tmp_path / "unbroken", "metrics")
     reused = [(line["step"], line["reused_groups"]) for line in broken]
-    assert reused == [(line["step"], line["reused_groups"]) for line in unbroken]  # groups of equal rewards are not reused
+    # Groups of equal rewards are not reused.
+    assert reused == [(line["step"], line["reused_groups"]) for line in unbroken]
     chosen = [
         [[group["position"] for group in line["groups"] if group["reused"]] for line in told(tmp_path / name, "groups")]
         for name in ("unbroken", "broken")

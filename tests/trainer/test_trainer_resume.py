@@ -1,4 +1,4 @@
-"""A run is resumed as itself or not at all: by its own checkpoint, undamaged, in a directory that no other run is using."""
+"""A run resumes only as itself: from its own undamaged checkpoint, in a directory that no other run is using."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ from trainer.rollouts.collector import CollectFailed
 
 
 def retrained(model: Path) -> None:
-    """Other weights of the same shapes."""
+    """Gives the model other weights of the same shapes."""
     tensors = load_file(model / "model.safetensors")
     save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, model / "model.safetensors", {"format": "pt"})
 
@@ -50,7 +50,7 @@ def other_template(model: Path) -> None:
 
 @pytest.fixture
 def own(config: Config, tmp_path: Path) -> Config:
-    """A small run with a model directory of its own."""
+    """The settings of a small run with its own model directory."""
     shutil.copytree(config.model.name, tmp_path / "model")
     config.model.name = str(tmp_path / "model")
     return config
@@ -72,7 +72,7 @@ def saved(config: Config, *steps: int) -> Path:
 @pytest.mark.parametrize(
     ("change", "name"), [(retrained, "model.name"), (shallower, "model.name"), (other_template, "tokenizer of model.name")]
 )
-def test_another_model_in_the_place_of_the_first_is_refused(own: Config, change: Callable[[Path], None], name: str) -> None:
+def test_another_model_in_place_of_the_first_is_refused(own: Config, change: Callable[[Path], None], name: str) -> None:
     path = saved(own, 3)
     change(Path(own.model.name))
     with pytest.raises(
@@ -116,15 +116,15 @@ def test_settings_that_the_checkpoint_depends_on_are_refused(config: Config, sec
     assert error.value.field == f"{section}.{name}".lstrip(".")
 
 
-def test_what_may_change_does(config: Config) -> None:
-    """The learning rate, the KL coefficient, the algorithm: all but what the state depends on."""
+def test_settings_that_may_change_are_accepted(config: Config) -> None:
+    """The learning rate, the KL coefficient, the algorithm: everything the state does not depend on."""
     saved(config, 3)
     config.trainer.learning_rate, config.algorithm.kl_coef, config.algorithm.clip_low = 0.5, 0.7, 0.1
     policy, state, _ = resume(config)
     assert (policy.step, policy.kl_coef, state.kl_coef) == (3, 0.7, 0.0)
 
 
-def test_a_model_of_the_hub_is_its_name_and_configuration(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_identified_by_name_and_configuration(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     local = Path(config.model.name)
     tokenizer = AutoTokenizer.from_pretrained(local)
     monkeypatch.setattr("trainer.policy.identity.cached_file", lambda *_: str(local / "config.json"))
@@ -207,7 +207,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.mark.usefixtures("no_curves")
 def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..., Config], tmp_path: Path) -> None:
     train_in_process(settings(), Console(quiet=True))
-    append_line(tmp_path / "run" / "metrics.jsonl", {"step": 3, "lost": True})  # a resume would cut it
+    append_line(tmp_path / "run" / "metrics.jsonl", {"step": 3, "lost": True})  # a resume would remove this line
     before = files(tmp_path)
     for words in (
         ["--sampling.group_size", "4"],

@@ -1,4 +1,4 @@
-"""Group-normalised advantages against hand-computed numbers and their properties."""
+"""Advantages against hand-computed numbers, and their properties."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ from trainer.algorithms.advantages import (
 
 finite = st.floats(-100, 100, width=32)
 COMPARING = [name for name in ADVANTAGES if name != "none"]
-"""The advantages that compare the completions of a group."""
+"""The advantages that compare the completions of one group."""
 
 
 def test_hand_computed() -> None:
-    # mean 0.5, unbiased std sqrt(4 · 0.25 / 3) = 0.5773503; 0.5 / 0.5773503 = 0.8660254
+    # Mean 0.5, unbiased std sqrt(4 · 0.25 / 3) = 0.5773503; 0.5 / 0.5773503 = 0.8660254.
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    # second group: mean 0.5, deviations 1.5 and −0.5, std sqrt((2.25 + 3 · 0.25) / 3) = 1
+    # Second group: mean 0.5, deviations 1.5 and −0.5, std sqrt((2.25 + 3 · 0.25) / 3) = 1.
     expected = torch.tensor([[0.8660254, -0.8660254, -0.8660254, 0.8660254], [1.5, -0.5, -0.5, -0.5]], dtype=torch.float64)
     torch.testing.assert_close(group_normalised(rewards, eps=1e-12), expected, atol=1e-7, rtol=0)
 
@@ -56,7 +56,7 @@ def test_shift_invariance(rewards: object, shift: float) -> None:
 
 
 def test_trap_group_size_compares_completions_of_one_prompt() -> None:
-    """An easy and a hard prompt: each completion is compared with those of its own prompt, not with the batch."""
+    """One easy and one hard prompt: each completion is compared only with others of its prompt, not with the batch."""
     advantages = group_normalised(torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 1.0]]))
     assert advantages[0, 3] < -1.4
     assert advantages[1, 3] > 1.4
@@ -80,7 +80,7 @@ def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others() -> None:
 
 def test_length_weighted_hand_computed() -> None:
     lengths = torch.tensor([[10, 10, 20, 40], [5, 5, 5, 5]])
-    # baselines 10 / 80 = 0.125 and 10 / 20 = 0.5
+    # Baselines: 10 / 80 = 0.125 and 10 / 20 = 0.5.
     expected = torch.tensor([[0.875, -0.125, -0.125, -0.125], [0.5, 0.5, -0.5, -0.5]])
     torch.testing.assert_close(length_weighted(REWARDS, lengths), expected)
 
@@ -103,7 +103,7 @@ def test_every_advantage_orders_completions_by_reward(name: str) -> None:
 
 
 def test_overlong_penalty_hand_computed() -> None:
-    """DAPO with L_max 100 and a buffer of 20: nothing up to 80, half at 90, all at 100."""
+    """DAPO with L_max 100 and a buffer of 20: no penalty up to 80, half of it at 90, all of it at 100."""
     lengths = torch.tensor([10, 80, 90, 100])
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20), torch.tensor([0.0, 0.0, -0.5, -1.0]), check_dtype=False)
 
@@ -119,7 +119,7 @@ def test_gae_hand_computed() -> None:
 
 
 def test_gae_steps_over_masked_tokens() -> None:
-    """The hand-computed row with two masked tokens in it and one after it: the same numbers where tokens count."""
+    """The hand-computed row with two masked tokens inside and one at the end: unmasked tokens keep the same numbers."""
     rewards, values = torch.tensor([[0.0, 7.0, 0.0, 7.0, 1.0, 7.0]]), torch.tensor([[0.1, 9.0, 0.2, 9.0, 0.5, 9.0]])
     mask = torch.tensor([[1, 0, 1, 0, 1, 0]])
     advantages, returns = gae(rewards, values, mask, gamma=0.9, gae_lambda=0.5)
@@ -148,7 +148,7 @@ def test_gae_with_lambda_one_is_the_discounted_return_minus_the_value(rewards: o
 
 
 def test_whiten_hand_computed() -> None:
-    # of 1, 2, 3 and 6 (the 9 is masked): mean 3, unbiased variance (4 + 1 + 0 + 9) / 3 = 14/3
+    # Values 1, 2, 3 and 6 (the 9s are masked): mean 3, unbiased variance (4 + 1 + 0 + 9) / 3 = 14/3.
     values, mask = torch.tensor([[1.0, 2.0, 9.0], [3.0, 6.0, 9.0]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
     expected = torch.tensor([[-2.0, -1.0, 0.0], [0.0, 3.0, 0.0]]) / (14 / 3) ** 0.5
     torch.testing.assert_close(whiten(values, mask), expected)

@@ -1,4 +1,4 @@
-"""Recipes: what each sets, what is refused, and that every setting that is read changes the update."""
+"""Recipes: what each one sets, what is refused, and that every setting that is read changes the update."""
 
 from typing import Any
 
@@ -40,7 +40,8 @@ def test_a_recipe_sets_its_preset_and_the_rest_stays_default(recipe: str) -> Non
 def test_every_recipe_gives_an_update_that_micro_batches_do_not_change(
     recipe: str, config: Config, groups: list[Group]
 ) -> None:
-    bounds = {"geometric_low": 0.9, "geometric_high": 1.1} if recipe == "geo_rs" else {}  # its own drop all of these groups
+    # The default bounds of geo_rs would drop all of these groups.
+    bounds = {"geometric_low": 0.9, "geometric_high": 1.1} if recipe == "geo_rs" else {}
     changed = with_algorithm(config, name=recipe, **bounds)
     one, many = updated(changed, groups), updated(changed, groups, max_tokens=40)
     base = Policy(changed, Ranks()).model.state_dict()
@@ -56,7 +57,8 @@ def test_recipes_differ_from_each_other(config: Config, groups: list[Group]) -> 
         changed = with_algorithm(config, name=recipe)
         metrics = Policy(changed, Ranks()).update(whole(groups, changed)).metrics
         losses[recipe] = (round(metrics.loss, 6), round(metrics.grad_norm, 6))
-    losses.pop("dapo")  # it differs from grpo by its upper clip and by which groups it takes, not on this batch alone
+    # dapo differs from grpo only in its upper clip and its choice of groups, not on this batch.
+    losses.pop("dapo")
     assert len(set(losses.values())) == len(losses), losses
 
 
@@ -86,7 +88,7 @@ def test_a_setting_that_nothing_reads_is_refused(settings: dict[str, Any], field
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(recipe: str) -> None:
-    """The default fits too; what it measures is in test_trainer_kl_gradient.py."""
+    """The default passes too; test_trainer_kl_gradient.py shows what each estimator measures."""
 
     def estimator(**settings: Any) -> str:
         return AlgorithmSection.model_validate({"name": recipe, "kl_coef": 0.1, **settings}).kl_estimator
@@ -102,7 +104,7 @@ def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(reci
             estimator(kl_estimator="k1", **place)
 
 
-def test_kl_noise_that_is_scaled_to_one_is_cautioned_against() -> None:
+def test_normalised_kl_noise_causes_a_caution() -> None:
     def caution(**settings: Any) -> str | None:
         return AlgorithmSection.model_validate({"kl_coef": 0.1, "kl_in": "reward", **settings}).caution
 
@@ -122,7 +124,7 @@ def test_a_saved_configuration_can_be_read_again(tmp_path: Any, words: list[str]
     assert again.algorithm == first.algorithm
 
 
-def test_what_is_set_beside_a_recipe_wins() -> None:
+def test_explicit_settings_override_the_recipe() -> None:
     assert load(["--algorithm.name", "gspo", "--algorithm.clip_low", "0.1"], {}).algorithm.clip_low == 0.1
 
 
@@ -204,7 +206,7 @@ def test_truncated_completions_can_be_left_out(config: Config, groups: list[Grou
     assert [row.counts for row in every.rows] == [True] * 16
     assert [row.counts for row in kept.rows] == [False] + [True] * 15
     for all_of_them, rest in zip(known(every.advantages), known(kept.advantages), strict=True):
-        assert (all_of_them == rest).all()  # it still counts in its group's statistics
+        assert (all_of_them == rest).all()  # the masked completion still counts in the statistics of its group
     tokens = [Policy(c, Ranks()).update(b).metrics.trained_tokens for c, b in ((config, every), (masked, kept))]
     assert tokens[0] - tokens[1] == len(groups[0].completions[0].token_ids)
 

@@ -1,4 +1,4 @@
-"""The expected gradient of each KL term, exact: every completion of a small softmax policy, enumerated in float64."""
+"""The exact expected gradient of each KL term: every completion of a small softmax policy is enumerated in float64."""
 
 import itertools
 from typing import Any, Literal
@@ -19,11 +19,11 @@ _EVERY = list(itertools.product(range(V), repeat=T))
 _STATES = [prefix for length in range(T) for prefix in itertools.product(range(V), repeat=length)]
 SEQUENCES = torch.tensor(_EVERY)
 PREFIXES = torch.tensor([[_STATES.index(tokens[:t]) for t in range(T)] for tokens in _EVERY])
-"""[sequences, T] the state before each token: the number of the prefix."""
+"""[sequences, T] the state before each token, as the number of its prefix."""
 
 
 def tables(seed: int) -> tuple[Tensor, Tensor]:
-    """Logits [states, V] of a policy and of its reference, near each other."""
+    """Returns logits [states, V] of a policy and of a reference near it."""
     generator = torch.Generator().manual_seed(seed)
     policy = torch.randn(len(_STATES), V, generator=generator, dtype=torch.float64)
     reference = policy + 0.1 * torch.randn(len(_STATES), V, generator=generator, dtype=torch.float64)
@@ -31,7 +31,7 @@ def tables(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def token_logprobs(logits: Tensor) -> Tensor:
-    """[sequences, T]"""
+    """Returns log-probabilities [sequences, T]."""
     return torch.log_softmax(logits, -1)[PREFIXES, SEQUENCES]
 
 
@@ -45,7 +45,7 @@ def gradient(value: Tensor, of: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_estimator_in_the_loss_has_the_gradient_of_its_divergence(seed: int) -> None:
-    """At the states that the policy visits. k1: none; k2: KL(policy ‖ reference); k3: KL(reference ‖ policy)."""
+    """At the states the policy visits. k1: none; k2: KL(policy ‖ reference); k3: KL(reference ‖ policy)."""
     policy, reference = tables(seed)
     logprobs, ref = token_logprobs(policy), token_logprobs(reference)
     chance = logprobs.sum(1).exp().detach()
@@ -62,8 +62,8 @@ def test_each_estimator_in_the_loss_has_the_gradient_of_its_divergence(seed: int
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_why_other_estimators_are_refused_in_the_reward(seed: int) -> None:
-    """50 tokens, 0.004 to 0.007 nats: the penalty's expected gradient E[(k − E k) ∇ log π] beside that of the divergence."""
+def test_k2_and_k3_in_the_reward_have_a_wrong_gradient(seed: int) -> None:
+    """Compares E[(k − E k) ∇ log π] with the gradient of the divergence, for 50 tokens and 0.004 to 0.007 nats."""
     generator = torch.Generator().manual_seed(seed)
     policy = torch.randn(50, generator=generator, dtype=torch.float64)
     reference = torch.log_softmax(policy + 0.1 * torch.randn(50, generator=generator, dtype=torch.float64), -1)
@@ -86,8 +86,8 @@ def test_why_other_estimators_are_refused_in_the_reward(seed: int) -> None:
 SETTINGS: list[tuple[dict[str, Any], float]] = [
     ({"advantage": "group_centred"}, 0.999999),
     ({"advantage": "leave_one_out"}, 0.999999),
-    ({"advantage": "length_weighted"}, 0.999999),  # all lengths are the same
-    ({"advantage": "gae"}, 0.999),  # whitening subtracts a mean of the batch
+    ({"advantage": "length_weighted"}, 0.999999),  # all lengths are equal
+    ({"advantage": "gae"}, 0.999),  # whitening subtracts the mean of the batch
 ]
 
 
@@ -95,7 +95,7 @@ SETTINGS: list[tuple[dict[str, Any], float]] = [
 def test_the_penalty_in_the_reward_has_the_gradient_of_the_divergence(
     settings: dict[str, Any], least: float, config: Config
 ) -> None:
-    """Over all pairs of completions with rewards of 0: −E[Σ A ∇ log π] is the gradient of KL(policy ‖ reference), scaled."""
+    """With rewards of 0, −E[Σ A ∇ log π] over all pairs is a multiple of the gradient of KL(policy ‖ reference)."""
     policy, reference = tables(0)
     logprobs, ref = token_logprobs(policy), token_logprobs(reference)
     pairs = torch.tensor(list(itertools.product(range(len(SEQUENCES)), repeat=2)))

@@ -26,9 +26,9 @@ from trainer.algorithms.losses import (
     ("ratio", "advantage", "loss", "clipped"),
     [
         (1.0, 1.0, -1.0, 0.0),
-        (1.5, 1.0, -1.28, 1.0),  # capped at 1 + 0.28: nothing to gain beyond
+        (1.5, 1.0, -1.28, 1.0),  # capped at 1 + 0.28: no further gain
         (1.5, -1.0, 1.5, 0.0),  # too likely and bad: the full penalty
-        (0.5, -1.0, 0.8, 1.0),  # unlikely and bad: no more gain below 1 − 0.2
+        (0.5, -1.0, 0.8, 1.0),  # unlikely and bad: no further gain below 1 − 0.2
         (0.5, 1.0, -0.5, 0.0),
         (0.5, 0.0, 0.0, 0.0),
     ],
@@ -69,17 +69,18 @@ ROWS = torch.tensor([0, 0, 1, 1, 1])
 
 
 def test_sequence_ratio_hand_computed() -> None:
-    """GSPO: exp of the mean log ratio; row 0: (0.2 + 0.4) / 2 = 0.3, row 1: (0.3 − 0.3 + 0.6) / 3 = 0.2."""
+    """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 = 0.2."""
     logprobs = torch.tensor([-0.8, -0.6, -0.7, -1.3, -0.4], requires_grad=True)
     ratio = sequence_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
     expected = torch.tensor([math.exp(0.3)] * 2 + [math.exp(0.2)] * 3)
     torch.testing.assert_close(ratio.detach(), expected)
     ratio.sum().backward()
-    torch.testing.assert_close(logprobs.grad, expected)  # each token's gradient is the ratio, through its own logprob
+    # The gradient of each token is the ratio, through its own log-probability.
+    torch.testing.assert_close(logprobs.grad, expected)
 
 
 def test_gspo_gradient_is_that_of_the_sequence_objective() -> None:
-    """Σ over tokens of s/L as computed = the derivative of s = exp(mean log ratio) itself."""
+    """The computed Σ over tokens of s/L equals the derivative of s = exp(mean log ratio) itself."""
     old = torch.tensor([-1.0, -1.2, -0.5])
     one = torch.tensor([-0.8, -0.9, -0.7], requires_grad=True)
     (sequence_ratio(one, old, torch.zeros(3, dtype=torch.long), 1) / 3).sum().backward()
@@ -102,7 +103,7 @@ def test_cispo_hand_computed_and_its_clipped_tokens_keep_their_gradient() -> Non
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
-        # losses 1, 2 | 3, 4, 5: two completions of lengths 2 and 3, at most 10 new tokens
+        # Losses 1, 2 | 3, 4, 5: two completions of lengths 2 and 3, with at most 10 new tokens.
         ("token_mean", 15 / 5),
         ("sequence_mean_token_mean", (1.5 + 4) / 2),
         ("sequence_mean_token_sum", (3 + 12) / 2),
@@ -148,7 +149,7 @@ def test_k3_is_never_negative(logprob: float, reference: float) -> None:
 
 
 def test_k1_and_k3_estimate_the_true_divergence() -> None:
-    """Mean over samples of a known categorical distribution = its exact KL divergence to another."""
+    """The mean over samples of a known categorical distribution equals its exact KL divergence from another one."""
     generator = torch.Generator().manual_seed(0)
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = (p * (p / q).log()).sum().item()

@@ -1,4 +1,4 @@
-"""The recipes that the field has taken up, against numbers from their papers and reference tests, or computed by hand."""
+"""Published recipes against numbers from their papers and reference tests, or computed by hand."""
 
 import math
 
@@ -33,14 +33,15 @@ def logs(*values: float) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("new", "old", "advantage", "loss", "masked"),
     [
-        (1.0, 0.5, 1.0, 0.0, 1.0),  # these five are the cases of prime-rl's tests of its DPPO loss, with its bounds of 0.2
+        # These five are the cases in prime-rl's tests of its DPPO loss, with its bounds of 0.2.
+        (1.0, 0.5, 1.0, 0.0, 1.0),
         (1.0, 0.5, -1.0, 2.0, 0.0),
         (0.3, 0.8, -1.0, 0.0, 1.0),
         (0.3, 0.8, 1.0, -0.375, 0.0),
         (0.6, 0.5, 1.0, -1.2, 0.0),
-        (0.02, 0.002, 1.0, -10.0, 0.0),  # ten times as likely, which a ratio would clip
-        (0.95, 0.7, 1.0, 0.0, 1.0),  # 1.36 times as likely, a change of a quarter
-        (0.65, 0.9, -1.0, 0.65 / 0.9, 0.0),  # a lower bound of 0.3
+        (0.02, 0.002, 1.0, -10.0, 0.0),  # ten times as likely; a ratio would clip it
+        (0.95, 0.7, 1.0, 0.0, 1.0),  # 1.36 times as likely: a change of 0.25
+        (0.65, 0.9, -1.0, 0.65 / 0.9, 0.0),  # with a lower bound of 0.3
     ],
 )
 def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advantage(
@@ -53,18 +54,18 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.clipped.item() == masked
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
-    assert gradient.item() == pytest.approx(loss, abs=1e-6)  # that of ρ is ρ; a masked token has none
+    assert gradient.item() == pytest.approx(loss, abs=1e-6)  # the gradient of ρ is ρ; a masked token has none
 
 
 def test_sapo_hand_computed() -> None:
-    """4/τ · σ(τ(ρ − 1)) with the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where ρ is 1."""
+    """4/τ · σ(τ(ρ − 1)) has the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where ρ is 1."""
     logprobs, advantages = logs(0.5, 0.8, 0.8).requires_grad_(), torch.tensor([2.0, 1.0, -1.0])
     result = sapo(probability_ratio(logprobs, logs(0.5, 0.4, 0.4)), advantages, 1.0, 2.0)
-    up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # ρ = 2 with τ 1 and 2
+    up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # ρ = 2 with τ = 1 and τ = 2
     np.testing.assert_allclose(result.loss.detach(), [-2.0 * 4 * 0.5, -4 * up, 2 * down], rtol=1e-6)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     np.testing.assert_allclose(gradient, [-2.0, -2 * 4 * up * (1 - up), 2 * 4 * down * (1 - down)], rtol=1e-5)
-    assert gradient[2].abs() < gradient[1].abs()  # a larger τ fades sooner
+    assert gradient[2].abs() < gradient[1].abs()  # a larger τ decays sooner
     assert result.clipped.sum() == 0
 
 
@@ -73,11 +74,11 @@ def test_icepop_keeps_the_weight_between_its_bounds_and_drops_the_token_outside(
     found = importance_correction(logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0, 0.5)
     np.testing.assert_allclose(found, [0, 0, 0.51, 1.0, 4.9, 0], rtol=1e-6)
     symmetric = importance_correction(logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0)
-    np.testing.assert_allclose(symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6)  # 1/5 below
+    np.testing.assert_allclose(symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6)  # the lower bound defaults to 1/5
 
 
 def test_a_completion_is_rejected_by_the_geometric_mean_of_its_ratios() -> None:
-    """Means of log ratios of 0, +0.002 and −0.002; single tokens may be far out, and the sum of a long one too."""
+    """The means of the log ratios are 0, +0.002 and −0.002; single tokens, or the sum of a long row, may be far off."""
     rows = torch.tensor([0] * 2 + [1] * 2 + [2] * 2 + [3] * 4000)
     ratios = torch.tensor([0.5, -0.5, 0.003, 0.001, -0.003, -0.001] + [0.0009] * 4000)
     mask = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, 0.999, 1.001)
@@ -120,16 +121,16 @@ def test_each_policy_loss_is_chosen_by_its_name(config: Config) -> None:
 
 
 def test_maxrl_divides_by_the_mean() -> None:
-    """One of four right counts three times as much as in GRPO's centred form; K of N: (r − K/N) / (K/N)."""
+    """If one of four is right, it counts three times as much as in GRPO's centred form; K of N: (r − K/N) / (K/N)."""
     found = mean_normalised(torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]))
     wanted = torch.tensor([[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 def test_maxrl_gives_the_gradient_of_the_log_of_the_pass_rate() -> None:
-    """Exactly, over all groups of n answers of a policy with pass rate p: d log p = Σ_k (1 − p)^(k − 1) d p, up to k = n − 1.
+    """Exact for n answers of a policy with pass rate p: d log p = Σ_k (1 − p)^(k − 1) d p, for k up to n − 1.
 
-    Their theorem has k ≤ n for the estimator without a baseline; the group's own mean as the baseline takes the last term.
+    The paper's theorem has k ≤ n for the estimator without a baseline; the mean as baseline drops the last term.
     """
     p, n = 0.3, 5
     expected = 0.0
@@ -147,13 +148,14 @@ def test_maxrl_refuses_rewards_below_zero() -> None:
 
 
 def test_gdpo_tells_apart_what_grpo_cannot() -> None:
-    """The example of the paper: two answers and two rewards of 0 or 1 that sum up to (0, 1) and to (0, 2)."""
+    """The paper's example: two answers and two rewards of 0 or 1, with the sums (0, 1) and (0, 2)."""
     one, two = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 1.0]]  # by reward: [groups, n]
     sums = []
     for group in range(2):
         parts = torch.tensor([[one[group]], [two[group]]])
         found = reward_normalised(parts, torch.ones(2), eps=1e-9)
-        total = found * (0.7071068 * (group + 1)) * math.sqrt(2)  # undoes the division by the batch's deviation
+        # Undo the division by the standard deviation of the batch.
+        total = found * (0.7071068 * (group + 1)) * math.sqrt(2)
         sums.append(total[0].tolist())
     np.testing.assert_allclose(sums, [[-0.7071, 0.7071], [-1.4142, 1.4142]], atol=1e-4)
 
@@ -167,7 +169,7 @@ def test_gdpo_hand_computed_over_a_batch() -> None:
     assert reward_normalised(torch.ones(2, 3, 2), torch.ones(2)).abs().max() == 0
 
 
-def test_gdpo_compares_only_what_a_reward_is_for() -> None:
+def test_gdpo_compares_only_answers_that_a_reward_grades() -> None:
     nan, half = math.nan, math.sqrt(0.5)
     parts = torch.tensor([[[0.0, 1.0, nan], [nan, nan, 2.0]], [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]])
     second = (np.array([0.0, 1.0, 1.0]) - 2 / 3) / np.std([0.0, 1.0, 1.0], ddof=1)
@@ -201,7 +203,7 @@ def test_gdpo_reads_the_scores_of_the_reward_functions_and_their_weights(config:
         gdpo(changed, [group])
 
 
-def test_a_function_that_grades_one_task_alone_gives_the_others_no_advantage(config: Config) -> None:
+def test_a_function_that_grades_only_one_task_gives_others_no_advantage(config: Config) -> None:
     changed, rng = with_algorithm(config, name="gdpo"), np.random.default_rng(0)
     groups = [make_group(rng, [1.0, 0.0]), make_group(rng, [1.0, 0.0])]
     for group, name in zip(groups, ("math", "code"), strict=True):
@@ -213,7 +215,7 @@ def test_a_function_that_grades_one_task_alone_gives_the_others_no_advantage(con
 
 def test_alp_scales_the_length_penalty_by_the_pass_rate() -> None:
     found = length_penalty(torch.tensor([10, 20, 20]), torch.tensor([1.0, 0.5, 0.0]), 4, 40)
-    np.testing.assert_allclose(found, [-0.25, -0.25, -0.125])  # never solved: 1 / 4 of the full one
+    np.testing.assert_allclose(found, [-0.25, -0.25, -0.125])  # never solved: 1 / 4 of the full penalty
 
 
 def test_the_length_penalty_is_part_of_the_reward(config: Config) -> None:
@@ -236,7 +238,7 @@ def test_the_teacher_adds_its_log_ratio_to_every_token_and_nothing_normalises_it
 
 
 def test_the_teacher_is_compared_with_the_policy_about_to_be_updated(config: Config) -> None:
-    """The engine's log-probabilities are those of that policy only where it sampled the whole completion."""
+    """The engine's log-probabilities are those of that policy only if it sampled the whole completion."""
     changed, groups = with_algorithm(config, name="opd"), off_policy_groups()
     policy = Policy(changed, Ranks())
     assert policy.logprobs(batch_of(groups, changed)) is None
@@ -280,7 +282,7 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
         ({"algorithm.name": "maxrl", "algorithm.advantage_eps": 1e-3}, "advantage_eps is set but not read"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_with_their_names(settings: dict[str, object], reason: str) -> None:
+def test_conflicting_settings_are_refused_with_their_names(settings: dict[str, object], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         from_mapping(settings)
 

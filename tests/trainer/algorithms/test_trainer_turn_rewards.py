@@ -1,4 +1,4 @@
-"""Rewards of single answers: an independent computation in float64, and what they must be where nothing depends on them."""
+"""Rewards of single turns, against an independent computation in float64; without such rewards nothing changes."""
 
 import statistics
 from pathlib import Path
@@ -25,7 +25,7 @@ def config(base_model: Path, **settings: Any) -> Config:
 
 
 def sequence(rng: np.random.Generator, rewards: list[float | None], total: float, episode: int) -> Completion:
-    """A sequence of turns of one to five tokens, with observations of one to three between them."""
+    """Returns a sequence of turns with one to five tokens each, separated by observations of one to three tokens."""
     mask: list[int] = []
     turns: list[Turn] = []
     for reward in rewards:
@@ -41,7 +41,7 @@ def sequence(rng: np.random.Generator, rewards: list[float | None], total: float
 
 
 def groups(seed: int, count: int, with_rewards: bool = True) -> list[TrainingGroup]:
-    """Groups of episodes of one or two sequences and one to six turns."""
+    """Returns groups of episodes with one or two sequences and one to six turns."""
     rng, found = np.random.default_rng(seed), []
     for number in range(count):
         completions = []
@@ -57,7 +57,7 @@ def groups(seed: int, count: int, with_rewards: bool = True) -> list[TrainingGro
 
 
 def expected(item: TrainingGroup, discount: float, normalised: bool, eps: float) -> list[list[float]]:
-    """The advantages of every sequence of a group, by the definition, in float64 and one number at a time."""
+    """Computes the advantages of every sequence of a group from the definition, in float64 and one number at a time."""
     episodes: dict[int, list[Completion]] = {}
     for each in item.group.completions:
         episodes.setdefault(each.episode or 0, []).append(each)
@@ -88,7 +88,7 @@ def expected(item: TrainingGroup, discount: float, normalised: bool, eps: float)
 
 @pytest.mark.parametrize("advantage", ["group_normalised", "group_centred"])
 @pytest.mark.parametrize("discount", [0.0, 0.5, 0.95, 1.0])
-def test_advantages_of_turns_are_those_of_the_definition(advantage: str, discount: float, base_model: Path) -> None:
+def test_advantages_of_turns_match_the_definition(advantage: str, discount: float, base_model: Path) -> None:
     made = config(base_model, algorithm__advantage=advantage, environment__turn_discount=discount)
     for seed in range(20):
         items = groups(seed, 3)
@@ -111,7 +111,7 @@ def test_without_rewards_of_turns_the_setting_changes_nothing(advantage: str, ba
         np.testing.assert_allclose(row, other, rtol=1e-6, atol=1e-6)
 
 
-def test_the_answer_that_earned_a_reward_is_credited_and_what_follows_is_not(base_model: Path) -> None:
+def test_a_turn_that_earned_a_reward_is_credited_and_later_turns_are_not(base_model: Path) -> None:
     rng = np.random.default_rng(0)
     completions = [sequence(rng, [1.0 if i == 0 else 0.0, 0.0], 1.0 if i == 0 else 0.0, i) for i in range(SIZE)]
     items = [TrainingGroup(Group("g", "p", "", "", np.array([1], np.int32), completions))]
@@ -126,7 +126,7 @@ def test_the_answer_that_earned_a_reward_is_credited_and_what_follows_is_not(bas
     np.testing.assert_allclose(whole[0], 0.75)
 
 
-def test_equal_sums_that_differ_by_rounding_are_no_huge_advantage(base_model: Path) -> None:
+def test_rounding_of_equal_sums_gives_no_huge_advantage(base_model: Path) -> None:
     rng = np.random.default_rng(0)
     parts: list[list[float | None]] = [[0.1, 0.2, 0.7], [0.7, 0.2, 0.1], [0.3, 0.3, 0.4], [0.2, 0.7, 0.1]]
     completions = [sequence(rng, own, sum(each or 0.0 for each in own), i) for i, own in enumerate(parts)]
@@ -137,6 +137,6 @@ def test_equal_sums_that_differ_by_rounding_are_no_huge_advantage(base_model: Pa
 
 
 @pytest.mark.parametrize("advantage", ["leave_one_out", "length_weighted", "mean_normalised"])
-def test_what_does_not_compare_turns_is_refused(advantage: str, base_model: Path) -> None:
+def test_advantages_that_do_not_compare_turns_are_refused(advantage: str, base_model: Path) -> None:
     with pytest.raises(Exception, match=r"environment\.turn_discount"):
         config(base_model, algorithm__advantage=advantage, environment__turn_discount=0.9)

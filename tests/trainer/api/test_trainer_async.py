@@ -1,4 +1,4 @@
-"""Rollouts beside training: publishing overlaps, staleness is bounded, and a resumed run trains on every prompt once."""
+"""Rollouts beside training: publishing overlaps, staleness is bounded, and a resumed run trains on each prompt once."""
 
 import asyncio
 import json
@@ -37,12 +37,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 Settings = Callable[..., Config]
 FRESH = 4
-"""Groups of a step."""
+"""Groups per step."""
 
 
 @pytest.fixture
 def settings(base_model: Path, tmp_path: Path) -> Settings:
-    """A run of small steps on the built-in task."""
+    """Makes the settings of a run of small steps on the built-in task."""
 
     def make(*more: str) -> Config:
         words = [
@@ -61,7 +61,7 @@ def run(config: Config, transport: Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
 def trained(config: Config) -> list[Group]:
-    """The groups that were trained on, in the order of their prompts."""
+    """Returns the groups that were trained on, in the order of their prompts."""
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
         blobs = [row[0] for row in db.execute("SELECT data FROM groups JOIN blobs USING (key) WHERE state = 'consumed'")]
     groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
@@ -86,7 +86,7 @@ class Numbered(httpx.AsyncBaseTransport):
 
 def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settings) -> None:
     class Interrupted(Numbered):
-        """The second prompt is never answered, so all others overtake it; those of the fourth step and later fail."""
+        """Never answers the second prompt, so all others overtake it; fails every call after the first 4 × FRESH."""
 
         async def generate(self, request: httpx.Request, call: int) -> httpx.Response:
             if call == 2:
@@ -130,14 +130,14 @@ def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, 
 
     def watched_publish(self: DirectPublisher, weights: Weights, version: int) -> None:
         assert busy.acquire(blocking=False), "two versions on their way"
-        if version == 1:  # its update was the first; the second one must not wait for this
+        if version == 1:  # version 1 is published only after the second update: the update must not wait for it
             assert updated.wait(400)
         publish(self, weights, version)
         published.append(version)
         busy.release()
 
     def watched_update(self: Policy, batch: Batch) -> Any:
-        if self.step == 1:  # the third batch is of version 0 then, however slow the engine is
+        if self.step == 1:  # the third batch was sampled with version 0 then, however slow the engine is
             assert answered.wait(400)
         found = update(self, batch)
         if self.step == 2:
@@ -179,7 +179,8 @@ def test_weights_that_the_engine_refuses_stop_the_run_with_the_reason(
     config = settings("--trainer.max_staleness", "1")
     with pytest.raises(ServiceError, match=r"engine: .*the weights cannot be read"):
         run(config)
-    assert [line["step"] for line in metrics(config)] in ([1, 2], [1, 2, 3])  # what is trained on next may be there already
+    # The next batch may have been collected already.
+    assert [line["step"] for line in metrics(config)] in ([1, 2], [1, 2, 3])
 
 
 def test_an_evaluation_has_the_weights_of_its_step(settings: Settings) -> None:
@@ -202,7 +203,7 @@ def test_an_evaluation_has_the_weights_of_its_step(settings: Settings) -> None:
 def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts 4 to 7 get long answers, which version 1 finds half done; the answers to prompt 4 then come too late."""
+    """Prompts 4 to 7 get long answers, half done when version 1 arrives; the answers to prompt 4 come too late."""
     decode = Model.decode
 
     def slow(self: Model, *arguments: Any) -> torch.Tensor:
@@ -215,9 +216,9 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
             self.answered, self.long, self.late = 0, asyncio.Event(), asyncio.Event()
 
         async def generate(self, request: httpx.Request, call: int) -> httpx.Response:
-            if 2 * FRESH < call <= 3 * FRESH:  # these overtake prompt 4 alone
+            if 2 * FRESH < call <= 3 * FRESH:  # these overtake only prompt 4
                 await self.long.wait()
-            if call == 3 * FRESH + 1:  # begun when version 2 was confirmed
+            if call == 3 * FRESH + 1:  # starts after version 2 was confirmed
                 self.late.set()
             if not FRESH < call <= 2 * FRESH:
                 return await super().generate(request, call)
@@ -265,7 +266,7 @@ def test_off_policy_runs_are_corrected_unless_told_otherwise(staleness: int, giv
     expected = given or ("truncate" if staleness else "none")
     config = load(words, {})
     assert config.algorithm.rollout_correction == expected
-    assert Config.model_validate(config.model_dump()).algorithm == config.algorithm  # as saved
+    assert Config.model_validate(config.model_dump()).algorithm == config.algorithm  # as the run saves it
     cap = [*words, "--algorithm.correction_cap", "3"]
     if expected == "none":
         with pytest.raises(ConfigError, match=r"algorithm\.correction_cap is set but not read"):
@@ -274,7 +275,7 @@ def test_off_policy_runs_are_corrected_unless_told_otherwise(staleness: int, giv
         assert load(cap, {}).algorithm.correction_cap == 3
 
 
-def test_publishing_behind_counts_only_where_nothing_else_goes_on() -> None:
+def test_background_publishing_counts_only_while_nothing_else_runs() -> None:
     clock = StageClock()
     with clock.stage(PUBLISHING):
         with clock.stage("update"):

@@ -1,4 +1,4 @@
-"""Trainer and engine in turn (`rollout.colocate`): each holds nothing while the other computes, and the run is the same."""
+"""Trainer and engine in turn (`rollout.colocate`): each frees its memory for the other, and the run is the same."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ Settings = Callable[..., Config]
 
 @pytest.fixture
 def settings(base_model: Path, tmp_path: Path) -> Settings:
-    """A run of three small steps, with an evaluation and a checkpoint in between."""
+    """Makes the settings of a run of three small steps, with an evaluation and a checkpoint in between."""
 
     def make(name: str, *more: str) -> Config:
         words = [
@@ -36,7 +36,7 @@ def settings(base_model: Path, tmp_path: Path) -> Settings:
             *("--trainer.batch_size", "2", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
             *("--trainer.eval_samples", "2", "--trainer.eval_every", "2", "--trainer.eval_pass_samples", "0"),
             *("--trainer.checkpoint_every", "2", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
-            # Completions that are decoded together change each other's last bits, and which ones are depends on time.
+            # Completions decoded together change each other's last bits, and timing decides which ones are.
             *("--rollout.max_running_requests", "1"),
             *("--trainer.max_staleness", "0", "--trainer.learning_rate", "1e-3", "--sampling.max_new_tokens", "16"),
         ]
@@ -46,7 +46,7 @@ def settings(base_model: Path, tmp_path: Path) -> Settings:
 
 
 class Watched:
-    """Looks at both sides whenever one of them computes."""
+    """Checks both sides whenever one of them computes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resident: Callable[[], Sequence[Resident]] = list
@@ -81,7 +81,7 @@ class Watched:
         monkeypatch.setattr(Policy, "update", watched_update)
 
     def resizable(self, resident: Sequence[Resident]) -> Sequence[Resident]:
-        """Copies parameters that are read from a mapped file on a CPU to memory of their own, as on a GPU."""
+        """Copies parameters that a CPU maps from a file into memory of their own, as on a GPU."""
         for parameter in self.parameters(resident):
             if not parameter.untyped_storage().resizable():
                 parameter.data = parameter.data.clone()
@@ -109,7 +109,7 @@ def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
     ],
     ids=["plain", "critic-and-reference", "adapter", "merged"],
 )
-def test_a_colocated_run_is_the_same_run(
+def test_a_colocated_run_equals_a_separate_one(
     settings: Settings, monkeypatch: pytest.MonkeyPatch, no_curves: None, more: tuple[str, ...]
 ) -> None:
     apart, lines = _result(settings("apart", *more))
@@ -130,6 +130,6 @@ def test_a_colocated_run_is_the_same_run(
         (("--rollout.engine", "sglang", "--rollout.device", "cpu"), r"rollout\.device cpu .*rollout\.engine embedded"),
     ],
 )
-def test_what_cannot_take_turns_is_refused(words: tuple[str, ...], told: str) -> None:
+def test_settings_that_cannot_take_turns_are_refused(words: tuple[str, ...], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         load(["--rollout.colocate", "true", *words], {})

@@ -1,4 +1,4 @@
-"""What may be given as a data set: prompts, rows, Hugging Face data sets."""
+"""What a data set may be: prompts, rows, Hugging Face data sets."""
 
 import datetime
 import itertools
@@ -70,7 +70,7 @@ def test_anything_that_yields_rows() -> None:
     assert frame["note"].isna().sum() == 3
     for form in (data, data.to_iterable_dataset(), frame, data.data.table, iter(rows), (row for row in rows)):
         assert as_prompts(form, "train") == expected
-    assert as_prompts(itertools.cycle(rows[:1]), "train", at_most=2)[1].id == "train-1"  # it never ends
+    assert as_prompts(itertools.cycle(rows[:1]), "train", at_most=2)[1].id == "train-1"  # the iterable never ends
 
 
 def test_several_data_sets_by_their_names() -> None:
@@ -105,6 +105,6 @@ def test_several_data_sets_by_their_names() -> None:
         ([{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}], r"two problems have the id '1'.*field: train"),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_place(dataset: Any, message: str) -> None:
+def test_unusable_data_is_refused_with_its_place(dataset: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         as_prompts(dataset, "train")

@@ -1,4 +1,4 @@
-"""The engines of the Python API: several servers, and an SGLang that the trainer starts, starts again and ends."""
+"""The engines of the Python API: several servers, and an SGLang that the trainer starts, restarts and ends."""
 
 import contextlib
 import socket
@@ -38,7 +38,7 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
 
 @contextlib.contextmanager
 def served(directory: Path, asked: Counter[str]) -> Iterator[str]:
-    """An engine with SGLang's API on a port of this machine; `asked` counts its calls by URL and path."""
+    """Serves an engine with SGLang's API on a port of this machine; `asked` counts its calls by URL and path."""
     app = make_app(Engine(Model(directory, 256, torch.device("cpu"), "float32"), seed=0))
 
     async def counting(scope: Any, receive: Any, send: Any) -> None:
@@ -67,7 +67,7 @@ def test_servers_share_the_prompts_and_get_every_version(base_model: Path, tmp_p
     with served(base_model, asked) as first, served(base_model, asked) as second:
         result = GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, engine=[first, f"{second}/"]).train()
     assert result.global_step == 2
-    assert all(line["update"]["delta_logprob"] < 1e-4 for line in result.history)  # both have every version
+    assert all(line["update"]["delta_logprob"] < 1e-4 for line in result.history)  # both servers got every version
     assert asked[first + "/update_weights_from_disk"] == asked[second + "/update_weights_from_disk"] == 3
     assert asked[first + "/generate"] > 0
     assert asked[second + "/generate"] > 0
@@ -83,14 +83,14 @@ def test_servers_share_the_prompts_and_get_every_version(base_model: Path, tmp_p
         ("sglang", {"rollout.engine_python": "no/python"}, r"no Python with sglang.*rollout.engine_python.*no/python"),
     ],
 )
-def test_what_cannot_generate_is_refused_at_once(
+def test_an_impossible_engine_is_refused_at_once(
     engine: Any, settings: dict[str, Any], message: str, base_model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(str(base_model), length, config(tmp_path, settings=settings), ROWS, engine=engine)
 
 
-def test_an_sglang_that_does_not_start_ends_the_run_with_its_words(base_model: Path, tmp_path: Path) -> None:
+def test_an_sglang_that_does_not_start_ends_the_run_with_its_output(base_model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho no such kernel\nexit 3\n")
     broken.chmod(0o755)
@@ -101,7 +101,7 @@ def test_an_sglang_that_does_not_start_ends_the_run_with_its_words(base_model: P
 
 
 class Killed:
-    """Kills the engine, once, after the first step."""
+    """Kills the engine once, after the first step."""
 
     def __init__(self) -> None:
         self.servers: set[int] = set()
@@ -119,7 +119,7 @@ class Killed:
 @pytest.mark.slow
 @pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
 @pytest.mark.parametrize("lora", [{}, {"lora.rank": 4}], ids=["whole", "adapter"])
-def test_real_sglang_is_started_and_started_again_and_ended(
+def test_real_sglang_is_started_restarted_and_ended(
     lora: dict[str, Any], base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(PLUGIN))

@@ -1,4 +1,4 @@
-"""`environment_factory` and `tools` as a user of TRL gives them: classes and functions of a script, no import path."""
+"""`environment_factory` and `tools` as a user of TRL passes them: classes and functions of a script."""
 
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_an_environment_that_a_function_makes_plays_and_rewards_the_episodes(bas
         trainer.evaluate()
 
 
-def test_what_does_not_fit_together_is_refused(base_model: Path, tmp_path: Path) -> None:
+def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> None:
     def by_environment(environments: Any, **_: Any) -> list[float]:
         return [0.0 for _ in environments]
 

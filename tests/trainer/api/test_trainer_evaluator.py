@@ -1,4 +1,4 @@
-"""ModelEvaluator: on a local model, and over a real socket with both kinds of server."""
+"""ModelEvaluator on a local model, and over a real socket with both kinds of server."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def test_data() -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def engine(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The embedded engine in a process of its own, which answers both APIs over a socket."""
+    """Yields the URL of the embedded engine in its own process, which serves both APIs."""
     with engine_process(base_model, tmp_path_factory.mktemp("engine") / "log", "--max-context-tokens", "256") as (url, _):
         yield url
 
@@ -50,7 +50,7 @@ def reward() -> Iterator[MathRewardFunction]:
 
 @contextlib.contextmanager
 def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose chat completions are `answers`, one after the other and the last one for ever; yields URL and bodies."""
+    """A server whose chat completions are `answers` in turn, the last one repeated; yields its URL and the bodies."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -113,14 +113,14 @@ def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], rew
     assert 0 <= results["maj_at_k"] <= results["pass_at_k"]
     assert results["lengths"] is not None
     assert 0 < results["lengths"]["mean"] <= results["lengths"]["longest"] <= 24
-    json.dumps(results)  # nothing but plain data
+    json.dumps(results)  # only plain data
 
 
-def test_an_evaluation_repeats(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_an_evaluation_is_repeatable(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
     first, again = (ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, 2) for _ in "ab")
     assert first == again
     other = ModelEvaluator(base_model, max_new_tokens=24, seed=1).evaluate(test_data, reward, 2)
-    assert other["responses"] == first["responses"]  # greedy
+    assert other["responses"] == first["responses"]  # greedy, so the seed has no effect
     assert other["samples"] != first["samples"]
 
 
@@ -149,7 +149,7 @@ def test_a_model_whose_context_is_short_writes_less(
 
 
 def test_prompts_and_sampling_are_sent_to_a_server(test_data: list[Prompt], reward: MathRewardFunction) -> None:
-    """A template takes the place of the chat, so the text is completed; without one the server makes the chat."""
+    """A template replaces the chat, so the server completes a text; without a template the server builds the chat."""
     sampling = {"sampling.top_p": 0.9, "sampling.stop": ["##"], "sampling.min_new_tokens": 2, "sampling.stop_token_ids": [7]}
     bare = {"data.prompt_template": "Q: {question}", "sampling.prefill": " So"}
     done = {"choices": [{"text": " 3.", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
@@ -158,7 +158,7 @@ def test_prompts_and_sampling_are_sent_to_a_server(test_data: list[Prompt], rewa
     assert results["responses"] == [" So 3."]
     assert {body["prompt"] for body in bodies} == {f"Q: {test_data[0].prompt} So"}
     assert [(body["stop"], body["min_tokens"], body["stop_token_ids"]) for body in bodies] == [(["##"], 2, [7])] * 3
-    assert sorted(body.get("top_p", 1.0) for body in bodies) == [0.9, 0.9, 1.0]  # one is greedy
+    assert sorted(body.get("top_p", 1.0) for body in bodies) == [0.9, 0.9, 1.0]  # the greedy one has none
     assert not any("top_k" in body for body in bodies)  # not every server knows it
 
     chat: dict[str, Any] = {"data.prompt_template": "Q: {question}", "model.chat_template": "own"}
@@ -185,7 +185,7 @@ def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewar
         results = ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
     assert len(bodies) == 3
     assert results["accuracy"] == 1
-    assert results["lengths"] is None  # this server says nothing of tokens
+    assert results["lengths"] is None  # this server reports no token counts
 
 
 def test_a_server_that_does_not_answer_is_named(
@@ -197,7 +197,7 @@ def test_a_server_that_does_not_answer_is_named(
         ModelEvaluator(url).evaluate(test_data, reward)
 
 
-def test_what_a_server_refuses_is_told(test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_a_refusal_of_a_server_is_reported(test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with server((200, chat(None, "content_filter"))) as (url, _):
         with pytest.raises(ConfigError, match=r"has the models small, large.*field: model_id.*name one"):
             ModelEvaluator(url).evaluate(test_data, reward)
@@ -218,7 +218,7 @@ class Unsure(RewardFunction):
         return [float("nan") if prompt.endswith("?first") else 1.0 for prompt in kwargs["prompt"]]
 
 
-def test_what_cannot_be_graded_is_counted_and_left_out(base_model: Path) -> None:
+def test_ungraded_problems_are_counted_and_left_out(base_model: Path) -> None:
     rows = [{"prompt": "1+1?first"}, {"prompt": "1+1?second"}, {"prompt": "1+1?third"}]
     results = ModelEvaluator(base_model, max_new_tokens=8).evaluate(rows, Unsure(), k=2)
     assert (results["accuracy"], results["num_samples"], results["num_ungraded"]) == (1, 3, 3)
@@ -249,7 +249,7 @@ def test_arguments_that_do_not_fit_are_refused(model: str, arguments: dict[str, 
         ModelEvaluator(model, **arguments)
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
     with pytest.raises(ConfigError, match=r"no such directory.*nothing"):
         ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
 
@@ -258,7 +258,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, test_data: list[Prompt], rewa
 def test_a_model_of_the_hub(
     base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
 ) -> None:
-    """From a cache of the hub as `huggingface_hub` lays it out, without network."""
+    """Uses a cache of the hub as `huggingface_hub` lays it out, without network."""
     home = tmp_path / "models--org--tiny"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("0" * 40)
@@ -280,14 +280,14 @@ def test_a_model_of_the_hub(
 @pytest.mark.parametrize(
     ("answers", "right", "accuracy"),
     [
-        (["\\boxed{\\frac{1}{2}}", "\\boxed{0.5}", "\\boxed{3}"], "110", 1),  # by number: 1/2 and 0.5 are one answer
+        (["\\boxed{\\frac{1}{2}}", "\\boxed{0.5}", "\\boxed{3}"], "110", 1),  # by number: 1/2 and 0.5 are equal
         (["\\boxed{3}", "#### 1/2", "The answer is 0.5.", "\\boxed{3}", ".5"], "01101", 1),
         (["\\boxed{1,080}", "\\boxed{\\$1080}", "\\boxed{1080.00}", "\\boxed{7}", "\\boxed{7}"], "00011", 0),
         (["\\boxed{1{,}080}", "1080 apples", "7", "7"], "1100", 0.5),  # a tie
         (["1", "2", "3", "4"], "0010", 0.25),
         (["\\boxed{x+1}", "\\boxed{x + 1}", "\\boxed{1}"], "110", 1),
-        (["I do not know.", "", "No idea", "\\boxed{5}"], "0001", 1),  # no answer does not vote
-        (["\\boxed{7|8}", "\\boxed{7|8}", "\\boxed{7}"], "001", 0),  # what is not understood votes as its text
+        (["I do not know.", "", "No idea", "\\boxed{5}"], "0001", 1),  # a missing answer has no vote
+        (["\\boxed{7|8}", "\\boxed{7|8}", "\\boxed{7}"], "001", 0),  # an answer that cannot be parsed votes as its text
         (["I do not know.", "Nor do I."], "00", 0),
     ],
 )
@@ -295,7 +295,9 @@ def test_answers_vote_by_their_numbers(answers: list[str], right: str, accuracy:
     assert maj_at_k([_vote(answer) for answer in answers], [digit == "1" for digit in right]) == accuracy
 
 
-def test_in_a_notebook_a_loop_runs_already(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_evaluation_works_while_an_event_loop_runs(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     async def cell() -> float | None:
         return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)["accuracy"]
 

@@ -1,4 +1,4 @@
-"""Families of models on tiny random weights: prompted, generated, trained, published, generated again, scored alike."""
+"""Model families with tiny random weights: prompt, generate, train, publish, generate again, and score equally."""
 
 import itertools
 from pathlib import Path
@@ -42,7 +42,7 @@ PROMPTS = [
 
 
 async def sampled(client: RolloutClient, prompter: Prompter, config: Config) -> list[Group]:
-    """A group for every prompt, as the collector asks for them."""
+    """Generates a group for every prompt, as the collector does."""
     groups = []
     for number, ids in enumerate(prompter.all_token_ids(PROMPTS)):
         sampling = config.sampling

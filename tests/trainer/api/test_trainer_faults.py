@@ -41,7 +41,7 @@ def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., 
 
 @pytest.fixture
 def before_the_first_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ReplayClient], Awaitable[None]]], None]:
-    """Has another client act on the replay-buffer when it holds a whole batch."""
+    """Lets another client act on the replay-buffer once it holds a whole batch."""
     monkeypatch.setattr("trainer.rollouts.rollouts._SAY_EVERY_S", 0.2)
     take = ReplayClient.take
 
@@ -123,7 +123,7 @@ def test_a_prompt_that_always_fails_is_left_out_and_its_place_taken_by_another(
     settings: Callable[..., Config], caplog: pytest.LogCaptureFixture
 ) -> None:
     class Refusing(Faulty):
-        """Refuses the first prompt that it is asked for, whenever it is asked for it."""
+        """Always refuses the prompt that it is asked for first."""
 
         refused: list[int] | None = None
 
@@ -147,7 +147,7 @@ def test_a_prompt_that_always_fails_is_left_out_and_its_place_taken_by_another(
 @pytest.mark.parametrize("off", [0.0, 0.1])
 def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callable[..., Config], off: float) -> None:
     class Off(Faulty):
-        """Its log-probabilities are off by `off` on average, as with weights in another precision."""
+        """Shifts its log-probabilities by `off` on average, as weights in another precision would."""
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             response = await super().handle_async_request(request)
@@ -162,7 +162,8 @@ def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callab
     config, said = settings(), io.StringIO()
     train_in_process(config, Console(file=said, width=400), lambda app: Off(app, set(), lambda: httpx.Response(500)))
     assert all(("delta_logprob" in line["alarms"]) == (off > 0) for line in metrics(config))
-    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (off > 0)  # said once
+    # Reported once.
+    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (off > 0)
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., Config]) -> None:
@@ -176,7 +177,7 @@ def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., 
 
 
 def test_trap_tokens_are_kept_and_never_retokenised(settings: Callable[..., Config]) -> None:
-    """Trap: text re-tokenised and logprobs not kept. The stored tokens are the engine's, end of sequence included."""
+    """Trap: text tokenised again, log-probabilities lost. The stored tokens are the engine's, with the end token."""
     answers: dict[tuple[int, ...], list[float]] = {}  # prompt and completion -> logprobs
 
     class Watching(Faulty):

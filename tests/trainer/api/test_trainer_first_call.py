@@ -1,4 +1,4 @@
-"""The first call of a user's reward function is checked before training, with one error that says what to change."""
+"""The first call of a custom reward function is checked before training; a single error says what to change."""
 
 import time
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def trainer(base_model: Path, folder: Path, function: Callable[..., Any], **sett
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
-def test_a_function_that_cannot_work_ends_the_run_before_it_begins(
+def test_a_broken_function_is_refused_before_training(
     base_model: Path, tmp_path: Path, function: Callable[..., Any], told: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -71,14 +71,14 @@ def test_a_function_that_cannot_work_ends_the_run_before_it_begins(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_function_over_its_time_is_told_which_setting_to_raise(base_model: Path, tmp_path: Path) -> None:
+def test_a_slow_function_is_refused_with_the_setting_to_raise(base_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no answer within 0\.05 s") as caught:
         trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 0.05}).train()
     assert (caught.value.field, caught.value.value) == ("reward.function_timeout_s", "0.05")
     trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}).train()  # the directory is free again
 
 
-def test_rewards_that_are_no_verdicts_have_no_accuracy_anywhere(
+def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lengths(completions: list[Any], **_: Any) -> list[float]:
@@ -100,7 +100,7 @@ def test_rewards_that_are_no_verdicts_have_no_accuracy_anywhere(
     assert {answer["correct"] for line in result.evaluations for answer in line["answers"]} == {None}
     groups = [group for line in read_lines(tmp_path / "groups.jsonl") for group in line["groups"]]
     assert {group["correct"] for group in groups} == {None}
-    assert (tmp_path / "checkpoints" / "best").readlink() == Path("step_000003")  # the mean reward is the same for all
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path("step_000003")  # the mean reward is equal everywhere
     measured = made.evaluate(ROWS[:2], k=2)
     names = ("accuracy", "standard_error", "confidence_interval", "pass_at_k", "avg_at_k", "maj_at_k", "pass_at")
     assert (measured["mean_reward"], {measured[name] for name in names}) == (8.5, {None})  # type: ignore[literal-required]
@@ -115,7 +115,7 @@ def test_rewards_of_0_and_1_are_verdicts(base_model: Path, tmp_path: Path, capsy
 
 
 class Away(DetailedRewardFunction):
-    """Has no score at first, as a judge that cannot be reached."""
+    """Has no scores at first, like a judge that cannot be reached."""
 
     name = "away"
 
@@ -127,7 +127,7 @@ class Away(DetailedRewardFunction):
         return [Score(None, "error") if self.calls == 1 else Score(1.0) for _ in completions]
 
 
-def test_a_service_that_is_away_at_first_ends_no_run(base_model: Path, tmp_path: Path) -> None:
+def test_a_service_that_is_away_at_first_does_not_end_the_run(base_model: Path, tmp_path: Path) -> None:
     away = Away()
     fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1, "max_new_tokens": 4}
     config = TrainerConfig(model_name_or_path=str(base_model), output_dir=tmp_path / "run", **fields)

@@ -1,4 +1,4 @@
-"""Plain functions, callbacks and objects in real runs of a step or two on the built-in task."""
+"""Plain functions, callbacks and objects in real runs of one or two steps on the built-in task."""
 
 import asyncio
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
     result = trainer.train()
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    for call in calls[1:]:  # the first answers are made up
+    for call in calls[1:]:  # the first call has made-up answers
         for prompt, completion, ids in zip(call["prompts"], call["completions"], call["ids"], strict=True):
             assert prompt[0]["role"] == "user"
             assert tokenizer.decode(ids, skip_special_tokens=True) == completion[0]["content"]
@@ -76,7 +76,7 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """A callback of transformers that stops after two steps, with a checkpoint of the first."""
+    """A transformers callback that stops after two steps, with a checkpoint of the first."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
@@ -105,7 +105,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 class Short:
-    """A callback that names what it wants."""
+    """A callback that declares only the arguments it wants."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -114,7 +114,7 @@ class Short:
         self.steps.append(state.global_step)
 
 
-def test_callbacks_hear_of_a_run_and_stop_it(base_model: Path, tmp_path: Path) -> None:
+def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path) -> None:
     watch, short = Watch(), Short()
     trainer = GRPOTrainer(
         str(base_model),
@@ -172,7 +172,7 @@ def test_a_model_and_a_tokenizer_as_objects(
     assert "not pushed, the hub cannot be reached" in capsys.readouterr().out
 
 
-def test_a_text_is_continued_as_it_is_by_grpo_trainer_alone(base_model: Path, tmp_path: Path) -> None:
+def test_only_grpo_trainer_continues_a_text_as_it_is(base_model: Path, tmp_path: Path) -> None:
     rows, seen = [{"prompt": f"{n}+1="} for n in range(8)], []
 
     def texts(completions: Any, prompts: Any, **_: Any) -> list[float]:
@@ -215,7 +215,7 @@ def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
         ({"peft_config": object()}, r"adapters here are LoRA"),
     ],
 )
-def test_what_is_missing_or_impossible_is_refused_at_once(
+def test_missing_or_impossible_arguments_are_refused_at_once(
     base_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     given: dict[str, Any] = {"model": str(base_model), "reward_funcs": length, "train_dataset": ROWS} | changes

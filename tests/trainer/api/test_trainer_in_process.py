@@ -27,7 +27,7 @@ from trainer.rollouts.priorities import load_priority
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
 
 
-def test_a_run_is_the_same_twice_and_another_one_on_another_seed(settings: Callable[..., Config]) -> None:
+def test_a_run_is_repeatable_and_depends_on_the_seed(settings: Callable[..., Config]) -> None:
     first, second, other = settings(), settings(), settings("--seed", "1")
     for config in (first, second, other):
         train_in_process(config, quiet())
@@ -92,7 +92,7 @@ def test_every_prompt_is_trained_on_once_and_on_policy(settings: Callable[..., C
 def test_an_engine_beside_a_trainer_that_computes_records_no_steps(
     settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, where one thread may not wait for the device while another one records."""
+    """Matters on a GPU, where a thread must not wait for the device while another one records."""
     models: list[Model] = []
 
     class Recording(Model):
@@ -133,7 +133,7 @@ def test_reused_groups_carry_importance_weights(
     reuse = ("--replay.reuse_ratio", "0.25", "--replay.priority", f"{__name__}:longest", "--replay.corrected", str(corrected))
     config = settings(*size, *reuse)
     train_in_process(config, quiet())
-    useful = [not group.zero_variance for group in stored(config)]  # of six fresh groups a step
+    useful = [not group.zero_variance for group in stored(config)]  # of the six fresh groups of a step
     reused = [min(2, sum(useful[: 6 * step])) for step in range(4)]
     assert [line["reused_groups"] for line in metrics(config)] == reused
     assert [group.position for group in stored(config)] == list(range(24))
@@ -145,7 +145,7 @@ def test_reused_groups_carry_importance_weights(
     assert {weight for reused, weight in trained if not reused} == {1.0}
 
 
-def test_a_run_begins_with_what_its_settings_need_known(settings: Callable[..., Config]) -> None:
+def test_a_run_begins_with_the_warnings_about_its_settings(settings: Callable[..., Config]) -> None:
     console = Console(file=io.StringIO(), width=1000)
     train_in_process(settings("--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--trainer.max_steps", "1"), console)
     assert isinstance(console.file, io.StringIO)
@@ -163,7 +163,7 @@ def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config]
 def test_every_priority_reuses_groups(settings: Callable[..., Config], priority: str) -> None:
     config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "3", "--replay.priority", priority)
     train_in_process(config, quiet())
-    useful = [not group.zero_variance for group in stored(config)]  # of two fresh groups a step
+    useful = [not group.zero_variance for group in stored(config)]  # of the two fresh groups of a step
     assert any(useful[:4])
     assert [line["reused_groups"] for line in metrics(config)] == [0, min(2, sum(useful[:2])), min(2, sum(useful[:4]))]
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
@@ -175,7 +175,7 @@ def test_every_priority_reuses_groups(settings: Callable[..., Config], priority:
 
 
 def longest(group: Group, advantages: Sequence[float]) -> float:
-    """A priority of one's own."""
+    """A custom priority."""
     return float(max(len(completion.token_ids) for completion in group.completions))
 
 
@@ -186,7 +186,7 @@ def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config]
     unbroken = settings(*words, "--trainer.max_steps", "4", "--sampling.group_size", "1", "--trainer.batch_size", "16")
     train_in_process(unbroken, quiet())
     lines = metrics(unbroken)
-    assert [line["update"]["updates"] for line in lines] == [0, 4, 4, 4]  # first the critic learns alone
+    assert [line["update"]["updates"] for line in lines] == [0, 4, 4, 4]  # only the critic learns at first
     assert lines[0]["critic"]["value_mean"] == 0
     assert lines[3]["critic"]["value_mean"] > 0
     place = tmp_path / "broken"
@@ -215,7 +215,7 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Call
 
 
 def test_dynamic_sampling_stops_when_no_group_differs(settings: Callable[..., Config]) -> None:
-    """One token is never enough for an answer: every reward is 0."""
+    """One token is never enough for an answer, so every reward is 0."""
     words = ("--algorithm.name", "dapo", "--algorithm.dynamic_sampling_rounds", "2", "--sampling.max_new_tokens", "1")
     with pytest.raises(CollectFailed, match=r"2 rounds of dynamic sampling.*too easy or too hard"):
         train_in_process(settings(*words), quiet())
@@ -233,6 +233,6 @@ def test_a_batch_larger_than_the_data_is_refused(settings: Callable[..., Config]
         train_in_process(config, quiet())
 
 
-def test_a_model_that_is_not_there(settings: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(settings: Callable[..., Config], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such directory.*model\.name.*nothing-here.*remedy"):
         train_in_process(settings("--model.name", str(tmp_path / "nothing-here")), quiet())

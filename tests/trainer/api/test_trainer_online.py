@@ -1,4 +1,4 @@
-"""Every field of TrainerConfig changes what it says: real runs of a step or two on the built-in task."""
+"""Every field of TrainerConfig has its effect: real runs of one or two steps on the built-in task."""
 
 import json
 import zlib
@@ -24,7 +24,7 @@ Run = Callable[..., TrainResult]
 
 
 class Checksum(RewardFunction):
-    """Differs between any two texts, so that no group is of equal rewards and no gradient is 0, whatever the model answers."""
+    """Gives any two texts different rewards, so no group has equal rewards and no gradient is 0."""
 
     name = "checksum"
 
@@ -40,7 +40,7 @@ def tiny(count: int, split: Any = "train") -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Trains two steps on two problems × four answers, with changes. The same changes give the same run, unless `fresh`."""
+    """Trains two steps on two problems × four answers, with `changes`. Caches runs by their changes, unless `fresh`."""
     done: dict[str, TrainResult] = {}
 
     def make(held_out: list[Prompt] | None = None, fresh: bool = False, **changes: Any) -> TrainResult:
@@ -71,7 +71,7 @@ def update(result: TrainResult, name: str) -> list[float]:
 
 
 def samples(result: TrainResult) -> list[dict[str, Any]]:
-    """The group that every step shows."""
+    """The group shown for every step."""
     return [json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()]
 
 
@@ -80,16 +80,16 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def distance(result: TrainResult, base: Path) -> float:
-    """How far the weights have moved."""
+    """Returns how far the weights have moved."""
     old, new = weights(base), weights(result.checkpoint)
     return sum(float((new[name] - old[name]).norm()) for name in new)
 
 
 def test_trainer_type(run: Run) -> None:
     grpo, rloo, ppo = (run(trainer_type=kind, max_steps=1) for kind in ("grpo", "rloo", "ppo"))
-    assert update(grpo, "grad_norm") != update(rloo, "grad_norm")  # the same answers, other advantages
+    assert update(grpo, "grad_norm") != update(rloo, "grad_norm")  # equal answers, different advantages
     assert [result.history[0]["critic"] is not None for result in (grpo, rloo, ppo)] == [False, False, True]
-    assert update(ppo, "updates") == [4]  # two passes of two mini-batches
+    assert update(ppo, "updates") == [4]  # two passes with two mini-batches each
     assert update(grpo, "updates") == [1]
 
 
@@ -102,7 +102,7 @@ def test_model_name_or_path(run: Run, policy_dir: Path, base_model: Path) -> Non
 
 
 def test_ref_model_name_or_path_and_kl_coef(run: Run, base_model: Path) -> None:
-    first = run()  # kl_coef 0: no reference
+    first = run()  # kl_coef 0: no reference model
     assert update(first, "kl_reference") == [0, 0]
     own = run(kl_coef=0.5)
     assert update(own, "kl_reference")[0] == pytest.approx(0, abs=1e-6)
@@ -128,7 +128,7 @@ def test_learning_rate_warmup_ratio_and_lr_scheduler_type(run: Run) -> None:
 
 
 def test_critic_learning_rate(run: Run) -> None:
-    """Its value head starts at 0; how far it is after one update is up to the rate."""
+    """The value head starts at 0; how far it gets in one update depends on the rate."""
     slow, fast = (
         abs(run(trainer_type="ppo", critic_learning_rate=rate).history[1]["critic"]["value_mean"]) for rate in (1e-6, 1e-2)
     )
@@ -136,7 +136,7 @@ def test_critic_learning_rate(run: Run) -> None:
 
 
 def test_num_train_epochs_and_max_steps(run: Run) -> None:
-    assert run(max_steps=None).global_step == 4  # 8 problems, 2 in a step
+    assert run(max_steps=None).global_step == 4  # 8 problems, 2 per step
     assert run(max_steps=None, num_train_epochs=2).global_step == 8
     assert run(max_steps=3).global_step == 3
 
@@ -145,7 +145,7 @@ def test_num_train_epochs_and_max_steps(run: Run) -> None:
 def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     run: Run, monkeypatch: pytest.MonkeyPatch, size: int, passes: int
 ) -> None:
-    """Eight answers a step in both, in passes of at most `size`; the update is the same."""
+    """Both take eight answers per step, in passes of at most `size`; the update is the same."""
     seen: list[int] = []
     backward = Policy._backward
 
@@ -216,11 +216,11 @@ def test_clip_range(run: Run) -> None:
 def test_weight_decay(run: Run) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     plain, decayed = (weights(run(weight_decay=value).checkpoint)[name].norm() for value in (0.0, 100.0))
-    assert float(decayed) < 0.9 * float(plain)  # 1e-3 × 100 of every weight, twice
+    assert float(decayed) < 0.9 * float(plain)  # each of two steps removes 1e-3 × 100 of every weight
 
 
 def test_max_grad_norm(run: Run, base_model: Path) -> None:
-    """Far below AdamW's epsilon, a gradient moves next to nothing."""
+    """When gradients are far below AdamW's epsilon, the weights hardly move."""
     free, held = run(max_steps=1), run(max_steps=1, max_grad_norm=1e-12)
     assert distance(held, base_model) < 0.1 * distance(free, base_model)
 
@@ -260,7 +260,7 @@ def test_verbose(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_settings(run: Run) -> None:
-    """Any other setting of the system acts, too."""
+    """Any other setting of the system takes effect, too."""
     result = run(settings={"trainer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1)
     config = json.loads((result.output_dir / "config.json").read_text())
     assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == ([0.8, 0.9], 0.01)
@@ -272,4 +272,4 @@ def test_use_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"no GPU.*field: use_gpu.*value: True.*leave it out to train on the CPU"):
         run(use_gpu=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run(max_steps=1, fresh=True).global_step == 1  # a GPU would be there, and nothing asks for it
+    assert run(max_steps=1, fresh=True).global_step == 1  # a GPU would be available, but none is requested

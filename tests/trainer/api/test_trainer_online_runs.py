@@ -1,4 +1,4 @@
-"""OnlineRLTrainer: what the reward function sees, calling train again, output directories, saving, endings."""
+"""OnlineRLTrainer: what the reward function sees, training again, output directories, saving, endings."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 class Short(RewardFunction):
-    """Shorter is better; keeps what it was called with."""
+    """Rewards shorter answers; keeps the arguments of its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[Any], dict[str, Any]]] = []
@@ -55,7 +55,7 @@ def test_the_callers_reward_function_gets_chats_and_columns(base_model: Path, tm
     result = OnlineRLTrainer(fields(base_model, tmp_path), reward, datasets.Dataset.from_list(ROWS)).train()
     assert (
         sum(len(completions) for completions, _ in reward.calls) == 2 + 16
-    )  # a first try, then 2 steps × 2 problems × 4 answers
+    )  # a trial call, then 2 steps × 2 problems × 4 answers
     for completions, kwargs in reward.calls:
         assert all(len(kwargs[name]) == len(completions) for name in ("prompt", "ground_truth", "steps"))
         for completion, prompt, truth, steps in zip(
@@ -72,7 +72,7 @@ def test_the_callers_reward_function_gets_chats_and_columns(base_model: Path, tm
         assert completion["reward"] == pytest.approx(1 / (1 + len(completion["text"])))
 
 
-def test_train_again_goes_on_for_as_many_steps_again(base_model: Path, tmp_path: Path) -> None:
+def test_training_again_adds_the_same_number_of_steps(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS)
     first = trainer.train()
     assert (first.global_step, len(first.history)) == (2, 2)
@@ -82,7 +82,7 @@ def test_train_again_goes_on_for_as_many_steps_again(base_model: Path, tmp_path:
     assert [line["reward"] for line in second.history] == pytest.approx([line["reward"] for line in unbroken.history])
 
 
-def test_an_output_directory_with_a_run_is_not_taken_silently(base_model: Path, tmp_path: Path) -> None:
+def test_an_output_directory_with_a_run_is_not_reused_silently(base_model: Path, tmp_path: Path) -> None:
     OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
     again = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS)
     with pytest.raises(ConfigError, match=r"a run in the output directory.*field: output_dir.*resume_from_checkpoint=True"):
@@ -95,7 +95,7 @@ def test_an_output_directory_with_a_run_is_not_taken_silently(base_model: Path, 
     assert [line["step"] for line in replaced.history] == [1]
 
 
-def test_resuming_where_there_is_nothing_begins(base_model: Path, tmp_path: Path) -> None:
+def test_resuming_without_a_checkpoint_starts_a_run(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=1), Short(), ROWS)
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
@@ -139,7 +139,7 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
         trainer.save_model(target / "notes.txt")
 
 
-def test_evaluate_asks_the_model_as_it_is_now(base_model: Path, tmp_path: Path) -> None:
+def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> None:
     held_out = [{"question": p.question, "answer": p.solution} for p, _ in zip(problems("test"), range(4), strict=False)]
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, learning_rate=0.03, temperature=2.0), Short(), ROWS, held_out)
     before = trainer.evaluate()
@@ -169,7 +169,7 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(base_model: Pat
         broken = True
 
         def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-            if self.broken and sum(len(texts) for texts, _ in self.calls) >= 8:  # a step
+            if self.broken and sum(len(texts) for texts, _ in self.calls) >= 8:  # after one step
                 raise KeyError("steps_taken")
             return super().__call__(completions, **kwargs)
 
@@ -195,7 +195,7 @@ def test_what_is_not_a_reward_function_is_refused(base_model: Path, tmp_path: Pa
         OnlineRLTrainer(fields(base_model, tmp_path), reward, ROWS)
 
 
-def test_data_that_does_not_fit_is_refused_before_anything_is_loaded(base_model: Path, tmp_path: Path) -> None:
+def test_unsuitable_data_is_refused_before_anything_is_loaded(base_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the data set is empty.*field: train_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
     with pytest.raises(ConfigError, match=r"1 problems × 1 epochs do not make one step of 2 problems"):
@@ -205,7 +205,7 @@ def test_data_that_does_not_fit_is_refused_before_anything_is_loaded(base_model:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_does_not_load_is_told_under_its_field(base_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_is_reported_under_its_field(base_model: Path, tmp_path: Path) -> None:
     missing = str(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"no such directory.*field: model_name_or_path.*value: .*nothing"):
         OnlineRLTrainer(fields(base_model, tmp_path, model_name_or_path=missing), Short(), ROWS).train()

@@ -1,4 +1,4 @@
-"""Prompts and sampling by `settings`: in `ModelEvaluator`, in `OnlineRLTrainer`, and by `evaluate_model --set`."""
+"""Prompt and sampling settings in `ModelEvaluator`, in `OnlineRLTrainer`, and in `evaluate_model --set`."""
 
 import itertools
 import json
@@ -73,14 +73,14 @@ def test_evaluate_model_takes_prompts_and_sampling(base_model: Path, tmp_path: P
         ({"data.prompt_template": "no place"}, ("no {question}",)),
     ],
 )
-def test_settings_that_an_evaluation_does_not_take(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_settings_that_an_evaluation_ignores_are_refused(settings: dict[str, Any], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         ModelEvaluator("anything", settings=settings)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["sampling.prefill", "model.chat_template", "sampling.completion_timeout_s"])
-def test_a_server_of_chats_cannot_be_told_everything(name: str) -> None:
+def test_some_settings_need_the_tokenizer_of_a_chat_server(name: str) -> None:
     value: Any = {"sampling.prefill": "So", "model.chat_template": "{{ messages }}", "sampling.completion_timeout_s": 3.0}[name]
     with pytest.raises(ConfigError, match="give the tokenizer of its model"):
         ModelEvaluator("http://127.0.0.1:1", settings={name: value})

@@ -1,4 +1,4 @@
-"""Runs in one process whose sampler cuts off, waits or stops early: the trainer scores what the engine sampled from."""
+"""Runs whose sampler truncates, waits or stops early: the trainer scores the distribution the engine sampled from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ Run = tuple[Config, list[dict[str, Any]], list[Group]]
 
 @pytest.fixture
 def run(settings: Callable[..., Config]) -> Callable[..., Run]:
-    """Makes a run of two steps; returns its configuration, metrics and groups."""
+    """Returns a function that runs two steps and returns configuration, metrics and groups."""
 
     def make(**more: Any) -> Run:
         words = [word for name, value in more.items() for word in (f"--{name.replace('__', '.')}", str(value))]
@@ -30,7 +30,7 @@ def run(settings: Callable[..., Config]) -> Callable[..., Run]:
 
 
 def test_truncated_sampling_is_replayed(run: Callable[..., Run]) -> None:
-    """With a reference model, two updates a batch and an entropy bonus, which all refer to what the sampler left."""
+    """With a reference model, two updates per batch and an entropy bonus, which all use only the tokens kept."""
     update = {"algorithm__kl_coef": 0.01, "algorithm__mini_batches": 2, "algorithm__entropy_coef": 0.01}
     sampling = {"sampling__top_p": 0.8, "sampling__min_p": 0.01, "sampling__temperature": 1.3, "sampling__prefill": "It is "}
     _, lines, groups = run(**update, **sampling)
@@ -60,7 +60,7 @@ def test_a_shortest_length_is_replayed_and_stop_texts_end_answers(run: Callable[
 
 
 def test_a_thought_that_is_ended_for_the_model_is_replayed(run: Callable[..., Run]) -> None:
-    """What was written has log-probability 0 on both sides, also beside a shortest length."""
+    """Text written for the model has log-probability 0 on both sides, also together with a minimum length."""
     thinking = {"sampling__max_thinking_tokens": 5, "sampling__prefill": "<think>", "sampling__min_new_tokens": 14}
     config, lines, groups = run(**thinking)
     assert all(line["update"]["delta_logprob"] < 1e-5 for line in lines)

@@ -1,4 +1,4 @@
-"""TrainerConfig by itself: what is refused, presets, and the system's configuration that follows."""
+"""TrainerConfig alone: what it refuses, its presets, and the system configuration it results in."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
     assert config.clip_range == 0.2
     assert config.use_gpu is False
     assert config.bf16 is False
-    assert config.problems_per_step == 8  # 8 answers × 4 passes / 4 answers to a problem
+    assert config.problems_per_step == 8  # 8 answers × 4 passes / 4 answers per problem
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
         ({"settings": {"algorithm.gamma": 0.9}}, r"algorithm\.gamma is set but not read"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_field_value_and_remedy(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_with_field_value_and_remedy(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**fields)
 
@@ -66,7 +66,7 @@ def test_minus_one_means_all_steps_as_in_trl() -> None:
 
 @pytest.mark.parametrize(("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 12)])
 def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
-    """100 problems, 8 in a step."""
+    """100 problems, 8 per step."""
     assert TrainerConfig(num_train_epochs=epochs, max_steps=max_steps).total_steps(100) == steps
 
 

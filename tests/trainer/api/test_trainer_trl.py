@@ -1,4 +1,4 @@
-"""TRL's arguments: each is mapped, taken or refused with a reason, and the table of the documentation says which."""
+"""TRL's arguments: each is mapped, accepted or refused with a reason, as the table in the documentation says."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from trainer.api.trl import ARGUMENTS, LOSSES, TRAINER, table
 
 SIGNATURE = json.loads((ROOT / "tests" / "golden" / "trl_arguments.json").read_text())
 DEFAULTS: dict[str, Any] = SIGNATURE["GRPOConfig"]
-"""Every argument of TRL's GRPOConfig with its default, from its source."""
+"""Every argument of TRL's GRPOConfig with its default, taken from TRL's source."""
 OUT = Path("out")
 
 
@@ -27,7 +27,7 @@ def mapped(**fields: Any) -> Any:
 
 def test_every_argument_of_trl_is_known() -> None:
     assert DEFAULTS.keys() <= ARGUMENTS.keys()
-    assert ARGUMENTS.keys() - DEFAULTS.keys() <= {  # of earlier versions
+    assert ARGUMENTS.keys() - DEFAULTS.keys() <= {  # from earlier versions
         *("max_prompt_length", "overwrite_output_dir", "warmup_ratio", "group_by_length")
     }
     assert TRAINER.keys() == set(SIGNATURE["GRPOTrainer"])
@@ -35,8 +35,8 @@ def test_every_argument_of_trl_is_known() -> None:
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_every_default_of_trl_is_the_default_of_grpo_config(name: str) -> None:
-    """Given alone or not at all: the same run."""
-    if name in ("output_dir", "gradient_checkpointing"):  # the one has no default here, the other changes no figure
+    """Passing a default explicitly gives the same run as leaving it out."""
+    if name in ("output_dir", "gradient_checkpointing"):  # the first has no default here, the second changes no number
         return
     given = GRPOConfig(**{name: DEFAULTS[name]}, use_gpu=False) if name != "use_cpu" else GRPOConfig(**{"use_cpu": True})
     plain = GRPOConfig(use_gpu=False)
@@ -44,12 +44,12 @@ def test_every_default_of_trl_is_the_default_of_grpo_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, argument in ARGUMENTS.items() if not argument.ours))
-def test_what_cannot_be_done_is_refused_with_the_reason(name: str) -> None:
+def test_unsupported_arguments_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"TRL's argument {name} is not for this trainer: .*field: {name}.*leave it out"):
         TrainerConfig(**{name: "something else"})
 
 
-def test_every_row_leads_to_a_field_or_a_setting() -> None:
+def test_every_row_maps_to_a_field_or_a_setting() -> None:
     sections = mapped().model_dump()
     for name, argument in ARGUMENTS.items():
         section, dot, setting = argument.ours.partition(".")
@@ -58,7 +58,7 @@ def test_every_row_leads_to_a_field_or_a_setting() -> None:
 
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, TRAINER], ids=["GRPOConfig", "GRPOTrainer"])
-def test_the_table_of_the_documentation_is_this_one(arguments: Any) -> None:
+def test_the_table_in_the_documentation_matches_the_code(arguments: Any) -> None:
     assert table(arguments) in (ROOT / "docs" / "how-to" / "from-trl.md").read_text(encoding="utf-8")
 
 
@@ -131,7 +131,7 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ({"top_p": 0}, r"field: top_p"),
     ],
 )
-def test_what_contradicts_or_does_not_exist_is_refused(given: dict[str, Any], message: str) -> None:
+def test_contradictory_or_unknown_values_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**given)
 
@@ -167,7 +167,7 @@ def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
         ({"target_modules": ".*proj"}, "target_modules"),
     ],
 )
-def test_what_an_adapter_cannot_be_is_refused(fields: dict[str, Any], named: str) -> None:
+def test_unsupported_adapters_are_refused(fields: dict[str, Any], named: str) -> None:
     from peft import LoraConfig
 
     with pytest.raises(ConfigError, match=rf"field: peft_config\.{named}"):

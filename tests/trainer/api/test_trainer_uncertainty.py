@@ -1,4 +1,4 @@
-"""Hand-computed figures of evaluations."""
+"""Hand-computed statistics of evaluations."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_standard_error_hand_computed() -> None:
 
 
 def test_wilson_interval_hand_computed() -> None:
-    """With z² = 3.8415: 0 of 10 ends at z²/(10 + z²); 5 of 10 is 0.5 ± z/(10 + z²)·sqrt(2.5 + z²/4)."""
+    """With z² = 3.8415: 0 of 10 ends at z²/(10 + z²); 5 of 10 gives 0.5 ± z/(10 + z²)·sqrt(2.5 + z²/4)."""
     assert wilson_interval(0, 10) == pytest.approx((0, 0.27753), abs=1e-5)
     assert wilson_interval(10, 10) == pytest.approx((0.72247, 1), abs=1e-5)
     assert wilson_interval(5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
@@ -34,8 +34,8 @@ def test_avg_at_k_is_the_share_of_right_answers() -> None:
     [
         (["4", "5", "4", None], [True, False, True, False], 1),
         (["4", "5", "5", None], [True, False, False, False], 0),
-        (["4", "5", "6", "5", "4"], [True, False, False, False, True], 0.5),  # a tie of a right and a wrong one
-        (["4", None, None, None], [True, False, False, False], 1),  # no answer has no vote
+        (["4", "5", "6", "5", "4"], [True, False, False, False, True], 0.5),  # a tie of a right and a wrong answer
+        (["4", None, None, None], [True, False, False, False], 1),  # a missing answer has no vote
         ([None, None], [False, False], 0),
     ],
 )
@@ -67,10 +67,10 @@ def test_models_that_agree_everywhere_differ_by_nothing() -> None:
     found = paired_difference([True, False], [True, False])
     assert found.difference == 0
     assert found.p_value == 1
-    assert found.low == -found.high < 0  # two problems are not proof that they are the same
+    assert found.low == -found.high < 0  # two problems do not prove that the models are the same
 
 
-def test_what_was_not_graded_is_left_out_of_a_comparison() -> None:
+def test_ungraded_answers_are_left_out_of_a_comparison() -> None:
     found = paired_difference([None, True, True], [True, None, False])
     assert (found.difference, found.gained, found.num_samples) == (1, [2], 1)
     with pytest.raises(ValueError, match="no problem was graded for both"):

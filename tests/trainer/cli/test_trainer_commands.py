@@ -1,4 +1,4 @@
-"""The commands, and the code of the documentation, as a user runs them: processes, files, exit statuses, Ctrl-C."""
+"""The commands, and the code in the documentation, as a user runs them: processes, files, exit statuses, Ctrl-C."""
 
 import ast
 import itertools
@@ -47,7 +47,7 @@ def command(*words: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]"
 
 
 def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_path: Path) -> None:
-    """Only the model is a smaller one; GSM8K comes from a hub on this machine, by the library's own code."""
+    """Only the model is smaller; the library's own code loads GSM8K from a hub on this machine."""
 
     def rows(split: Split, count: int) -> list[dict[str, Any]]:
         return [{"question": p.question, "answer": p.solution} for p in itertools.islice(problems(split), count)]
@@ -62,7 +62,7 @@ def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_pa
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.rpartition("Accuracy: ")[2].strip().removesuffix("%"))
     assert 0 < accuracy < 100
-    assert "step   12/12" in done.stdout  # 100 problems, 8 in a step
+    assert "step   12/12" in done.stdout  # 100 problems, 8 per step
     assert (tmp_path / "outputs" / "my_model" / "config.json").exists()
 
 
@@ -75,7 +75,7 @@ def test_the_example_is_the_one_of_the_documentation() -> None:
 def test_training_and_evaluation_on_the_built_in_task(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fourteen steps are enough to learn to show the working: the comparison says so, and which problems changed."""
+    """Fourteen steps are enough to learn to show the working; the comparison says so and names changed problems."""
     out, report = tmp_path / "run", tmp_path / "r.json"
     train_math.main(
         [
@@ -117,12 +117,12 @@ def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, k
     )
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["algorithm"]["name"] == kind
-    assert config["algorithm"]["kl_coef"] == 0.05  # of the preset
+    assert config["algorithm"]["kl_coef"] == 0.05  # from the preset
     assert config["algorithm"]["entropy_coef"] == 0.01
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_problems_of_ones_own_and_resuming(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_problems_and_resuming(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.jsonl"
     rows = [{"question": p.question, "answer": p.answer} for p in itertools.islice(problems("train"), 40)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -159,7 +159,7 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
         pytest.param(
             ("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK),
             "error: torch finds no GPU",
-            marks=pytest.mark.slow,  # it imports torch
+            marks=pytest.mark.slow,  # imports torch
         ),
         (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: there is no such directory here"),
         (("trainer.evaluate_model",), "error: this is needed · field: --model"),
@@ -224,10 +224,10 @@ def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(bas
     )
     os.close(end)
     said = ""
-    with suppress(OSError):  # a terminal whose other end is closed
+    with suppress(OSError):  # the other end of the terminal is closed
         while part := os.read(terminal, 4096).decode(errors="replace"):
             seen = "0/1000" in said
-            said += part  # what is looked for may come in two parts
+            said += part  # the expected text may arrive in two parts
             if not seen and "0/1000" in said:
                 process.send_signal(signal.SIGINT)
     os.close(terminal)
@@ -238,11 +238,11 @@ def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(bas
 
 
 def test_settings_are_read_as_yaml() -> None:
-    assert setting("a.b=1e-3") == ("a.b", "1e-3")  # a text to YAML, a number to the setting
+    assert setting("a.b=1e-3") == ("a.b", "1e-3")  # YAML reads a text here, the setting reads a number
     assert setting("a.b=[1, 2]") == ("a.b", [1, 2])
     assert setting("a.b=true") == ("a.b", True)
 
 
-def test_a_key_that_is_not_in_the_environment(base_model: Path) -> None:
+def test_a_missing_key_variable_is_named(base_model: Path) -> None:
     with pytest.raises(ServiceError, match=r"no such environment variable.*--api-key-env.*NOT_SET_HERE"):
         evaluate_model.main(["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"])

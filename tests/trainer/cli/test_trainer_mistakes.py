@@ -1,4 +1,4 @@
-"""Typical mistakes over all programs: each is answered with field, value and remedy in the words of the program, status 2."""
+"""Typical mistakes in all programs: status 2, and field, value and remedy in the program's own terms."""
 
 import importlib
 import subprocess
@@ -135,7 +135,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("program", "words", "told"), MISTAKES, ids=lambda value: str(value)[:60])
-def test_a_typical_mistake_is_answered_in_the_words_of_the_program(
+def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     program: str,
     words: str,
     told: str,
@@ -176,7 +176,7 @@ def test_a_typical_mistake_is_answered_in_the_words_of_the_program(
         ({"settings": {"algorithm.entropy": 1}}, "algorithm.entropy|1|algorithm.entropy_coef"),
     ],
 )
-def test_a_mistake_in_the_python_api_is_answered_with_its_field(fields: dict[str, Any], told: str) -> None:
+def test_a_mistake_in_the_python_api_is_reported_with_its_field(fields: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainerConfig(**fields)
     assert caught.value.field

@@ -11,7 +11,7 @@ from trainer import train_in_process
 
 @pytest.fixture(scope="session")
 def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of four steps with a critic and evaluations on the built-in task."""
+    """The directory of a run of four steps on the built-in task, with a critic and evaluations."""
     directory = tmp_path_factory.mktemp("tiny")
     more = ("--trainer.max_steps", "4", "--trainer.eval_samples", "8", "--trainer.eval_every", "2", "--trainer.eval_k", "2")
     config = tiny(base_model, directory, *more, "--algorithm.name", "ppo", "--trainer.warmup_steps", "0")

@@ -1,4 +1,4 @@
-"""The dashboard's calls, its files, and who gets them."""
+"""The dashboard's calls and files, and who may read them."""
 
 import asyncio
 import signal
@@ -72,7 +72,7 @@ async def test_files_are_open_and_data_needs_the_token(tmp_path: Path, monkeypat
 
 
 def ports(config: Config, **ports: int) -> Config:
-    """With these ports; there is no rollout node."""
+    """Sets these ports; there is no rollout node."""
     for section, port in ports.items():
         getattr(config, section).port = port
     config.rollout.agent_port = config.rollout.router_port = free_port()
@@ -80,7 +80,7 @@ def ports(config: Config, **ports: int) -> Config:
 
 
 @pytest.mark.integration
-async def test_a_service_is_well_then_hangs_then_is_dead(base_model: Path, tmp_path: Path) -> None:
+async def test_a_service_is_healthy_then_hangs_then_is_dead(base_model: Path, tmp_path: Path) -> None:
     config, port = tiny(base_model, tmp_path), free_port()
     with (
         BackgroundServer(make("data", config), "127.0.0.1", 0) as data,
@@ -105,7 +105,7 @@ async def test_a_service_is_well_then_hangs_then_is_dead(base_model: Path, tmp_p
 
 
 async def until(health: Health, name: str, state: str) -> dict[str, tuple[str, str]]:
-    """State and text of all, once this one is in that state."""
+    """Returns state and text of all services, once the named one has this state."""
     for _ in range(200):
         found: dict[str, tuple[str, str]] = {service.name: (service.state, service.text) for service in await health.ask()}
         if found[name][0] == state:
@@ -152,8 +152,8 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
             assert {"environment-server-0", "environment-server-1"} <= {service.name for service in await health.ask()}
 
 
-def test_what_is_dead_is_red_within_five_seconds() -> None:
-    """The two clocks that it depends on: how long a service may take to answer, and how often the page asks."""
+def test_a_dead_service_is_red_within_five_seconds() -> None:
+    """It depends on two times: how long a service may take to answer, and how often the page asks."""
     page = (STATIC / "page.js").read_text()
     value = {line.split()[1]: int(line.split("=")[1].split(";")[0]) / 1000 for line in page.splitlines() if "_MS = " in line}
     assert PATIENCE_S + value["HEALTH_MS"] < 5

@@ -1,4 +1,4 @@
-"""The page of a running trainer: real services and a real rollout node, which then die."""
+"""The page of a running trainer, while real services and a real rollout node die."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ pytestmark = [
 
 @dataclass
 class Group:
-    """What runs, and where its page is."""
+    """The running parts, and the URL of the page."""
 
     url: str
     reward: int
@@ -42,7 +42,7 @@ class Group:
 
 @contextmanager
 def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
-    """A rollout node, the services, and the trainer's app over this run directory, whose weights are of step 30."""
+    """Runs a rollout node, the services, and the trainer's app over this run directory, with weights of step 30."""
     config, port = tiny(base_model, tmp_path), free_port()
     board = WeightBoard(run_dir / "weights")
     model = write_model(tmp_path / "model", 0)

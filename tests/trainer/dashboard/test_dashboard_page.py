@@ -1,4 +1,4 @@
-"""The page in a headless Chromium, over real run directories."""
+"""The page in headless Chromium, with real run directories."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ CRITIC = ("Value loss", "Explained variance", "Value and return", "Gradient norm
 
 
 def reads(page: Page, step: int) -> None:
-    """Waits until figures and details are of this step."""
+    """Waits until figures and details belong to this step."""
     page.until(lambda: f"{step / 100:.3f}" in page.text(".figure .value"), f"the figures of step {step}")
     page.until(lambda: f"Step {step}" in page.text(".details h2"), f"the details of step {step}")
 
@@ -45,10 +45,10 @@ def test_every_chart_of_a_real_run_is_drawn(page: Page, tiny_run: Path, width: i
         assert "step 4 of 4" in page.text("header")
         assert "of 4" in page.text(".figures")  # groups
         assert "Groups of equal rewards" in page.text(".figure .title")
-        assert "± " in page.text(".figures")  # of the evaluation
+        assert "± " in page.text(".figures")  # of the evaluation accuracy
         assert page.run("return document.documentElement.scrollWidth <= innerWidth"), "it is wider than the window"
         assert (sum(page.background()) < 150) is dark
-        assert "Services" not in page.text(".side")  # a finished run has none
+        assert "Services" not in page.text(".side")  # a finished run has no services
         assert page.errors() == []
 
 
@@ -73,7 +73,7 @@ def test_steps_are_scrubbed_by_keys_by_the_slider_and_by_a_click(page: Page, tmp
         page.until(lambda: "0.070" in page.text(".figure .value"), "the slider's step")
         page.press("l")
         page.until(lambda: "0.400" in page.text(".figure .value"), "the newest step again")
-        page.click(".chart .u-over")  # its middle
+        page.click(".chart .u-over")  # the middle of the chart
         page.until(lambda: page.text(".number") in ("step 20 of 60", "step 21 of 60"), "the step that was clicked")
         write(tmp_path / "metrics.jsonl", [line(41, reward=0.41)], "a")
         page.press("l")
@@ -121,7 +121,7 @@ def test_ten_thousand_steps_are_drawn_zoomed_into_and_followed(page: Page, tmp_p
         assert page.errors() == []
 
 
-def test_runs_are_laid_over_each_other_and_their_settings_compared(page: Page, tmp_path: Path) -> None:
+def test_runs_are_overlaid_and_their_settings_compared(page: Page, tmp_path: Path) -> None:
     first, second = make_run(tmp_path / "low", 30, reward=0.25), make_run(tmp_path / "high", 50, reward=0.75)
     (second / "config.json").write_text('{"trainer": {"max_staleness": 3, "batch_size": 32}}')
     with served(first, second) as url:
@@ -292,8 +292,8 @@ def test_a_run_on_worked_answers_has_figures_of_its_own(page: Page, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (420, True)])
-def test_nothing_keeps_people_out(page: Page, tiny_run: Path, width: int, dark: bool) -> None:
-    """The rules of axe-core on every view."""
+def test_every_view_is_accessible(page: Page, tiny_run: Path, width: int, dark: bool) -> None:
+    """Checks every view against the rules of axe-core."""
     views = {"overview": ".chart canvas", "rollouts": ".row-completion", "runs": ".runs td", "settings": ".settings td"}
     with served(tiny_run) as url:
         found = []
@@ -313,7 +313,7 @@ def test_nothing_keeps_people_out(page: Page, tiny_run: Path, width: int, dark: 
 
 
 def serious(page: Page) -> list[str]:
-    """What axe-core finds that is serious or critical, each with the first place."""
+    """Returns the serious and critical findings of axe-core, each with its first place."""
     page.run((Path(__file__).parents[2] / "support/axe/axe.min.js").read_text())
     found = page.driver.execute_async_script(
         "const done = arguments[0]; axe.run(document, {resultTypes: ['violations']}).then((r) => done(r.violations))"

@@ -1,4 +1,4 @@
-"""The report: one file that needs nothing else."""
+"""The report: a single file that needs nothing else."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(page: Page, tmp
     assert page.errors() == []
 
 
-def test_a_run_without_anything_has_a_report_that_says_so(page: Page, tmp_path: Path) -> None:
+def test_the_report_of_an_empty_run_says_so(page: Page, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     main([str(tmp_path)])
     page.open((tmp_path / "report.html").as_uri())

@@ -1,4 +1,4 @@
-"""Run directories are read as they grow, and whatever state they are in."""
+"""Run directories are read as they grow, whatever their state."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import MAX_KL, MAX_KL_CURRENT_POLICY
 
 
-def test_of_a_long_file_the_newest_lines_are_read_first_and_every_line_once(tmp_path: Path) -> None:
+def test_the_newest_lines_of_a_file_are_read_first_and_every_line_once(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
     lines[995] = "damaged\n"
@@ -38,7 +38,7 @@ def test_of_a_long_file_the_newest_lines_are_read_first_and_every_line_once(tmp_
     assert list(reader.read(200)) == []
 
 
-def test_the_newest_lines_that_are_cut_off_while_the_others_are_read_are_noticed(tmp_path: Path) -> None:
+def test_a_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     lines = [f'{{"step": {step}}}\n' for step in range(1, 1001)]
     path.write_text("".join(lines))
@@ -53,7 +53,7 @@ def test_the_newest_lines_that_are_cut_off_while_the_others_are_read_are_noticed
     assert len(list(reader.read(newest_bytes=200))) == 951
 
 
-def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
+def test_new_steps_are_appended(tmp_path: Path) -> None:
     run = RunReader(make_run(tmp_path, 3))
     first = run.series()
     assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (True, [1, 2, 3], 2)
@@ -65,7 +65,7 @@ def test_new_steps_are_put_behind_the_old_ones(tmp_path: Path) -> None:
     assert [line["step"] for line in run.steps()] == [1, 2, 3, 4, 5]
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_lines_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunReader(make_run(tmp_path, 2000))
     run.series()
     write(tmp_path / "metrics.jsonl", [line(2001)], "a")
@@ -81,7 +81,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(parsed) == 1
 
 
-def test_ten_thousand_steps_are_as_many_as_a_chart_has_room_for_and_a_spike_stays(tmp_path: Path) -> None:
+def test_ten_thousand_steps_are_thinned_to_fit_a_chart_and_spikes_stay(tmp_path: Path) -> None:
     make_run(tmp_path, 10_000)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     lines[6999] = json.dumps(line(7000, reward=50.0, alarms={"kl_rollout": "far away"}))
@@ -107,7 +107,7 @@ def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
     before = run.series()
     (tmp_path / "again").write_text("")
     write(tmp_path / "again", [line(step, reward=-1.0) for step in range(1, 41)])
-    (tmp_path / "again").replace(tmp_path / "metrics.jsonl")  # as the recorder does; it has even more lines than before
+    (tmp_path / "again").replace(tmp_path / "metrics.jsonl")  # as the recorder does; the new file even has more lines
     after = run.series(after=30, generation=before["generation"], evaluations=2)
     assert after["whole"]
     assert after["generation"] != before["generation"]
@@ -136,12 +136,12 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
     assert run.series()["steps"].tolist() == []
     assert run.summary().step is None
     assert run.facts()["config"] is None
-    make_run(tmp_path, 2)  # it begins to write
+    make_run(tmp_path, 2)  # the run starts to write
     assert run.problems == []
     assert run.series()["steps"].tolist() == [1, 2]
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name one"):
         RunReader(tmp_path / "absent")
 
@@ -165,7 +165,7 @@ def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) 
     assert run.series(after=4, generation=0)["columns"]["reward"].tolist() == [0.5]
 
 
-def test_lines_of_another_version_are_read_as_far_as_they_are_numbers(tmp_path: Path) -> None:
+def test_the_numbers_in_lines_of_another_version_are_read(tmp_path: Path) -> None:
     make_run(tmp_path, 1)
     strange = {"step": 2, "reward": "high", "update": 3, "new": {"deep": 1.5, "flag": True}, "alarms": ["x"], "huge": 1e300}
     nothing = float("nan")
@@ -179,7 +179,7 @@ def test_lines_of_another_version_are_read_as_far_as_they_are_numbers(tmp_path: 
     assert RunReader(tmp_path).series()["steps"].tolist() == [1, 2, 3]
 
 
-def test_a_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     assert "metrics.jsonl cannot be read: Is a directory" in RunReader(tmp_path).problems
 
@@ -248,5 +248,5 @@ def test_the_csv_has_every_number_of_every_step_whatever_its_name(tmp_path: Path
     first, last = (dict(zip(rows[0], row, strict=True)) for row in (rows[1], rows[-1]))
     assert float(last["reward"]) == line(1002)["reward"]
     assert float(last['logged.a,"b"\n']) == 2.5
-    assert float(last["logged.=1+1"]) == 1e-7  # a name never begins a cell as a formula
+    assert float(last["logged.=1+1"]) == 1e-7  # a name never starts a cell with a formula
     assert first["logged.=1+1"] == ""

@@ -1,4 +1,4 @@
-"""The calls of the rollout viewer: what they answer, from where, and how they refuse."""
+"""The calls of the rollout viewer: their answers, where the data comes from, and how they refuse."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def client(*runs: RunReader, live: Replay | None = None) -> TestClient:
 
 
 def refused(answer: Any, status: int, field: str) -> str:
-    """The message of an error in the one shape."""
+    """Returns the message of an error, which has the one shape of all errors."""
     error = answer.json()["error"]
     assert (answer.status_code, error["field"]) == (status, field), error
     assert error.get("remedy")
@@ -42,7 +42,7 @@ def refused(answer: Any, status: int, field: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunReader:
-    """Two steps and a dropped group, with a tokenizer."""
+    """A run with two steps and a dropped group, with a tokenizer."""
     make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"])).save_pretrained(tmp_path / "model")
     late = RecordedGroup(group(9, [0.5]), reason="stale", detail="its weights are older than version 3")
     steps = [
@@ -114,7 +114,7 @@ def test_the_groups_of_a_prompt_come_by_step(run: RunReader) -> None:
         ("prompts/prompt%2F1?run=7", 404, "run"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_by_name(run: RunReader, path: str, status: int, field: str) -> None:
+def test_unanswerable_calls_are_refused_by_name(run: RunReader, path: str, status: int, field: str) -> None:
     refused(client(run).get(f"/dashboard/api/{path}"), status, field)
 
 
@@ -124,7 +124,7 @@ def test_every_run_has_its_own_groups(run: RunReader, tmp_path: Path) -> None:
     assert [both.get(f"/dashboard/api/groups?run={number}").json()["total"] for number in (0, 1)] == [4, 64]
 
 
-def test_a_group_that_has_left_is_a_404_with_the_reason(run: RunReader) -> None:
+def test_a_removed_group_is_a_404_with_the_reason(run: RunReader) -> None:
     for directory in (run.directory / "groups", run.directory / "model"):
         assert directory.is_dir()
     (run.directory / "groups" / "step_000001.zip").unlink()
@@ -157,7 +157,7 @@ def test_a_run_directory_with_nothing_in_it_says_what_is_missing(tmp_path: Path)
     assert answer["problems"] == [f"{LINES} is missing: which groups a step trained on is not known"]
 
 
-def test_groups_that_wait_come_from_the_replay_buffer_of_a_run_that_goes_on(run: RunReader, tmp_path: Path) -> None:
+def test_waiting_groups_come_from_the_replay_buffer_of_a_live_run(run: RunReader, tmp_path: Path) -> None:
     replay = create_replay_app(ReplaySection(), tmp_path / "state")
     with LoopThread() as loop:
         service = ReplayClient("replay-buffer", "http://replay", transport=httpx.ASGITransport(replay))

@@ -1,4 +1,4 @@
-"""The index of groups: filters, order, pages, what is new, what is damaged, and how many there may be."""
+"""The index of groups: filters, order, pages, new lines, damaged lines, and very many groups."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from trainer.observe.group_files import LINES
 
 
 def found(index: GroupIndex, **query: Any) -> list[int]:
-    """Numbers of the groups, in order."""
+    """Returns the numbers of the groups found, in order."""
     total, _, rows = index.search(Query(**query), 1000, 0)
     assert total == len(rows)
     return [int(row["id"].removeprefix("group-")) for row in rows]
@@ -79,13 +79,13 @@ def test_one_group_may_be_trained_on_in_several_steps(tmp_path: Path) -> None:
     assert [row["step"] for row in index.of_prompt("prompt-1", 2)] == [5, 9]
 
 
-def test_only_what_is_new_is_read_and_a_run_that_goes_back_is_read_again(tmp_path: Path) -> None:
+def test_only_new_lines_are_read_but_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     write_lines(tmp_path, 1, 3, each=2)
     index = GroupIndex(tmp_path)
     assert found(index, sort="position") == list(range(6))
     with (tmp_path / LINES).open("a") as file:
         file.write(json.dumps({"step": 4, "groups": [entry(6)]})[:-5])
-    assert len(found(index)) == 6  # the line is not complete
+    assert len(found(index)) == 6  # the last line is incomplete
     with (tmp_path / LINES).open("a") as file:
         file.write(json.dumps({"step": 4, "groups": [entry(6)]})[-5:] + "\n")
     assert len(found(index)) == 7
@@ -99,7 +99,7 @@ def test_only_what_is_new_is_read_and_a_run_that_goes_back_is_read_again(tmp_pat
 OLD = {"id": "group-7", "prompt_id": "p", "position": 3, "versions": [1, 2], "reward": 0.5, "correct": 2, "reused": False}
 
 
-def test_damaged_lines_are_named_and_lines_of_another_version_shown_as_far_as_they_go(tmp_path: Path) -> None:
+def test_damaged_lines_are_named_and_lines_of_another_version_partly_shown(tmp_path: Path) -> None:
     strange = [5, {"id": 5}, {}, entry(1, reward="high", tokens={"a": 1}, versions=[], prompt=["x"], marks=3, position=2**70)]
     write(
         tmp_path,
@@ -121,7 +121,7 @@ def test_damaged_lines_are_named_and_lines_of_another_version_shown_as_far_as_th
 
 
 class Store:
-    """A replay store of these rows."""
+    """A replay store with these rows."""
 
     def __init__(self, *rows: dict[str, Any]) -> None:
         self.rows, self.error = list(rows), ""
@@ -153,7 +153,7 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
     index = GroupIndex(tmp_path, store)
     assert found(index) == [2, 3, 1] or found(index) == [3, 2, 1]
     assert found(index, error="waiting") in ([2, 3], [3, 2])
-    assert found(index, text="1 + 1", sort="position") == [1, 2, 3]  # its text is that of the group that has one
+    assert found(index, text="1 + 1", sort="position") == [1, 2, 3]  # 2 and 3 have the text of group 1
     with (tmp_path / LINES).open("a") as file:
         file.write(json.dumps({"step": 2, "groups": [entry(2)]}) + "\n")
     assert found(index, error="waiting") == [3]
@@ -165,7 +165,7 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
 
 @pytest.mark.parametrize("steps", [310, pytest.param(3125, marks=pytest.mark.slow)])
 def test_a_hundred_thousand_groups_are_searched(steps: int, tmp_path: Path) -> None:
-    """The short form has ten thousand. `python -m benchmarks.groups` says how fast."""
+    """The short form has ten thousand. `python -m benchmarks.groups` measures the speed."""
     write_lines(tmp_path, 1, steps)
     groups = steps * 32
     index = GroupIndex(tmp_path)
@@ -179,7 +179,7 @@ def test_a_hundred_thousand_groups_are_searched(steps: int, tmp_path: Path) -> N
     assert index.search(Query(step_from=steps + 1), 50, 0)[0] == 32
 
 
-def test_the_first_answer_waits_for_a_part_of_the_file_alone(tmp_path: Path) -> None:
+def test_the_first_answer_waits_for_only_a_part_of_the_file(tmp_path: Path) -> None:
     write_lines(tmp_path, 1, 100)
     index = GroupIndex(tmp_path)
     totals = [index.search(Query(), 50, 0, patience_s=0.0)[0]]

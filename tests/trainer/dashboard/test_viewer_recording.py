@@ -1,4 +1,4 @@
-"""What a run records of its groups: the trained-on ones as the replay store has them and more, dropped ones with the reason."""
+"""What a run records of its groups: those it trained on, as in the replay store and more, and why it dropped others."""
 
 import io
 import json
@@ -65,7 +65,7 @@ def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> N
             assert beside == {"reused": False, "weight": 1.0, "reason": "", "detail": ""}
             advantages = [completion.pop("advantages") for completion in content["completions"]]
             logprobs = [completion.pop("trainer_logprobs") for completion in content["completions"]]
-            wanted = json.loads(json.dumps(store[entry["id"]]))  # spans are lists
+            wanted = json.loads(json.dumps(store[entry["id"]]))  # turns spans into lists
             assert (
                 [wanted.pop("barred")]
                 == [[]]
@@ -109,7 +109,7 @@ def test_without_room_for_groups_there_are_only_lines(base_model: Path, tmp_path
 
 
 class Failing(httpx.AsyncBaseTransport):
-    """Refuses these calls to `/generate`, the first is 1; all of them when there is none."""
+    """Refuses these calls to `/generate`, counted from 1, or all calls if none is given."""
 
     def __init__(self, app: FastAPI, *calls: int) -> None:
         self.inner, self.failing, self.calls = httpx.ASGITransport(app), calls, 0
@@ -138,13 +138,13 @@ def test_a_dropped_group_is_recorded_with_its_reason(base_model: Path, tmp_path:
     assert content["prompt"] == entry["prompt"]
 
 
-def test_a_run_that_ends_by_its_dropped_groups_records_them(base_model: Path, tmp_path: Path) -> None:
+def test_a_run_ended_by_dropped_groups_records_them(base_model: Path, tmp_path: Path) -> None:
     config = tiny(base_model, tmp_path, "--trainer.max_failed_groups", "3")
     with pytest.raises(CollectFailed):
         train(config, Failing)
     (line,) = read_lines(run_dir(config) / LINES)
     assert (line["step"], line["groups"]) == (1, [])
-    assert len(line["dropped"]) >= 3  # more may fail until the run has ended
+    assert len(line["dropped"]) >= 3  # more may fail before the run ends
     assert {entry["reason"] for entry in line["dropped"]} == {"generation"}
     assert read_group(run_dir(config), 1, 2) is not None
 
@@ -177,7 +177,7 @@ def test_ungraded_answers_have_no_reward(tmp_path: Path) -> None:
     assert [completion["reward"] for completion in content["completions"]] == [1.0, None, 0.0]
 
 
-def test_numbers_that_are_not_finite_are_no_numbers(tmp_path: Path) -> None:
+def test_non_finite_numbers_are_recorded_as_none(tmp_path: Path) -> None:
     item = trained(group(1, [1.0, 0.0]), shift=float("nan"))
     record(tmp_path, [[item]])
     (line,) = read_lines(tmp_path / LINES)
@@ -185,12 +185,12 @@ def test_numbers_that_are_not_finite_are_no_numbers(tmp_path: Path) -> None:
     assert read_group(tmp_path, 1, 0) is not None
 
 
-def test_the_oldest_steps_leave_when_there_is_no_room(tmp_path: Path) -> None:
+def test_the_oldest_steps_are_removed_when_space_runs_out(tmp_path: Path) -> None:
     steps = [[trained(group(number, [0.0, 1.0]))] for number in range(6)]
     record(tmp_path / "all", steps)
     sizes = [path.stat().st_size for _, path in sorted(recorded_steps(tmp_path / "all").items())]
     record(tmp_path / "some", steps[:4], keep_bytes=sum(sizes[3:]))
-    record(tmp_path / "some", steps[4:], keep_bytes=sum(sizes[3:]), done=4)  # a resumed run knows those that are there
+    record(tmp_path / "some", steps[4:], keep_bytes=sum(sizes[3:]), done=4)  # a resumed run knows the existing ones
     assert sorted(recorded_steps(tmp_path / "some")) == [4, 5, 6]
     assert len(read_lines(tmp_path / "some" / LINES)) == 6
     record(tmp_path / "none", steps, keep_bytes=1)
@@ -200,12 +200,13 @@ def test_the_oldest_steps_leave_when_there_is_no_room(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said", "told"),
     [
-        (b"\x00" * (32 << 20), 600 << 20, "has 629145600 bytes"),  # as many as no group has
-        (b"\x00" * (32 << 20), 100, "Bad CRC-32"),  # more than the directory says
-        (b"\xdd\x7f\xff\xff\xff" + b"\xc0" * (32 << 20), None, "not msgpack"),  # a list of two thousand million nothings
+        (b"\x00" * (32 << 20), 600 << 20, "has 629145600 bytes"),  # no real group is that large
+        (b"\x00" * (32 << 20), 100, "Bad CRC-32"),  # more bytes than the directory says
+        # A list of two billion nils.
+        (b"\xdd\x7f\xff\xff\xff" + b"\xc0" * (32 << 20), None, "not msgpack"),
     ],
 )
-def test_a_member_that_swells_is_refused_and_fills_no_memory(
+def test_an_oversized_member_is_refused_without_filling_memory(
     tmp_path: Path, content: bytes, said: int | None, told: str
 ) -> None:
     (tmp_path / "groups").mkdir()

@@ -1,4 +1,4 @@
-"""The tab "Rollouts" in headless Chromium: list, filters, links, reading, a group token by token, hostile text, keyboard."""
+"""The tab "Rollouts" in headless Chromium: list, filters, links, reading, single tokens, hostile text, keyboard."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ SHOWN = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>�
 
 
 def written(texts: list[str], directory: Path) -> Group:
-    """A group whose completions are these texts, as the tokenizer in `directory` cuts them."""
+    """Returns a group whose completions are these texts, split by a tokenizer that it saves in `directory`."""
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
     tokenizer.save_pretrained(directory / "model")
     made = group(1, [float(i % 2) for i in range(len(texts))], texts, prompt=HOSTILE)
@@ -50,7 +50,7 @@ def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(page: Page, ste
     write_lines(tmp_path, 1, steps)
     groups, alike = steps * 32, len(range(123, steps * 32, 1000))
     with shown(page, tmp_path) as tab:
-        tab.says(f"1–50 of {groups:,}")  # once all are read
+        tab.says(f"1–50 of {groups:,}")  # after all lines are read
         assert tab.texts(".row-step") == [f"step {steps:,}"] * 32 + [f"step {steps - 1:,}"] * 18
         assert not tab.enabled("First")
         tab.push("Next")
@@ -86,7 +86,7 @@ def longest(tab: Tab) -> list[int]:
 
 
 def run_of(directory: Path, steps: int = 3, each: int = 20) -> Path:
-    """Steps of groups with four completions: rewards 0, 1, 0.5 and 0, of different lengths."""
+    """Records steps of groups with four completions each: rewards 0, 1, 0.5 and 0, different lengths."""
     words = ["short", "the longest of them all by far", "middle one here", "needle"]
     rewards, number = [0.0, 1.0, 0.5, 0.0], 0
     found = []
@@ -183,7 +183,7 @@ def test_math_and_code_are_set_and_hostile_text_is_text(page: Page, tmp_path: Pa
         tab.reads(5)
 
 
-def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: Path) -> None:
+def test_tokens_are_shaded_and_their_numbers_shown_exactly(page: Page, tmp_path: Path) -> None:
     made = written(["How many apples now? 1 2 3 #### 12"], tmp_path)
     record(tmp_path, [[recorded(made, 0.05)]])
     (completion,) = made.completions
@@ -194,7 +194,7 @@ def test_tokens_are_shaded_and_their_numbers_said_exactly(page: Page, tmp_path: 
         assert (tab.texts("[data-token]", "class")[0], tab.texts("[data-token]", "class")[-1]) == ("", "viewer-low4")
         assert "below −2" in tab.text(".viewer-legend")
         tab.choose("shade", "difference")
-        assert set(tab.texts("[data-token]", "class")) == {"viewer-up2"}  # above 0.01
+        assert set(tab.texts("[data-token]", "class")) == {"viewer-up2"}  # the difference is above 0.01
         tab.choose("shade", "none")
         assert set(tab.texts("[data-token]", "class")) == {""}
         assert tab.address.endswith("&show=tokens&shade=none")
@@ -298,7 +298,7 @@ def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(page: Page
         tab.says("1–1 of 1")
 
 
-def test_what_is_missing_is_said(page: Page, tmp_path: Path) -> None:
+def test_missing_data_is_reported(page: Page, tmp_path: Path) -> None:
     with shown(page, tmp_path) as tab:
         assert tab.status == "no group is as asked for"
         assert "groups.jsonl is missing" in tab.text(".viewer-missing")

@@ -1,4 +1,4 @@
-"""Alarms: silent when all is well, and a likely cause that fits what was measured."""
+"""Alarms: silent when all is well, otherwise with a likely cause that fits the measurements."""
 
 from dataclasses import replace
 
@@ -16,10 +16,10 @@ WELL = replace(
 
 def test_silent_when_all_is_well() -> None:
     assert alarms(WELL, 0.0, Config()) == {}
-    assert alarms(replace(WELL, kl_rollout=5e-3), 1.0, Config()) == {}  # old experience is further away
+    assert alarms(replace(WELL, kl_rollout=5e-3), 1.0, Config()) == {}  # old experience may be further away
 
 
-def test_on_policy_a_difference_is_the_engines() -> None:
+def test_on_policy_the_cause_of_a_difference_is_the_engine() -> None:
     found = alarms(replace(WELL, delta_logprob_current=0.1, kl_rollout=0.02), 0.0, Config())
     assert set(found) == {"delta_logprob", "kl_rollout"}
     assert "0.1" in found["delta_logprob"]

@@ -1,4 +1,4 @@
-"""Hints: each from a history made by hand with its numbers and settings; none in a healthy run."""
+"""Hints: each comes from a hand-made history, with its numbers and settings; a healthy run gets none."""
 
 import re
 from typing import Any
@@ -31,7 +31,7 @@ SECTIONS = "|".join(name for name in Config.model_fields if name not in ("seed",
 
 
 def history(*changes: dict[str, Any], healthy: int = FIRST) -> list[dict[str, Any]]:
-    """Healthy steps, then a window of steps that differ from them: `changes` in turn, the last one until the end."""
+    """Returns healthy steps, then a window of changed ones: `changes` in turn, the last one repeated."""
     lines: list[dict[str, Any]] = [HEALTHY] * healthy
     for i in range(WINDOW):
         change = dict(changes[min(i, len(changes) - 1)])
@@ -43,7 +43,7 @@ def history(*changes: dict[str, Any], healthy: int = FIRST) -> list[dict[str, An
 
 
 def config(**settings: Any) -> Config:
-    """With settings by dotted names, `__` for the dot."""
+    """Makes a configuration; names have `__` instead of the dot."""
     sections: dict[str, dict[str, Any]] = {"trainer": {"batch_size": 10}}
     for name, value in settings.items():
         section, key = name.split("__")
@@ -64,7 +64,7 @@ def test_without_verdicts_hints_look_at_the_reward() -> None:
 
 
 def only(name: str, lines: list[dict[str, Any]], **settings: Any) -> str:
-    """The one hint that there is."""
+    """Returns the text of the only hint."""
     found = hints(lines, config(**settings))
     assert set(found) == {name}
     return found[name]
@@ -163,7 +163,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
 
 
 @pytest.mark.parametrize(("name", "changes", "settings", "phrases"), CASES, ids=[case[0] for case in CASES])
-def test_what_goes_wrong_is_said_with_its_numbers_and_what_to_turn(
+def test_a_problem_is_reported_with_its_numbers_and_settings(
     name: str, changes: list[dict[str, Any]], settings: dict[str, Any], phrases: tuple[str, ...]
 ) -> None:
     text = only(name, history(*changes), **settings)
@@ -176,7 +176,7 @@ def test_what_goes_wrong_is_said_with_its_numbers_and_what_to_turn(
     assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 
 
-def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:
+def test_there_is_no_hint_when_all_is_well_or_unknown() -> None:
     for settings in ({}, ASYNC):
         assert hints(history({}), config(**settings)) == {}
     worst = history({"truncated": 1.0, "accuracy": 0.0}, healthy=0)
@@ -184,15 +184,15 @@ def test_nothing_is_said_when_all_is_well_or_not_known_yet() -> None:
     assert set(hints(worst, config())) == {"truncated"}
 
 
-def test_nothing_is_said_in_a_healthy_run() -> None:
-    """Lines of a real one: the tiny task on two busy cores (`jobgroup.local` with jobgroup/configs/tiny-cpu.yaml)."""
+def test_there_is_no_hint_in_a_healthy_run() -> None:
+    """The metrics of a real run: the tiny task on two busy cores (`jobgroup.local` with tiny-cpu.yaml)."""
     lines = read_lines(ROOT / "tests" / "golden" / "healthy_metrics.jsonl")
     assert len(lines) > WINDOW
     for count in range(1, len(lines) + 1):
         assert hints(lines[:count], config(trainer__batch_size=32)) == {}
 
 
-def test_what_gets_better_by_itself_is_no_trouble() -> None:
+def test_there_is_no_hint_for_what_improves_by_itself() -> None:
     rising = [{"unparsable": 0.6, "reward": 0.05 * i, "accuracy": 0.55} for i in range(WINDOW)]
     assert hints(history(*rising), config()) == {}
     learns = [{"update": {"entropy": 0.04}, "accuracy": 0.3 + 0.05 * i} for i in range(WINDOW)]
@@ -215,7 +215,7 @@ def test_a_resumed_process_counts_drops_anew() -> None:
     assert hints(lines, config()) == {}
 
 
-def test_a_history_stays_short_and_says_the_same() -> None:
+def test_a_history_stays_short_and_gives_the_same_hints() -> None:
     whole = [HEALTHY] * 40 + history({"dropped": {"stale": 20}, "update": {"entropy": 0.04}}, healthy=0)
     kept: list[Any] = []
     for line in whole:

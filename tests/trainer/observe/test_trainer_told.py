@@ -1,4 +1,4 @@
-"""What a person is told of a run: a line per step, alarms and hints once, and the same as JSON."""
+"""What a person reads about a run: one line per step, alarms and hints once, and the same as JSON."""
 
 import io
 import json
@@ -56,14 +56,14 @@ def test_a_step_is_one_line_that_fits() -> None:
 
 
 def run(recorder: Recorder, steps: int, truncated: float) -> None:
-    """Steps 1 to `steps`, in all of which too much is cut and an alarm is on."""
+    """Records steps 1 to `steps`, each with too many truncated completions and an alarm."""
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
             record = replace(STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"})
             recorder.step(record, [GROUP])
 
 
-def test_hints_and_alarms_are_said_when_they_begin_and_again_after_a_while(tmp_path: Path) -> None:
+def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_path: Path) -> None:
     said = io.StringIO()
     recorder = Recorder(tmp_path, Config(), Console(file=said, width=120))
     run(recorder, 35, 0.5)
@@ -79,14 +79,14 @@ def test_hints_and_alarms_are_said_when_they_begin_and_again_after_a_while(tmp_p
     written = read_lines(tmp_path / "metrics.jsonl")
     assert [sorted(line["hints"]) for line in written] == [[]] * 9 + [["truncated"]] * 26
 
-    resumed = Recorder(tmp_path, Config(), Console(file=said), step=30)  # it knows the steps before
+    resumed = Recorder(tmp_path, Config(), Console(file=said), step=30)  # it has read the earlier steps
     resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
 
 
 @pytest.fixture
 def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Logs are JSON, and what a test sets up is gone afterwards."""
+    """Switches logs to JSON and restores the logging setup after the test."""
     monkeypatch.setenv("LOG_FORMAT", "json")
     root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
     before, level = root.handlers[:], root.level
@@ -100,7 +100,7 @@ def own_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.captureWarnings(False)
 
 
-def test_as_json_the_lines_of_the_console_are_lines_of_the_log(
+def test_with_json_the_lines_of_the_console_go_to_the_log(
     own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     setup_logging("ppo-trainer-rank0", tmp_path, service="ppo-trainer", rank=0)
@@ -119,7 +119,7 @@ def test_as_json_the_lines_of_the_console_are_lines_of_the_log(
     assert all((line["service"], line["rank"]) == ("ppo-trainer", 0) for line in lines)
 
 
-def test_progress_bars_are_for_terminals(tmp_path: Path) -> None:
+def test_progress_bars_appear_only_on_terminals(tmp_path: Path) -> None:
     for name, terminal in (("pipe", False), ("terminal", True)):
         said = io.StringIO()
         run(Recorder(tmp_path / name, Config(), Console(file=said, width=120, force_terminal=terminal)), 2, 0.0)

@@ -1,4 +1,4 @@
-"""An engine in bfloat16 beside a trainer in bfloat16, before any update: how far apart they are, and what clipping makes of it.
+"""How far an engine and a trainer in bfloat16 are apart before any update, and what clipping makes of the difference.
 
 `docs/explanation/off-policy.md` states these bounds.
 """
@@ -39,7 +39,8 @@ class Lowered:
 @pytest.fixture(scope="module")
 def engine(base_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("services.engine.model.AutoModelForCausalLM", Lowered)  # on a CPU it computes in float32 otherwise
+        # On a CPU it would compute in float32.
+        patch.setattr("services.engine.model.AutoModelForCausalLM", Lowered)
         made = Engine(Model(base_model, 256), max_running=64, max_waiting=1000, weight_version="0", seed=0)
     made.start()
     yield made
@@ -48,7 +49,7 @@ def engine(base_model: Path) -> Iterator[Engine]:
 
 @dataclass(frozen=True)
 class Scored:
-    """[L] for every completion: the engine's log-probabilities, and the trainer's of all of them at once and by group."""
+    """Log-probabilities [L] per completion: the engine's, and the trainer's for all at once and group by group."""
 
     engine: list[torch.Tensor]
     trainer: list[torch.Tensor]
@@ -84,7 +85,7 @@ def scored(engine: Engine, base_model: Path) -> Scored:
 
 
 def outside_gspo(differences: list[torch.Tensor]) -> float:
-    """The share of completions whose ratio is outside GSPO's range."""
+    """Returns the share of completions whose ratio is outside GSPO's range."""
     ratio = torch.stack([difference.mean().exp() for difference in differences])
     return float(((ratio < 1 - 3e-4) | (ratio > 1 + 4e-4)).float().mean())
 
@@ -97,15 +98,15 @@ def test_log_probabilities_of_the_same_weights_are_close(scored: Scored) -> None
     assert (apart.exp() - 1 - apart).mean() < 2e-4, "KL(engine | trainer)"
 
 
-def test_clipping_by_token_hardly_meets_rounding(scored: Scored) -> None:
+def test_rounding_hardly_affects_clipping_by_token(scored: Scored) -> None:
     ratio = torch.cat(scored.apart(scored.trainer, scored.engine)).exp()
     assert ((ratio - 1).abs() > 0.2).float().mean() < 0.005
 
 
 def test_clipping_by_completion_needs_the_trainers_own_log_probabilities(scored: Scored) -> None:
-    """In GSPO's narrow range the trainer's are, in whatever micro-batches; most of the engine's are not.
+    """GSPO's narrow range contains the trainer's ratios, whatever the micro-batches, but excludes most of the engine's.
 
-    Over six seeds of prompts and samples the share of the engine's was 0.65 to 0.76, that of the trainer's 0.
+    Over six seeds of prompts and samples, 65 to 76 % of the engine's were outside, and none of the trainer's.
     """
     assert outside_gspo(scored.apart(scored.trainer, scored.by_group)) < 0.01
     assert outside_gspo(scored.apart(scored.trainer, scored.engine)) > 0.01

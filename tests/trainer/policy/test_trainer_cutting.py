@@ -1,4 +1,4 @@
-"""How a batch is cut: every row once, budgets held, the same number of passes on every rank, balance."""
+"""How a batch is cut: every row exactly once, within budget, equally many passes on all ranks, balanced."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min
 
 
 def sizes_of(groups: list[tuple[int, list[int]]], shared: bool) -> Sizes:
-    """Sizes of groups of a prompt's length and its completions' lengths; no prompt is another's."""
+    """Sizes of groups, each given as the length of its prompt and of its completions; no two groups share a prompt."""
     rows = [(i, prompt, completion) for i, (prompt, completions) in enumerate(groups) for completion in completions]
     columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
     return Sizes(columns[1], columns[2], columns[0], shared)
@@ -48,7 +48,7 @@ def test_ranks_have_nearly_the_same_work_and_whole_groups(groups: list[tuple[int
     alone = [float(sizes.costs(np.array([i])).sum()) for i in everything]
     mean = sizes.costs(sizes.order(everything)).sum() / world_size
     for part in parts:
-        assert sizes.costs(part).sum() <= mean + 2 * max(alone)  # half a row at each border, and a prompt that is split
+        assert sizes.costs(part).sum() <= mean + 2 * max(alone)  # half a row at each border, and a split prompt
     split = sum(
         len({rank for rank, part in enumerate(parts) if group in sizes.groups[part]}) - 1 for group in range(len(groups))
     )
@@ -70,7 +70,7 @@ def test_micro_batches_are_as_few_as_when_each_is_filled(
     assert len(micro_batches(sizes, np.array(order), Ranks(), max_tokens)) == len(filled)
 
 
-def test_cuts_by_hand() -> None:
+def test_cuts_hand_computed() -> None:
     """The last token of a completion is not computed."""
     groups = [(10, [5, 7]), (20, [6, 6, 6])]
     packed, padded = sizes_of(groups, shared=True), sizes_of(groups, shared=False)
@@ -85,7 +85,7 @@ def test_cuts_by_hand() -> None:
     assert sorted([cut.tolist() for cut in cuts] for cuts in one_row) == [[[]], [[3]]]
 
 
-def test_tokens_are_those_that_a_layout_computes() -> None:
+def test_token_counts_match_those_of_the_layouts() -> None:
     prompts = [np.arange(length, dtype=np.int32) for length in (3, 3, 7, 7, 7)]
     completions = [np.arange(length, dtype=np.int32) for length in (4, 0, 9, 1, 2)]
     for layout in (Packed, Padded):
@@ -95,7 +95,7 @@ def test_tokens_are_those_that_a_layout_computes() -> None:
 
 
 class Alone(Ranks):
-    """One of two ranks, the other of which is not there: what they add up is this one's part."""
+    """One of two ranks, without the other: a sum contains only its own part."""
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return values
@@ -111,7 +111,7 @@ class Sharded(Alone):
 
 
 def idle(kind: type[Ranks]) -> Ranks:
-    """The rank that has nothing of one row."""
+    """Returns the rank that gets no part of a single row."""
     one = sizes_of([(3, [2])], shared=True)
     return kind(next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])), 2, shard_size=1)
 

@@ -1,4 +1,4 @@
-"""Triton's kernels for the head, beside torch's operators: on a GPU compiled, elsewhere in Triton's interpreter."""
+"""Triton's kernels for the head against torch's operators: compiled on a GPU, elsewhere in Triton's interpreter."""
 
 import os
 import subprocess
@@ -16,13 +16,13 @@ from trainer.policy.logprobs import token_scores
 pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA and with the extra `dev`")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTORS = [0.0, 1.0, -0.3, 2.0, 0.0, 1e-3, -5.0]
-"""Gradients by the log-probabilities; 0 is a token that the loss ignores."""
+"""Gradients with respect to the log-probabilities; 0 means a token that the loss ignores."""
 
 
 def computed(
     patch: pytest.MonkeyPatch, fused: bool, head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, bonus: bool
 ) -> list[Tensor]:
-    """Log-probabilities, entropies and the gradients by hidden states and head."""
+    """Returns log-probabilities, entropies, and the gradients with respect to hidden states and head."""
     patch.setattr(trainer.policy.logprobs, "has_triton", lambda _: fused)
     inputs = hidden.clone().requires_grad_()
     head.zero_grad()
@@ -69,7 +69,7 @@ def test_kernels_compute_what_torch_does(
 
 
 def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certain token, a token that cannot be, rising and falling logits across blocks, and a logit of minus infinity."""
+    """A certain token, an impossible token, rising and falling logits across blocks, and a logit of minus infinity."""
     vocabulary = 9000
     logits = torch.zeros(5, vocabulary)
     logits[0, 3], logits[1, 8999] = 1e4, -1e4
@@ -106,8 +106,8 @@ assert compiled(fused_head._gradient, [*read, "constexpr", "*bf16", *size], 90)
 
 
 @pytest.mark.integration
-def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
-    """For Ampere, Hopper and Blackwell, which needs no GPU and no torch."""
+def test_kernels_compile_for_absent_gpus(tmp_path: Path) -> None:
+    """Compiles for Ampere, Hopper and Blackwell, which needs neither a GPU nor torch."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)
     }

@@ -42,7 +42,7 @@ def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def score(policy: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
-    """Log-probabilities and entropies of one completion, scored alone."""
+    """Returns log-probabilities and entropies of one completion, scored alone."""
     padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
     with torch.no_grad():
         scores = Scorer(policy.model)(padded, targets, temperature)
@@ -50,7 +50,7 @@ def score(policy: Policy, prompt: Int32, completion: Int32, temperature: float) 
 
 
 def on_policy(config: Config, groups: list[Group]) -> None:
-    """Makes the rollout logprobs those of the policy itself."""
+    """Replaces the rollout log-probabilities by those of the policy itself."""
     policy = Policy(config, Ranks())
     for group in groups:
         for completion in group.completions:
@@ -60,7 +60,7 @@ def on_policy(config: Config, groups: list[Group]) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("packing", ["on", "off"])
 def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
-    """Layout, selection before the head and temperature against the plain forward of every row alone."""
+    """Compares layout, selection before the head and temperature with a plain forward pass of every row alone."""
     policy = Policy(config, Ranks())
     batch = whole(groups, config)
     scorer = Scorer(policy.model, packing)
@@ -104,7 +104,7 @@ def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Gro
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_micro_batch_has_at_most_so_many_completions(
+def test_micro_batch_size_limits_the_completions(
     config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     one = updated(config, whole(groups, config))
@@ -125,7 +125,7 @@ def test_a_micro_batch_has_at_most_so_many_completions(
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
-def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_requested_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert Ranks().device.type == "cpu"
     with pytest.raises(ConfigError, match=r"no GPU.*trainer\.device.*cuda.*remedy"):
@@ -133,7 +133,7 @@ def test_the_device_is_the_one_that_was_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Ranks().device.type == "cuda"
     assert Ranks(device_kind="cuda").device.type == "cuda"
-    assert Ranks(device_kind="cpu").device.type == "cpu"  # a GPU is there, and left alone
+    assert Ranks(device_kind="cpu").device.type == "cpu"  # a GPU is available, but not used
 
 
 def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
@@ -152,8 +152,8 @@ def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Confi
         torch.testing.assert_close(value, before[name], atol=0, rtol=0)
 
 
-def test_a_batch_without_a_gradient_leaves_momentum_and_decay_going(config: Config, groups: list[Group]) -> None:
-    """As where other ranks have rows: AdamW's step on a gradient of 0."""
+def test_momentum_and_decay_continue_on_a_batch_without_gradient(config: Config, groups: list[Group]) -> None:
+    """As on a rank beside others with rows: AdamW takes a step with a gradient of 0."""
     config.trainer.weight_decay = 0.1
     policy, zeros = Policy(config, Ranks()), Policy(config, Ranks())
     for each in (policy, zeros):
@@ -177,7 +177,7 @@ IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--alg
 def test_two_trainer_processes_give_the_update_of_one(
     config: Config, groups: list[Group], tmp_path: Path, settings: list[str]
 ) -> None:
-    """Trap: trainer nodes beyond the first slept. Here both ranks hold a share, and the result is that of one process."""
+    """Trap: trainer nodes beyond the first stay idle. Here both hold a share; the result is that of one process."""
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
     words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
     run_ranks(2, "policy_ranks", str(tmp_path), *words)
@@ -194,7 +194,7 @@ def test_two_trainer_processes_give_the_update_of_one(
 
 
 def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
-    """Trap: settings that nothing reads. Each of them changes the update."""
+    """Trap: settings that nothing reads. Each of these settings changes the update."""
     base = updated(config, whole(groups, config))
 
     def differs(section: str, name: str, value: object) -> bool:
@@ -214,7 +214,7 @@ def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
 
 
 def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
-    """Equal rewards leave the KL term alone; a policy that moved away has a gradient towards the reference."""
+    """With equal rewards only the KL term is left; once the policy has moved, its gradient points to the reference."""
     config.algorithm.kl_coef = 0.5
     policy = Policy(config, Ranks())
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
     assert policy.step == 1
     for name, value in parameters(policy).items():
         assert torch.equal(value, before[name])
-    assert policy.update(good).metrics.skipped == 0  # starts the count anew
+    assert policy.update(good).metrics.skipped == 0  # restarts the count
     policy.update(bad)
     with pytest.raises(NonFiniteGradients, match="2 gradients in a row"):
         policy.update(bad)
@@ -258,14 +258,14 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
         changed = config.model_copy(deep=True)
         changed.algorithm.entropy_coef = coefficient
         policy = Policy(changed, Ranks())
-        with torch.no_grad():  # away from the uniform distribution, where there is nothing to raise
+        with torch.no_grad():  # the entropy of a uniform distribution could not rise
             policy.model.get_output_embeddings().weight.mul_(8)
         for _ in range(5):
             metrics = policy.update(prepared(policy, [groups[2]])).metrics
         return metrics.entropy
 
     with_bonus = entropy(1.0)
-    config.algorithm.kl_coef = 1e-9  # keeps the rows of the equal group without moving anything
+    config.algorithm.kl_coef = 1e-9  # keeps the rows of the equal group, but moves nothing
     assert with_bonus > entropy(0.0) + 0.01
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities without the logits: values and gradients are those of the full logits, memory is not."""
+"""Log-probabilities without the logits: values and gradients equal those of the full logits, but memory is smaller."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ Scores = Callable[[nn.Module, Tensor, Tensor, float, bool], tuple[Tensor, Tensor
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A head that is not a plain linear layer, as adapters make it."""
+    """A head that is not a plain linear layer, as with adapters."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def full(
 
 
 def computed(scores: Scores, head: nn.Module, temperature: float, entropy_gradient: bool) -> list[Tensor]:
-    """Log-probabilities, entropies and the gradients by the hidden states and the head of a loss of both."""
+    """Returns log-probabilities, entropies, and the gradients of a loss of both by hidden states and head."""
     generator = torch.Generator().manual_seed(3)
     dtype = next(head.parameters()).dtype
     hidden = (torch.randn(TOKENS, HIDDEN, generator=generator) * 2).to(dtype).requires_grad_()
@@ -131,7 +131,7 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_what_is_kept_for_the_backward_pass_is_far_below_the_logits(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_the_backward_pass_is_far_below_the_logits(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer.policy.logprobs, "_KEPT_BYTES", 0)
     monkeypatch.setattr(trainer.policy.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 16)
     module, saved = HEADS[head](), {}

@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what is saved, and that engines sample from exactly what the trainer computes."""
+"""LoRA: what is trained, what is saved, and that engines sample from exactly the policy the trainer computes."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ IDS = torch.arange(3, 40)[None]
 
 @pytest.fixture
 def lora(config: Config) -> Config:
-    """Settings of a small run with an adapter."""
+    """The settings of a small run with an adapter."""
     config.lora.rank, config.lora.alpha = 4, 8.0
     return config
 
@@ -98,14 +98,14 @@ def test_the_reference_is_the_frozen_model_without_a_copy(lora: Config, policy_d
     assert distance(logits(policy.model), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
 
 
-def test_dropout_is_for_updates_alone(lora: Config) -> None:
+def test_dropout_applies_only_to_updates(lora: Config) -> None:
     lora.lora.dropout = 0.5
     policy = trained(with_algorithm(lora, rollout_correction="truncate", update_epochs=2))
     olds = [known(prepared(policy, off_policy_groups()).old_logprobs) for _ in range(2)]
     assert all(np.array_equal(a, b) for a, b in zip(*olds, strict=True))
     batch = prepared(policy, off_policy_groups())
     first, second = (score_batch(policy.scorer, batch, policy.config, policy.ranks) for _ in range(2))
-    assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # as an update computes them
+    assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # in training mode, dropout is on
 
 
 def publish(policy: Policy, directory: Path) -> Path:
@@ -116,14 +116,14 @@ def publish(policy: Policy, directory: Path) -> Path:
     return directory / "v000003"
 
 
-def test_a_published_adapter_is_one_of_peft_and_merged_it_is_the_same_model(
+def test_peft_loads_a_published_adapter_and_merging_gives_the_same_model(
     lora: Config, policy_dir: Path, tmp_path: Path
 ) -> None:
     policy = trained(lora)
     adapter = publish(policy, tmp_path / "adapter")
     assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(policy_dir)
-    from peft import PeftModel  # slow to import: every process of pytest reads this file
+    from peft import PeftModel  # slow to import, and every pytest process reads this file
 
     by_peft = PeftModel.from_pretrained(plain(policy_dir), adapter)
     assert distance(logits(by_peft), logits(policy.model)) < 1e-6
@@ -154,7 +154,7 @@ def test_a_frozen_model_in_bfloat16_is_merged_in_float32_and_rounded_once() -> N
 
 
 @pytest.mark.parametrize("modules", [["q_proj", "down_proj"], []])
-def test_the_layers_are_those_that_are_named(lora: Config, modules: list[str]) -> None:
+def test_only_the_named_layers_are_adapted(lora: Config, modules: list[str]) -> None:
     lora.lora.target_modules = modules
     found = {name.split(".")[-2] for name, _ in Policy(lora, Ranks()).weights()}
     names = {name.split(".")[-3] for name, _ in Policy(lora, Ranks()).weights()}
@@ -163,7 +163,7 @@ def test_the_layers_are_those_that_are_named(lora: Config, modules: list[str]) -
     assert names == (set(modules) or every)
 
 
-def test_a_layer_that_is_not_there_is_refused_with_those_that_are(lora: Config) -> None:
+def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None:
     lora.lora.target_modules = ["c_attn"]
     with pytest.raises(ConfigError, match=r"no linear layer c_attn.*lora\.target_modules.*down_proj.*v_proj"):
         Policy(lora, Ranks())
@@ -188,12 +188,12 @@ def test_a_layer_that_is_not_there_is_refused_with_those_that_are(lora: Config) 
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(words: list[str], named: str) -> None:
+def test_conflicting_settings_are_refused(words: list[str], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load(words, {})
 
 
-def test_an_adapter_is_named_when_it_is_there_and_not_when_publishing_failed() -> None:
+def test_an_adapter_is_named_only_after_it_was_published() -> None:
     client, seen = RolloutClient("rollout", "http://127.0.0.1:9"), list[tuple[str, int] | None]()
 
     class Watching:
@@ -212,7 +212,7 @@ def test_an_adapter_is_named_when_it_is_there_and_not_when_publishing_failed() -
 
 
 def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir: Path) -> None:
-    """Every version has the layout of the first one, which the engines' buffers are made for."""
+    """Every version has the layout of the first one, for which the engines made their buffers."""
     lora.lora.publish = "merged"
     policy, snapshot, model = trained(lora, 1), HostCopy(), load_file(policy_dir / "model.safetensors")
     snapshot.fill(policy.weights(), 0)
@@ -225,7 +225,7 @@ def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir
 @pytest.mark.slow
 @pytest.mark.integration
 def test_peft_is_imported_only_for_an_adapter() -> None:
-    """It takes seconds, and a run that trains all weights does not need it."""
+    """The import takes seconds, and a run that trains all weights does not need it."""
     code = "import sys, trainer.__main__, trainer.api.online; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
@@ -235,7 +235,7 @@ def test_peft_is_imported_only_for_an_adapter() -> None:
 
 @pytest.fixture
 def settings(settings: Callable[..., Config]) -> Callable[..., Config]:
-    """A run of a few small steps with an adapter."""
+    """Makes the settings of a run of a few small steps with an adapter."""
     return partial(settings, "--lora.rank", "4", "--trainer.learning_rate", "5e-3")
 
 
@@ -257,11 +257,11 @@ def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     model: Any = plain(base_model)
     with torch.no_grad():
         before = model(IDS).logits
-    assert distance(logits(plain(saved)), before) > 1e-2  # far more than rounding: the engine had the adapter
+    assert distance(logits(plain(saved)), before) > 1e-2  # far more than rounding, so the engine used the adapter
 
 
 @pytest.mark.integration
-def test_with_staleness_every_group_is_of_the_adapter_that_it_names(settings: Callable[..., Config]) -> None:
+def test_with_staleness_every_group_was_sampled_from_the_adapter_it_names(settings: Callable[..., Config]) -> None:
     _, lines = run(settings("--trainer.max_staleness", "1", "--trainer.max_steps", "5"))
     assert max(line["staleness"] for line in lines) > 0
     assert not any(line["dropped"].get("generation") for line in lines)
@@ -288,7 +288,7 @@ def test_a_checkpoint_loads_is_evaluated_and_is_exported(
     saved, _ = run(settings())
     assert (saved / "trainer_state.json").is_file()
     assert not (saved / "model.safetensors").exists()
-    adapted = plain(saved)  # transformers finds the base by adapter_config.json
+    adapted = plain(saved)  # transformers finds the base model in adapter_config.json
     merged = export(saved, tmp_path / "merged")
     assert distance(logits(plain(merged)), logits(adapted)) < 1e-5
     assert not (merged / "adapter_config.json").exists()
@@ -317,7 +317,7 @@ def test_a_whole_checkpoint_is_exported_in_another_precision(policy_dir: Path, t
 
 
 class Digits(RewardFunction):
-    """The share of digits."""
+    """Rewards the share of digits."""
 
     @property
     def name(self) -> str:

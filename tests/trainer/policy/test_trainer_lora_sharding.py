@@ -1,4 +1,4 @@
-"""LoRA on several ranks: the same update as on one, from files that every rank or only rank 0 sees."""
+"""LoRA on several ranks: the same update as on one, from files visible to all ranks or only to rank 0."""
 
 import json
 from pathlib import Path
@@ -32,14 +32,14 @@ SETTINGS = {
 
 
 def words(policy_dir: Path, **more: Any) -> list[str]:
-    """`more`: settings, with a double underscore for the dot."""
+    """Returns a command line; names in `more` have a double underscore instead of the dot."""
     settings = SETTINGS | {"model.name": str(policy_dir)}
     settings |= {name.replace("__", "."): str(value) for name, value in more.items()}
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 
 class OneAdapter(One):
-    """What one process comes to in three updates, and the checkpoint after two of them."""
+    """The results of three updates in one process, and its checkpoint after two of them."""
 
     def __init__(self, config: Config, directory: Path) -> None:
         policy = Policy(config, Ranks())
@@ -52,7 +52,7 @@ class OneAdapter(One):
 
 
 def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy_dir: Path, tmp_path: Path) -> None:
-    """With weight decay, clipping and the frozen model as the reference; the resumed ones go on with the third update."""
+    """With weight decay, clipping and the frozen model as reference; resumed runs continue with the third update."""
     one = OneAdapter(load(words(policy_dir), {}), tmp_path)
     assert one.metrics[-1][2] > 0, "the policy is no longer the reference"
     sharded, replicated = words(policy_dir), words(policy_dir, trainer__shard_size=1)
@@ -77,7 +77,7 @@ def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy
         assert found.keys() == one.merged.keys()
         for name, expected in one.merged.items():
             torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
-    # A frozen model in bfloat16 and an adapter in float32, gathered together: the same but for rounding.
+    # The frozen model in bfloat16 and the adapter in float32, gathered together: equal except for rounding.
     low = torch.tensor(json.loads((tmp_path / "low.json").read_text()))
     torch.testing.assert_close(low, torch.tensor(one.metrics), atol=0.02, rtol=0.1)
     assert {tensor.dtype for tensor in load_file(tmp_path / "low-0.safetensors").values()} == {torch.bfloat16}
@@ -86,7 +86,7 @@ def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy
 
 
 def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
-    """It is a directory of PEFT, and one process goes on from it."""
+    """Checks that it is a PEFT directory and that one process resumes it."""
     path = newest(run / "checkpoints")
     assert path is not None
     assert {file.name for file in path.iterdir()} == {
@@ -102,7 +102,7 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
 
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
-    """Damages a file without changing its size: another size does not count as complete (`test_trainer_files.py`)."""
+    """The damage keeps the file's size: with another size it would count as incomplete (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
     path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"

@@ -1,4 +1,4 @@
-"""`common/memory.py` against what torch really holds and keeps, on a CPU."""
+"""`common/memory.py` against the memory that torch really holds and keeps, on a CPU."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_one_process_holds_what_is_estimated(config: Config) -> None:
 
 
 @pytest.mark.integration
-def test_two_sharded_processes_hold_it_together(config: Config, tmp_path: Path) -> None:
+def test_two_sharded_processes_together_hold_what_is_estimated(config: Config, tmp_path: Path) -> None:
     run_ranks(2, "policy_memory", str(tmp_path), config.model.name)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     estimate = trainer_memory(shape_of(config), load(["--model.name", config.model.name], {}), 2, width=4)
@@ -49,7 +49,7 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
     policy = Policy(config, Ranks())
     weights = {parameter.untyped_storage().data_ptr() for parameter in policy.model.parameters()}
     kept: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no place is used twice
+    alive: list[Tensor] = []  # keeps addresses from being reused
 
     def keep(tensor: Tensor) -> Tensor:
         place = tensor.untyped_storage().data_ptr()
@@ -64,5 +64,6 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
     config.trainer.micro_batch_tokens = tokens
     shape = shape_of(config)
     estimate = trainer_memory(shape, config, 1, width=4).activations
-    probabilities = 4 * shape.vocabulary * 4 * 2 * 100  # of the completions' tokens, which a small model keeps
+    # Those of the completion tokens, which a small model keeps.
+    probabilities = 4 * shape.vocabulary * 4 * 2 * 100
     assert 0.75 < (sum(kept.values()) - probabilities) / estimate < 1.1

@@ -1,4 +1,4 @@
-"""Whole updates with random settings, beside the same updates written from the papers (`tests.support.paper_update`)."""
+"""Whole updates with random settings, compared with updates written from the papers (`tests.support.paper_update`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,7 +30,7 @@ Parameters = dict[str, Tensor]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Directories of a policy and, near it, its reference."""
+    """Directories of a policy and of a reference near it."""
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=False, **sizes)
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]) -> Config:
-    """Settings of the case: each recipe in turn, with much else at random."""
+    """Returns the settings of a case: each recipe in turn, many other settings at random."""
 
     def chance(share: float = 0.5) -> bool:
         return bool(rng.random() < share)
@@ -73,7 +73,7 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
     advantage = preset.get("advantage")
     optional |= {"geometric_low": rng.uniform(0.8, 0.99), "geometric_high": rng.uniform(1.01, 1.2)}
     optional |= {"length_penalty": rng.uniform(0.1, 1)}
-    if advantage in ("mean_normalised", "none"):  # penalties make rewards negative, or have no effect
+    if advantage in ("mean_normalised", "none"):  # penalties would make rewards negative, or have no effect
         optional = {name: value for name, value in optional.items() if name not in ("overlong_buffer", "length_penalty")}
     optional |= {"gamma": rng.uniform(0.7, 1), "gae_lambda": rng.uniform(0.3, 1)} if critic else {}
     words |= {name: value for name, value in optional.items() if chance(0.4)}
@@ -113,7 +113,7 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
 
 
 def random_groups(rng: np.random.Generator, model: Any, temperature: float) -> list[Group]:
-    """Groups of three sampled by policies near `model`, some of equal rewards."""
+    """Returns groups of three completions, sampled by policies near `model`; some have equal rewards."""
     groups = []
     for position in range(int(rng.integers(2, 5))):
         prompt = rng.integers(0, VOCABULARY, int(rng.integers(2, 5))).astype(np.int32)
@@ -138,7 +138,7 @@ def random_groups(rng: np.random.Generator, model: Any, temperature: float) -> l
 
 
 class Recorded(Policy):
-    """A policy that keeps the rows, parameters and gradient of each of its updates."""
+    """A policy that keeps the rows, parameters and gradient of each update."""
 
     def record(self) -> None:
         self.minis: list[tuple[list[int], Parameters]] = []
@@ -160,7 +160,7 @@ class Recorded(Policy):
 
 
 def check(case: int, models: tuple[Path, Path]) -> None:
-    """Compares one random update."""
+    """Compares one random update with the paper's."""
     rng = np.random.default_rng(case)
     config = random_config(rng, case, models)
     algorithm = config.algorithm
@@ -184,7 +184,7 @@ def check(case: int, models: tuple[Path, Path]) -> None:
     for row, found in zip(paper.rows, known(batch.advantages), strict=True):
         if row.counts:
             np.testing.assert_allclose(found, row.advantage, atol=2e-4, rtol=2e-4)
-        if row.advantage.abs().max() < 1e-6:  # 0 but for rounding: whether the row is left out is the trainer's word
+        if row.advantage.abs().max() < 1e-6:  # 0 except for rounding: the trainer decides whether to leave the row out
             row.advantage = torch.from_numpy(found).double()
     policy.record()
     before = policy.parameters()
@@ -211,14 +211,14 @@ def check(case: int, models: tuple[Path, Path]) -> None:
 
 
 def compare(found: Parameters, expected: Mapping[str, Tensor]) -> None:
-    """Compares a gradient with the paper's, as one vector."""
+    """Compares a gradient, as one vector, with the paper's."""
     ours = torch.cat([found.get(name, torch.zeros_like(value)).double().flatten() for name, value in expected.items()])
     theirs = torch.cat([value.flatten() for value in expected.values()])
     assert (ours - theirs).norm() <= 2e-4 * theirs.norm() + 1e-6
 
 
 def check_mini_batches(minis: list[list[int]], counting: list[int], config: Config) -> None:
-    """Every whole pass has each row once, in parts of nearly one size and in an order of its own."""
+    """Checks that every whole pass has each row once, in parts of nearly equal size and in a different order."""
     parts = min(config.algorithm.mini_batches, len(counting))
     passes = [minis[i : i + parts] for i in range(0, len(minis), parts)]
     for each in passes:
@@ -234,7 +234,7 @@ def check_mini_batches(minis: list[list[int]], counting: list[int], config: Conf
 
 
 def check_early_stop(minis: list[Mini], algorithm: AlgorithmSection, applied: int, stopped: bool) -> None:
-    """The updates end before the first mini-batch whose mean KL from the old policy is above the limit."""
+    """Checks that updates end before the first mini-batch whose mean KL from the old policy exceeds the limit."""
     limit = algorithm.early_stop_kl
     means = [float(mini.columns["kl_old"].mean()) if mini.columns else 0.0 for mini in minis]
     over = [limit is not None and mean > limit for mean in means]

@@ -1,4 +1,4 @@
-"""`common/memory.py` against updates of the real policy at true size, on fake tensors (`benchmarks/rehearsal.py`)."""
+"""`common/memory.py` against updates of the real policy in full size, on fake tensors (`benchmarks/rehearsal.py`)."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ _SMALL = (256, 1024, 4, 4, 2, 8192)
 
 
 def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -> Config:
-    """Writes the model's configuration; returns the run's."""
+    """Writes the configuration of the model; returns that of the run."""
     shape = dict(zip(_NAMES, sizes, strict=True)) | {"model_type": "qwen2"} | more
     (directory / "config.json").write_text(json.dumps(shape | {"max_position_embeddings": 32_768}))
     return load(["--model.name", str(directory), "--trainer.warmup_steps", "0", *words], {})
@@ -48,7 +48,7 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
     ],
     ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else str(value),
 )
-def test_an_update_takes_what_is_estimated(tmp_path: Path, size: str, ranks: int, words: list[str]) -> None:
+def test_an_update_uses_the_estimated_memory(tmp_path: Path, size: str, ranks: int, words: list[str]) -> None:
     config = written(tmp_path, _QWEN[size], *words, tie_word_embeddings=size in ("0.5B", "1.5B"))
     estimate = trainer_memory(ModelShape.of(json.loads((tmp_path / "config.json").read_text())), config, ranks)
     found = rehearse(config, ranks)
@@ -75,10 +75,10 @@ def test_an_update_takes_what_is_estimated(tmp_path: Path, size: str, ranks: int
         pytest.param("qwen2", (3584, 18_944, 3, 28, 4, 152_064), 2, ["--algorithm.kl_coef", "0.1"], marks=pytest.mark.slow),
     ],
 )
-def test_other_models_take_what_is_estimated(
+def test_updates_of_other_models_use_the_estimated_memory(
     tmp_path: Path, kind: str, sizes: tuple[int, ...], ranks: int, words: list[str]
 ) -> None:
-    """A few layers of each: with norms of queries and keys, more vocabulary than layers, few tokens, a reference."""
+    """A few layers of each: norms of queries and keys, a vocabulary larger than the layers, few tokens, a reference."""
     config = written(tmp_path, sizes, *words, model_type=kind, tie_word_embeddings=False, head_dim=128, pad_token_id=0)
     estimate = trainer_memory(ModelShape.of(json.loads((tmp_path / "config.json").read_text())), config, ranks)
     found = rehearse(config, ranks)
@@ -86,8 +86,8 @@ def test_other_models_take_what_is_estimated(
     assert 0.7 < found.peak / (estimate.total - estimate.overhead) <= 1
 
 
-def test_the_profile_counts_what_the_shapes_say(tmp_path: Path) -> None:
-    """Six FLOPs per parameter and token, as three products of each matrix with its input and gradients."""
+def test_the_profile_matches_the_shapes(tmp_path: Path) -> None:
+    """Six FLOPs per parameter and token: each matrix takes part in three products, with its input and the gradients."""
     tokens, layers = 2048, 4
     config = written(tmp_path, _SMALL, "--trainer.micro_batch_tokens", str(tokens), tie_word_embeddings=False)
     found = rehearse(config, 4, profile=True)
@@ -111,7 +111,7 @@ def test_parameters_are_counted_as_transformers_makes_them(kind: str) -> None:
         assert ModelShape.of(config.to_dict()).parameters == sum(each.numel() for each in model.parameters())
 
 
-def test_what_is_offloaded_cannot_be_rehearsed_and_is_what_the_rest_has_less(tmp_path: Path) -> None:
+def test_offloading_cannot_be_rehearsed_and_saves_what_is_held(tmp_path: Path) -> None:
     offload = written(tmp_path, _SMALL, "--trainer.offload_optimizer", "true")
     with pytest.raises(ConfigError, match=r"trainer\.offload_optimizer.*subtract what is held"):
         rehearse(offload, 2)

@@ -1,4 +1,4 @@
-"""The goals of the roofline: a change that makes an update costlier on a GPU is seen without one."""
+"""The roofline goals: a change that makes an update costlier on a GPU is noticed without one."""
 
 from unittest.mock import patch
 
@@ -9,7 +9,7 @@ from learning import attention
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Inductor itself
 @pytest.mark.parametrize(("model", "variant", "goal"), [("0.5B", 3, 0.40), ("7B", 2, 0.45)])
 def test_the_defaults_are_predicted_to_reach_their_goals(model: str, variant: int, goal: float) -> None:
     config, ranks = shapes()[model]

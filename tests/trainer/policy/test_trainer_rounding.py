@@ -1,4 +1,4 @@
-"""Engine and trainer in bfloat16 round differently: what clipping makes of it before the policy has moved."""
+"""Engine and trainer round differently in bfloat16: what clipping makes of it before the policy has moved."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PROMPTS, GROUP, TOKENS = 4, 8, 8
 
 
 def sampled(model_dir: Path) -> list[Group]:
-    """Groups that the model generates in bfloat16, with the log-probabilities that it sampled them under."""
+    """Groups that the model generates in bfloat16, with the log-probabilities it sampled them with."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     make_float32_logits(model)
     rng, found = np.random.default_rng(0), []
@@ -68,13 +68,13 @@ def groups(policy_dir: Path) -> list[Group]:
 
 @pytest.fixture
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the trainer compute in bfloat16 on this CPU, as it does on a GPU."""
+    """Makes the trainer compute in bfloat16 on this CPU, as on a GPU."""
     for module in (trainer.policy.policy, trainer.policy.reference):
         monkeypatch.setattr(module, "computes_low", lambda *_: True)
 
 
 def clipped(policy_dir: Path, groups: list[Group], *words: str) -> tuple[float, float]:
-    """Shares of tokens clipped, and the mean distance of the log-probabilities, in one update on the policy's own samples."""
+    """Returns the share of clipped tokens and the mean |Δ logprob| of an update on the policy's own samples."""
     names = ("--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded")
     config = load([*names, "--sampling.group_size", str(GROUP), "--sampling.max_new_tokens", str(TOKENS), *words], {})
     policy = Policy(config, Ranks())
@@ -94,7 +94,7 @@ def test_the_engines_rounding_is_not_clipped_as_if_the_policy_had_moved(policy_d
 
 @pytest.mark.usefixtures("low")
 def test_with_several_updates_the_first_ratio_is_still_one(policy_dir: Path, groups: list[Group]) -> None:
-    """Another pass over other rows rounds otherwise too, so the first update takes its own log-probabilities."""
+    """A pass over other rows rounds differently too, so the first update uses its own log-probabilities."""
     words = ("--algorithm.update_epochs", "2", "--trainer.learning_rate", "1e-12", "--trainer.micro_batch_tokens", "300")
     config = load(["--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded", *words], {})
     policy = Policy(config, Ranks())
@@ -106,7 +106,7 @@ def test_with_several_updates_the_first_ratio_is_still_one(policy_dir: Path, gro
 
 
 def test_in_float32_the_engines_log_probabilities_are_kept(policy_dir: Path, groups: list[Group]) -> None:
-    """Nothing is computed twice where it would change nothing."""
+    """Nothing is computed twice if the result would be the same."""
     config = load(["--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded"], {})
     assert not config.algorithm.own_old_logprobs(low_precision=False)
     assert not load(["--algorithm.rollout_correction", "none"], {}).algorithm.own_old_logprobs(low_precision=True)

@@ -1,4 +1,4 @@
-"""Sharded policies: the same update on any number of ranks, from files that every rank or only rank 0 sees."""
+"""Sharded policies: the same update on any number of ranks, from files visible to all ranks or only to rank 0."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerStat
 from trainer.policy.policy import Policy
 
 _UNITS = 3
-"""Two decoder layers, and the rest."""
+"""Two decoder layers, and the rest of the model."""
 _MICRO_BATCHES = 3
 
 
@@ -49,7 +49,7 @@ def one(policy_dir: Path, directory: Path) -> One:
 
 @pytest.mark.integration
 def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
-    """With weight decay, clipping, and a reference that is refreshed; the resumed ones go on with the third update."""
+    """With weight decay, clipping, and a reference that is refreshed; resumed runs continue with the third update."""
     settings = arguments(policy_dir)
     replicated = arguments(policy_dir, shard_size=1)
     offload = arguments(policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True)
@@ -113,7 +113,7 @@ def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None
         Ranks(world_size=ranks, shard_size=size)
 
 
-def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
+def test_an_unsharded_model_is_not_offloaded(config: Config) -> None:
     config.trainer.offload_optimizer = True
     with pytest.raises(ConfigError, match=r"cannot be offloaded.*trainer\.offload_optimizer"):
         Policy(config, Ranks())
@@ -121,7 +121,7 @@ def test_what_is_not_sharded_is_not_offloaded(config: Config) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_made_on_the_meta_device_is_that_of_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+def test_a_model_made_on_the_meta_device_equals_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
     from learning.loading import SafetensorsReader
     from trainer.cli.tiny_base import make_model
 
@@ -152,7 +152,7 @@ def buffers(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.integration
 def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
-    """A model of 120 MB on two ranks: what a rank needs beyond its start is far from the model, let alone twice of it."""
+    """A model of 120 MB on two ranks: beyond its start, a rank needs far less than twice the model."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -174,8 +174,8 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["missing", "killed"])
-def test_a_checkpoint_that_is_not_complete_leaves_the_one_before(config: Config, tmp_path: Path, kind: str) -> None:
-    """Killed in the middle of writing, or a disk that says no: then the next step says so."""
+def test_an_incomplete_checkpoint_leaves_the_previous_one(config: Config, tmp_path: Path, kind: str) -> None:
+    """Either the process is killed while it writes, or writing fails; then the next step reports the failure."""
     policy = Policy(config, Ranks())
     first = save(policy, tmp_path)
     policy.step = 1
@@ -216,8 +216,8 @@ def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_000006", "step_000007"]
 
 
-def test_what_is_saved_is_the_model_of_that_step(config: Config, tmp_path: Path) -> None:
-    """The thread writes a copy: updates that follow at once do not reach it."""
+def test_a_checkpoint_holds_the_model_of_its_step(config: Config, tmp_path: Path) -> None:
+    """A thread writes a copy, so later updates do not reach it."""
     policy = Policy(config, Ranks())
     expected = {name: tensor.clone() for name, tensor in policy.weights()}
     gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Several updates on a batch, the reference model, KL in the reward, and reuse without correction."""
+"""Several updates per batch, the reference model, KL in the reward, and reuse without correction."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def differ(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_two_passes_over_a_batch_are_two_updates_on_it(config: Config, groups: list[Group]) -> None:
-    """Ratio and clip are to the policy that sampled, in both passes."""
+    """In both passes, ratio and clip refer to the policy that sampled."""
     once, twice = Policy(config, Ranks()), Policy(with_algorithm(config, update_epochs=2), Ranks())
     for _ in range(2):
         once.update(whole(groups, config))
@@ -49,12 +49,13 @@ def test_mini_batches_are_updates_on_shares_of_the_batch(config: Config, groups:
     assert metrics.updates == 4
     again.update(whole(groups, changed))
     other.update(whole(groups, changed))
-    assert not differ(parameters(first), parameters(again))  # the seed orders the rows
+    assert not differ(parameters(first), parameters(again))  # the seed decides the order of the rows
     assert differ(parameters(first), parameters(other))
 
 
 def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, groups: list[Group]) -> None:
-    settings = {"update_epochs": 5, "rollout_correction": "truncate"}  # the ratio is to the policy before the updates
+    # The ratio refers to the policy before the updates.
+    settings = {"update_epochs": 5, "rollout_correction": "truncate"}
     full = Policy(with_algorithm(config, **settings), Ranks())
     metrics = full.update(prepared(full, groups)).metrics
     assert (metrics.updates, metrics.stopped_early) == (5, 0)
@@ -63,7 +64,7 @@ def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, gro
     assert (metrics.updates, metrics.stopped_early) == (1, 1)
     once = Policy(with_algorithm(config, rollout_correction="truncate"), Ranks())
     once.update(prepared(once, groups))
-    for name, expected in parameters(once).items():  # the gradient that came too late was not applied
+    for name, expected in parameters(once).items():  # the gradient beyond the limit was not applied
         torch.testing.assert_close(parameters(early)[name], expected, atol=1e-6, rtol=0, msg=name)
 
 
@@ -79,7 +80,7 @@ def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Conf
             torch.testing.assert_close(torch.from_numpy(old), expected, atol=1e-5, rtol=0)
     one = Policy(with_algorithm(config, rollout_correction="truncate"), Ranks())
     ratio = one.update(prepared(one, groups)).metrics.ratio
-    assert ratio == pytest.approx(1, abs=1e-5)  # not the ratio to what the engine said
+    assert ratio == pytest.approx(1, abs=1e-5)  # not the ratio to the engine's log-probabilities
     assert Policy(config, Ranks()).update(whole(groups, config)).metrics.ratio != pytest.approx(1, abs=1e-2)
 
 
@@ -88,7 +89,7 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
     first, last = one.update(whole(groups, config)).metrics, five.update(whole(groups, five.config)).metrics
     for name in ("delta_logprob", "kl_rollout", "effective_sample_size"):
         assert getattr(first, name) == pytest.approx(getattr(last, name), rel=1e-5)
-    for completion in groups[0].completions:  # only this group was sampled by the current weights
+    for completion in groups[0].completions:  # the current weights sampled only this group
         completion.weight_versions = [(0, 0, len(completion.token_ids))]
     for group in groups[1:]:
         for completion in group.completions:
@@ -99,7 +100,7 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
 
 
 def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group: r − coef · Σ k1 goes into the group baseline; with a critic it is taken token by token."""
+    """One group: r − coef · Σ k1 enters the group baseline; with a critic, the penalty is applied token by token."""
     in_reward = {"kl_coef": 0.5, "kl_in": "reward"}
     config = with_algorithm(config, advantage="group_centred", **in_reward)
     batch = batch_of([groups[0]], config)
@@ -127,13 +128,13 @@ def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, 
     assert counted.mean() == pytest.approx(0, abs=1e-6)
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-4)
     returns, values = np.concatenate(known(batch.returns)), np.concatenate(known(batch.values))
-    assert (returns - values).std() != pytest.approx(1, abs=1e-2)  # taken before whitening
+    assert (returns - values).std() != pytest.approx(1, abs=1e-2)  # computed before whitening
     means = [np.abs(advantages).mean() for advantages in known(batch.advantages)]
-    assert np.concatenate(batch.mean_advantages()) == pytest.approx(means, rel=1e-6)  # tokens of both signs
+    assert np.concatenate(batch.mean_advantages()) == pytest.approx(means, rel=1e-6)  # the tokens have both signs
 
 
 def test_batch_normalised_hand_computed(config: Config) -> None:
-    """REINFORCE++ with a group baseline whitens over tokens, as verl and OpenRLHF do, not over completions."""
+    """REINFORCE++ with a group baseline whitens over tokens, as in verl and OpenRLHF, not over completions."""
     group = make_group(np.random.default_rng(0), [1.0, 0.0])
     for completion, length in zip(group.completions, (1, 3), strict=True):
         completion.token_ids, completion.logprobs = completion.token_ids[:1].repeat(length), np.zeros(length, np.float32)
@@ -176,7 +177,7 @@ def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(conf
     reference = Reference(unbroken)
     unbroken.update(prepared(unbroken, groups, reference=reference))
     reference.refresh(unbroken)
-    assert unbroken.kl_coef < 0.1  # the policy began at the reference: below its target
+    assert unbroken.kl_coef < 0.1  # the policy started at the reference, below the target
     save(unbroken, config.trainer.run_dir / "checkpoints", reference=reference)
     resumed, _, saved = Policy.resume(changed, Ranks(), config.trainer.run_dir)
     for policy, its_reference in ((unbroken, reference), (resumed, Reference(resumed, saved))):
@@ -212,7 +213,7 @@ def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: C
     assert np.array_equal(micro.rollout_logprobs.numpy(), expected)
 
 
-def test_a_policy_that_is_held_stays_and_its_version_moves(config: Config, groups: list[Group]) -> None:
+def test_a_held_policy_stays_and_its_version_moves(config: Config, groups: list[Group]) -> None:
     policy = Policy(config, Ranks())
     before = parameters(policy)
     metrics = policy.hold(whole(groups, config)).metrics

@@ -1,4 +1,4 @@
-"""The prompt cursor: every position is drawn once, drawn again only after a failure, and found again after a restart."""
+"""The prompt cursor: every position is drawn once, again only after a failure, and kept across restarts."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -8,16 +8,16 @@ from common.schemas import Prompt
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor, PromptProgress
 
 EPOCH = 7
-"""Prompts of an epoch."""
+"""Prompts per epoch."""
 
 
 def stream(position: int, count: int) -> list[Prompt]:
-    """What the data-server answers at `position`."""
+    """Returns what the data-server answers at `position`."""
     return [Prompt(id=f"p{i % EPOCH}", prompt="?", ground_truth="1") for i in range(position, position + count)]
 
 
 def draw(cursor: PromptCursor, count: int) -> list[Drawn]:
-    """`count` prompts as the collector draws them."""
+    """Draws `count` prompts as the collector does."""
     drawn = cursor.take_retries(count)
     while left := count - len(drawn):
         drawn += cursor.draw(stream(cursor.next, left), EPOCH)
@@ -75,15 +75,15 @@ def test_a_prompt_that_failed_too_often_is_finished() -> None:
 
 
 class Cursors(RuleBasedStateMachine):
-    """A cursor beside a dictionary of what became of every position that was drawn."""
+    """A cursor, and a record of the fate of every position it drew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.finished: set[int] = set()
         self.open: dict[int, Drawn] = {}
-        """Drawn, and neither finished nor failed since."""
+        """Drawn, but neither finished nor failed since."""
         self.failed: dict[int, Drawn] = {}
-        """To be tried again, the longest ago first."""
+        """To be retried, the oldest failure first."""
         self.failures: dict[int, int] = {}
 
     @initialize(position=st.integers(0, 20), later=st.sets(st.integers(1, 12)))

@@ -1,4 +1,4 @@
-"""Calls made as one: what goes together, what goes alone, and whose an error is."""
+"""Combining calls: which items share a call, which go alone, and who gets an error."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from common.clients import Unreachable
 from trainer.rollouts.request_batcher import RequestBatcher
 
 
-async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> None:
+async def test_simultaneous_items_share_one_call_and_each_gets_its_result() -> None:
     calls: list[list[int]] = []
 
     async def double(items: list[int]) -> list[int]:
@@ -23,7 +23,7 @@ async def test_items_of_a_moment_are_one_call_and_each_gets_its_own_result() -> 
     assert calls == [[0, 1, 2, 3], [7]]
 
 
-async def test_a_call_has_at_most_so_much() -> None:
+async def test_the_size_of_a_call_is_limited() -> None:
     calls: list[list[list[int]]] = []
 
     async def lengths(items: list[list[int]]) -> list[int]:
@@ -53,7 +53,7 @@ async def test_calls_do_not_wait_for_each_other() -> None:
     assert await first == 1
 
 
-async def test_an_error_is_of_the_item_that_causes_it() -> None:
+async def test_an_error_reaches_only_the_item_that_causes_it() -> None:
     async def invert(items: list[int]) -> list[float]:
         return [1 / item for item in items]
 
@@ -63,7 +63,7 @@ async def test_an_error_is_of_the_item_that_causes_it() -> None:
     assert isinstance(results[1], ZeroDivisionError)
 
 
-async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each() -> None:
+async def test_a_call_that_timed_out_is_not_repeated_for_each_item() -> None:
     calls: list[list[int]] = []
 
     async def unanswered(items: list[int]) -> list[int]:
@@ -76,7 +76,7 @@ async def test_a_service_that_did_not_answer_in_time_is_not_asked_again_by_each(
     assert all(isinstance(result, Unreachable) for result in results)
 
 
-async def test_a_call_alone_has_the_id_of_its_item_and_one_of_several_says_whose_it_is(
+async def test_a_single_call_has_the_id_of_its_item_and_a_shared_one_logs_the_ids(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     calls: list[tuple[str, list[int]]] = []
@@ -102,7 +102,7 @@ async def test_a_call_alone_has_the_id_of_its_item_and_one_of_several_says_whose
     assert caplog.messages == ["one call for item-0, item-1, item-2"]
 
 
-async def test_who_was_cancelled_does_not_disturb_the_others() -> None:
+async def test_a_cancelled_item_does_not_disturb_the_others() -> None:
     async def same(items: list[int]) -> list[int]:
         return items
 

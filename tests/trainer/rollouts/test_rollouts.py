@@ -11,7 +11,7 @@ from trainer.rollouts.rollouts import Rollouts, _decode, _encode, no_reward
 
 
 class Told(Ranks):
-    """A rank above 0 that gets `body`."""
+    """A rank above 0 that receives `body`."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Told(Ranks):
 
 @pytest.fixture
 def groups() -> list[TrainingGroup]:
-    """Two fresh ones and two reused ones with their weights."""
+    """Two fresh groups, and two reused ones with their weights."""
     rng = np.random.default_rng(0)
     made = [make_group(rng, [1.0, 0.0, 0.5], version=i, position=i) for i in range(4)]
     return [*map(TrainingGroup, made[:2]), TrainingGroup(made[2], 0.1, True), TrainingGroup(made[3], 1 / 3, True)]

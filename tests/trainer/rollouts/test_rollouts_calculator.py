@@ -1,4 +1,4 @@
-"""The parts of `make demo-agent` in one process: the warm start, the calculator behind the gateway, training, the report."""
+"""The parts of `make demo-agent` in one process: warm start, calculator behind the gateway, training, report."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows the form of a call and hardly more."""
+    """A model that knows the form of a call and little more."""
     directory = tmp_path_factory.mktemp("agent")
     build(directory, console=QUIET, steps=80, batch=8)
     return directory

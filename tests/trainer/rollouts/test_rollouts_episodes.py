@@ -1,4 +1,4 @@
-"""Training on episodes in one process: the embedded engine, the gateway, the sandboxless environments below, real updates."""
+"""Training on episodes in one process: embedded engine, gateway, the unsandboxed environments below, real updates."""
 
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def test_every_trained_token_has_the_log_probability_that_the_engine_sampled_it_
 
 
 def with_episodes(rewards: list[float], sequences: list[int]) -> Group:
-    """Returns a group of episodes with so many sequences each."""
+    """Returns a group of episodes with these numbers of sequences."""
     rng = np.random.default_rng(3)
     numbers = [number for number, count in enumerate(sequences) for _ in range(count)]
     group = make_group(rng, [rewards[number] for number in numbers])
@@ -82,7 +82,7 @@ def with_episodes(rewards: list[float], sequences: list[int]) -> Group:
     return group
 
 
-def test_advantages_are_of_episodes_and_reach_all_their_sequences(config: Config) -> None:
+def test_advantages_belong_to_episodes_and_reach_all_their_sequences(config: Config) -> None:
     rewards = [1.0, 0.0, 0.0, 0.5]
     split, one = with_episodes(rewards, [1, 3, 2, 1]), make_group(np.random.default_rng(5), rewards)
     batches = [whole([group], with_algorithm(config, name="grpo")) for group in (split, one)]
@@ -94,8 +94,8 @@ def test_advantages_are_of_episodes_and_reach_all_their_sequences(config: Config
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "gspo", "dapo", "dr_grpo", "cispo"])
-def test_a_masked_token_is_context_and_nothing_else(config: Config, algorithm: str) -> None:
-    """A row whose mask leaves a suffix is the same as that suffix after a longer prompt."""
+def test_a_masked_token_is_only_context(config: Config, algorithm: str) -> None:
+    """A row whose mask leaves only a suffix equals that suffix after a longer prompt."""
     config = with_algorithm(config, name=algorithm)
     groups = [make_group(np.random.default_rng(i), [1.0, 0.0, 0.5, 0.0], position=i) for i in range(2)]
     masked = wire.decode_groups(wire.encode_groups(groups))

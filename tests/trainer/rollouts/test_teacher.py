@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: over real sockets, in both forms, with failures, and in whole runs."""
+"""The teacher of on-policy distillation: over real sockets, with both APIs, with failures, and in whole runs."""
 
 import asyncio
 import itertools
@@ -38,14 +38,14 @@ PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54]]
 
 
 class Served:
-    """An engine behind its own API, and behind OpenAI's as vLLM answers `echo` with `logprobs`; keeps what it was asked."""
+    """An engine behind its own API and behind OpenAI's (`echo` with `logprobs`, as in vLLM); keeps the requests."""
 
     def __init__(self, directory: Path) -> None:
         self.engine = Engine(Model(directory, 256), max_running=8, weight_version="0")
         self.app = make_app(self.engine)
         self.seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.answer: Callable[[int], Response | None] = lambda number: None
-        """What is answered in the place of the engine to its n-th request, n from 1."""
+        """The answer, in place of the engine's, to request number n (from 1), or None."""
 
         @self.app.middleware("http")
         async def record(request: Request, call_next: Any) -> Any:
@@ -149,7 +149,7 @@ def test_another_tokenizer_is_refused_at_the_start(
 def test_swapped_tokens_of_one_vocabulary_are_another_tokenizer(
     model_dir: Path, tmp_path: Path, serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
-    """The same pieces under other ids: texts are split alike, and every score would be that of another token."""
+    """The same pieces have other ids: texts split alike, but every score would belong to another token."""
     other = tmp_path / "swapped"
     shutil.copytree(model_dir, other)
     content = json.loads((other / "tokenizer.json").read_text())
@@ -168,7 +168,7 @@ BAD: list[Any] = [
     [],
     "no",
     [{"meta_info": {}}] * 3,
-    [{"meta_info": {"input_token_logprobs": [[-1.0, 30, None]] * 9}}] * 3,  # other tokens
+    [{"meta_info": {"input_token_logprobs": [[-1.0, 30, None]] * 9}}] * 3,  # the scores of other tokens
     [{"meta_info": {"input_token_logprobs": []}}] * 3,
     [{"meta_info": {"input_token_logprobs": [[None, token, None] for token in tokens]}} for tokens in COMPLETIONS],
     [{"meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in COMPLETIONS[0]]}}],  # one of three
@@ -181,7 +181,7 @@ BAD: list[Any] = [
 
 @pytest.mark.parametrize("answer", BAD, ids=range(len(BAD)))
 @pytest.mark.parametrize("form", ["", "/v1"])
-def test_an_answer_without_scores_is_an_error_and_no_zero(
+def test_an_answer_without_scores_is_an_error_not_a_zero(
     form: str, answer: Any, model_dir: Path, serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
     served, url = serve(model_dir)
@@ -190,9 +190,7 @@ def test_an_answer_without_scores_is_an_error_and_no_zero(
         scored(settings_of(url + form))
 
 
-def test_an_endpoint_that_is_busy_is_asked_again_and_one_that_stays_so_is_given_up(
-    model_dir: Path, serve: Callable[[Path], tuple[Served, str]]
-) -> None:
+def test_a_busy_endpoint_is_retried_then_given_up(model_dir: Path, serve: Callable[[Path], tuple[Served, str]]) -> None:
     served, url = serve(model_dir)
     served.answer = lambda number: Response(status_code=503) if number < 3 else None
     assert len(scored(settings_of(url))) == 3
@@ -207,7 +205,7 @@ def test_an_endpoint_that_is_busy_is_asked_again_and_one_that_stays_so_is_given_
 
 @pytest.fixture
 def run(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
-    """A small run on the built-in task in a directory of its own."""
+    """Makes a small run on the built-in task in its own directory."""
 
     def make(name: str, *more: str) -> Config:
         place = tmp_path / name
@@ -231,7 +229,7 @@ def lines(config: Config) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def damaged(base_model: Path, tmp_path: Path) -> Path:
-    """The base model with noise in its weights, which says other things."""
+    """The base model with noise in its weights, which answers differently."""
     shutil.copytree(base_model, tmp_path / "damaged")
     tensors, random = load_file(base_model / "model.safetensors"), torch.Generator().manual_seed(0)
     noisy = {
@@ -306,7 +304,7 @@ def test_a_group_that_the_teacher_does_not_score_is_dropped_counted_and_tried_ag
 
 
 class Nothing(RewardFunction):
-    """No answer is better than another."""
+    """Treats all answers as equal."""
 
     @property
     def name(self) -> str:
@@ -337,7 +335,7 @@ def test_the_python_api_takes_a_teacher(
     assert all(line["update"]["grad_norm"] > 0 for line in history)
 
 
-def test_an_app_that_is_no_teacher_is_named(model_dir: Path) -> None:
+def test_an_app_that_is_no_teacher_is_refused(model_dir: Path) -> None:
     app = FastAPI()
 
     @app.post("/generate")

@@ -1,4 +1,4 @@
-"""Services that are slow or full slow the collector: no group is dropped, none is generated ahead of its turn."""
+"""Slow or full services slow down the collector: no group is dropped, and none is generated before its turn."""
 
 import time
 from pathlib import Path
@@ -21,7 +21,7 @@ STEPS, GROUPS, SIZE = 3, 4, 4
 
 @pytest.fixture
 def config(base_model: Path, tmp_path: Path) -> Config:
-    """One batch of groups is on its way at most, and the reward-server takes on one group at a time."""
+    """At most one batch of groups is in progress, and the reward-server accepts one group at a time."""
     words = [
         *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
         *("--trainer.run_dir", str(tmp_path / "run"), "--state_dir", str(tmp_path / "state")),
@@ -33,7 +33,7 @@ def config(base_model: Path, tmp_path: Path) -> Config:
 
 
 class Slow(RewardFunction):
-    """Takes its time over every call."""
+    """Takes a while for every call."""
 
     name = "slow"
 
@@ -66,13 +66,13 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     transport = httpx.ASGITransport
     monkeypatch.setattr(httpx, "ASGITransport", lambda app: Counted(transport(app), counts))
     monkeypatch.setattr("services.reward.app.MAX_REQUESTS", 1)
-    monkeypatch.setattr("trainer.rollouts.collector._MAX_GRADE", SIZE)  # a call for every group
+    monkeypatch.setattr("trainer.rollouts.collector._MAX_GRADE", SIZE)  # one call per group
     slow = Slow()
     train_in_process(config, Console(quiet=True), rewards=[slow])
     assert config.trainer.run_dir is not None
     lines = read_lines(config.trainer.run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["dropped"] == {} for line in lines)
-    assert counts[("/batch_reward", 503)] > 0  # it did refuse
-    assert counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS + 1  # the trial, and graded every group once
-    assert counts[("/generate", 200)] == STEPS * GROUPS  # nobody generated what had no place
+    assert counts[("/batch_reward", 503)] > 0  # it did refuse calls
+    assert counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS + 1  # the trial, and every group once
+    assert counts[("/generate", 200)] == STEPS * GROUPS  # no group was generated without a slot for it

@@ -1,4 +1,4 @@
-"""Priorities of groups against hand-computed numbers; functions of one's own, good and bad."""
+"""Priorities of groups against hand-computed numbers, and custom functions, good and bad."""
 
 import math
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.rollouts.priorities import PRIORITIES, load_priority, reuse_request
 
 
 def group_of(rewards: list[float]) -> Group:
-    """Right where the reward is above 0."""
+    """Makes a group whose completions are right if their reward is above 0."""
     return make_group(np.random.default_rng(0), rewards)
 
 
@@ -32,7 +32,7 @@ def group_of(rewards: list[float]) -> Group:
         ("reward", [3, 1.5], [1, -1], 2.35),
         ("reward", [0, 0], [5, 5], 0.1),
         ("reward", [-3, 1], [-1, 0], 0.1),
-        ("reward", [1, 1], [0, 0], 0),  # without a gradient it is not reused
+        ("reward", [1, 1], [0, 0], 0),  # without a gradient, the group is not reused
     ],
 )
 def test_hand_computed(name: str, rewards: list[float], advantages: list[float], expected: float) -> None:
@@ -40,7 +40,7 @@ def test_hand_computed(name: str, rewards: list[float], advantages: list[float],
 
 
 @pytest.mark.parametrize(("step", "beta", "oldest"), [(0, 0.4, 0), (5, 0.7, 2), (10, 1.0, 7)])
-def test_what_is_asked_for_reuse(step: int, beta: float, oldest: int) -> None:
+def test_the_request_for_reused_groups_hand_computed(step: int, beta: float, oldest: int) -> None:
     """A run of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness` versions."""
     config = Config(seed=2)
     config.replay.max_reuse_staleness, config.replay.max_times_sampled = 3, 5
@@ -83,7 +83,7 @@ def broken(group, advantages):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
-    """The import path of a module with SOURCE, in a package of this test's own."""
+    """The import path of a module with SOURCE, in a package made for this test."""
     name = f"own_priorities_{abs(hash(request.node.name))}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").touch()
@@ -94,20 +94,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return name
 
 
-def test_a_function_of_ones_own_is_imported_once(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_function_is_imported_once(package: str, capsys: pytest.CaptureFixture[str]) -> None:
     priority = load_priority(f"{package}.module:right")
     assert [priority(group_of([1, 0, 1]), [0.5, -1, 0.25]) for _ in range(2)] == [2.5, 2.5]
     assert capsys.readouterr().out == "imported\n"
 
 
 @pytest.mark.parametrize(("name", "expected"), [("zero", 0.0), ("whole", 7.0), ("single", 0.5)])
-def test_numbers_that_are_taken(package: str, name: str, expected: float) -> None:
+def test_returned_numbers_are_accepted(package: str, name: str, expected: float) -> None:
     assert load_priority(f"{package}.module:{name}")(group_of([1]), [0.5]) == expected
     assert load_priority(f"{package}.module:{name}")(group_of([1]), [0.0]) == 0.0
 
 
 @pytest.mark.parametrize("name", ["nothing", "text", "negative", "nan", "infinite", "huge", "boolean"])
-def test_what_is_no_priority_is_refused_with_the_group(package: str, name: str) -> None:
+def test_an_invalid_priority_is_refused_with_the_group(package: str, name: str) -> None:
     group, path = group_of([1]), f"{package}.module:{name}"
     with pytest.raises(ConfigError, match=f"the priority of group {group.id} is ") as error:
         load_priority(path)(group, [0])
@@ -115,7 +115,7 @@ def test_what_is_no_priority_is_refused_with_the_group(package: str, name: str) 
     assert error.value.remedy == "return a finite number of at least 0"
 
 
-def test_an_error_of_ones_own_function_comes_through(package: str) -> None:
+def test_an_error_of_a_custom_function_is_passed_on(package: str) -> None:
     with pytest.raises(KeyError, match="mine"):
         load_priority(f"{package}.module:broken")(group_of([1]), [0])
 
@@ -136,7 +136,7 @@ def test_an_error_of_ones_own_function_comes_through(package: str) -> None:
         ("{}.module:number", "of type int"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(package: str, path: str, why: str) -> None:
+def test_a_function_that_cannot_be_loaded_is_named(package: str, path: str, why: str) -> None:
     path = path.format(package)
     with pytest.raises(ConfigError, match=why) as error:
         load_priority(path)

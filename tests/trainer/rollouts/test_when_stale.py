@@ -1,7 +1,7 @@
-"""Which groups are trained on when answers take longer than `trainer.max_staleness` updates: a simulation in its own time.
+"""A simulation of which groups are trained on when answers take longer than `trainer.max_staleness` updates.
 
-Collector, clients, data-server, reward-server and replay-buffer are the real ones. The engine is simulated, and so is the time
-that it takes. A policy of one parameter, how often it reasons at length, learns from rewards that only long answers get.
+Collector, clients, data-server, reward-server and replay-buffer are real; the engine and its time are simulated. The
+policy has one parameter, how often it reasons at length, and learns from rewards that only long answers get.
 """
 
 import asyncio
@@ -41,17 +41,17 @@ from trainer.rollouts.services import Services
 
 FRESH, SIZE, STALENESS = 4, 4, 1
 SHORT, LONG, SIGMA = 20, 120, 0.3
-"""Usual lengths of an answer that guesses and of one that reasons, and the spread of their logarithms."""
+"""Typical lengths of an answer that guesses and of one that reasons, and the spread of their logarithms."""
 RIGHT = 60
-"""Tokens from which on an answer is right."""
+"""Answers with at least this many tokens are right."""
 REASONS = 0.07
-"""The share of answers that reason, at first."""
+"""The share of answers that reason at the start."""
 TOKENS_A_STEP = 30
-"""Tokens of a completion that are decoded during an update: one that reasons takes four updates."""
+"""Tokens of a completion decoded during one update: an answer that reasons takes four updates."""
 
 
 class LongIsGood(RewardFunction):
-    """Only long answers are right."""
+    """Rewards only long answers."""
 
     name = "long"
 
@@ -66,7 +66,7 @@ def draw(rng: np.random.Generator, reasons: float, count: int) -> Int32:
 
 
 class Engine(httpx.AsyncBaseTransport):
-    """Answers each group when `now` has reached the end of its longest completion; running ones go on with new weights."""
+    """Answers a group once `now` reaches the end of its longest completion; running ones go on with new weights."""
 
     def __init__(self) -> None:
         self.now, self.logit, self.versions = 0.0, math.log(REASONS / (1 - REASONS)), [(0.0, 0)]
@@ -104,7 +104,7 @@ class Engine(httpx.AsyncBaseTransport):
 
 
 class Simulation:
-    """A run of `when_stale`."""
+    """A run with one value of `when_stale`."""
 
     def __init__(self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine) -> None:
         self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
@@ -113,7 +113,7 @@ class Simulation:
         self.ages: list[int] = []
 
     def run(self, steps: int, learning_rate: float) -> None:
-        """Makes `steps` updates of the logit of reasoning, by policy gradient."""
+        """Makes `steps` policy gradient updates of the logit of reasoning."""
         settings = self.config.trainer
         slots = (settings.max_staleness + 1) * FRESH
         with self.rollouts.collecting(0, 10 * steps):
@@ -144,7 +144,7 @@ class Simulation:
         self.ages += [step - group.weight_version for group in batch.fresh]
 
     def _ready(self, step: int) -> bool:
-        """Whether the next batch can be taken without more time."""
+        """Returns whether the next batch is available without more time."""
         when, oldest = self.config.trainer.when_stale, step - STALENESS
 
         async def look() -> bool:
@@ -165,7 +165,7 @@ class Simulation:
         self._settle(open_slots)
 
     def _settle(self, open_slots: int) -> None:
-        """Waits until every group in a slot is generated or stored."""
+        """Waits until every group in a slot is being generated or is stored."""
 
         async def settled() -> None:
             turns = self.collector.turns
@@ -228,7 +228,7 @@ def run(base_model: Path, tmp_path: Path) -> Runs:
 
 
 def chi_square(groups: list[Group]) -> float:
-    """Compares lengths with those that the first policy samples, in nine parts; 8 degrees of freedom."""
+    """Compares the lengths with those the first policy samples, in nine bins with 8 degrees of freedom."""
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
     sampled = draw(np.random.default_rng(0), REASONS, 400_000)
     edges = [*np.quantile(sampled, np.arange(0.12, 0.9, 0.12)), RIGHT]
@@ -247,7 +247,7 @@ def test_lengths_that_are_trained_on_are_distributed_as_those_that_are_sampled(r
     assert max(spans) > 1, "some went on over an update"
     assert waiting.engine.calls <= (50 + STALENESS + 1) * FRESH, "and none was generated again"
     assert dropping.rollouts.drops.counts["stale"] > 20
-    assert chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)  # the 99 % quantile
+    assert chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)  # 20.09 is the 99 % quantile
 
 
 @pytest.mark.slow
@@ -259,6 +259,6 @@ def test_dropping_what_is_long_learns_to_be_short_and_waiting_does_not(run: Runs
     assert not training.rollouts.drops.counts
 
 
-def test_what_to_do_with_stale_groups_is_read_only_where_they_may_be() -> None:
+def test_when_stale_is_read_only_if_staleness_is_allowed() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.when_stale is set but not read, since trainer\.max_staleness is 0"):
         load(["--trainer.when_stale", "train"], {})

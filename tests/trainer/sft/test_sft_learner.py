@@ -1,4 +1,4 @@
-"""An update on worked answers is that of transformers' own loss and torch's AdamW, however it is cut."""
+"""An update on worked answers equals transformers' own loss with torch's AdamW, however the batch is cut."""
 
 import copy
 from pathlib import Path
@@ -17,11 +17,11 @@ from trainer.sft.learner import Learner
 from trainer.sft.rows import Row
 
 _NEAR = 3e-5
-"""A hundredth of what three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
+"""A hundredth of the distance three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
 
 
 def reference_loss(model: Any, rows: list[Row]) -> Tensor:
-    """The mean loss over all learned tokens, from transformers' loss of each row alone."""
+    """Computes the mean loss over all learned tokens from transformers' loss of each row alone."""
     total: Any = 0.0
     for row in rows:
         ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.completion_ids])).long()
@@ -34,7 +34,7 @@ def reference_loss(model: Any, rows: list[Row]) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", [{}, {"packing": "off"}, {"micro_batch_size": 1}, {"micro_batch_tokens": 40}])
-def test_three_updates_are_those_of_transformers_and_torch(config: Config, cut: dict[str, Any]) -> None:
+def test_three_updates_match_transformers_and_torch(config: Config, cut: dict[str, Any]) -> None:
     for name, value in {"weight_decay": 0.1, "max_grad_norm": 0.3, "lr_schedule": "linear", "warmup_steps": 1, **cut}.items():
         setattr(config.trainer, name, value)
     policy = Policy(config, Ranks())
@@ -62,8 +62,8 @@ def test_three_updates_are_those_of_transformers_and_torch(config: Config, cut: 
         torch.testing.assert_close(own, other, atol=_NEAR, rtol=0, msg=name)
 
 
-def test_what_is_not_learned_has_no_effect(config: Config) -> None:
-    """Neither the tokens between two answers, as targets, nor how often they occur."""
+def test_unlearned_tokens_have_no_effect(config: Config) -> None:
+    """Unlearned tokens are not targets and do not count in the mean."""
     (row,) = random_rows(1, seed=3)
     learned = np.zeros_like(row.learned)
     learned[:2] = 1

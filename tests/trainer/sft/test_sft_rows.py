@@ -1,4 +1,4 @@
-"""Worked answers become tokens as generation has them, and only answers are learned."""
+"""Worked answers are tokenised as in generation, and only the answers are learned."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ THINKING = (
     "{{ m['content'].split('</think>')[1] }}{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As that of Qwen3: the thoughts of earlier answers are gone."""
+"""Like Qwen3's template, which removes the thoughts of earlier answers."""
 
 
 @pytest.fixture
@@ -32,13 +32,13 @@ def encoder(tokenizer: Any, context: int | None = None, vocabulary: int = 1000, 
 
 
 def chat(*contents: str, system: str = "") -> Prompt:
-    """A chat of user and assistant in turn."""
+    """Returns a chat of user and assistant in turn."""
     roles = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     return example("row", [{"role": "system", "content": system}, *roles] if system else roles)
 
 
 def texts(tokenizer: Any, row: Row) -> tuple[str, list[str]]:
-    """The whole row, and each passage that is learned."""
+    """Returns the text of the whole row and of each learned passage."""
     passages: list[list[int]] = [[]]
     for token, learned in zip(row.completion_ids.tolist(), row.learned.tolist(), strict=True):
         if learned:
@@ -95,7 +95,7 @@ def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:
 
 
 def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
-    """Generation begins after the prompt's tokens, so the answer's are learned as they are without it."""
+    """Generation starts after the prompt's tokens, so the answer's tokens must not depend on the prompt's text."""
     tokenizer.chat_template = None
     joined = tokenizer("How many").input_ids
     split = next(
@@ -114,12 +114,12 @@ def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
     ("settings", "message"),
     [({"context": 8}, "row has .* tokens with its answer, .* context is 8"), ({"vocabulary": 9}, "the model knows 9")],
 )
-def test_what_the_model_cannot_read_is_refused(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
+def test_rows_that_the_model_cannot_read_are_refused(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         encoder(tokenizer, **settings).rows(answered("row", "How many apples?", "#### 12"))
 
 
-def test_rows_travel_as_they_are(tokenizer: Any) -> None:
+def test_rows_survive_packing(tokenizer: Any) -> None:
     rows = encoder(tokenizer).rows(chat("a", "1", "b", "2")) + encoder(tokenizer).rows(answered("row", "c", "3"))
     for row, sent in zip(rows, unpack(pack(rows)), strict=True):
         for name in ("prompt_ids", "completion_ids", "learned"):
@@ -135,7 +135,7 @@ def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> N
         return [int(row.prompt_ids.sum()) for step in range(5) for row in batches.rows(step, 14)]
 
     found = order(1)
-    assert len(found) == 14  # the last batch has the two that are left
+    assert len(found) == 14  # the last batch has the two that remain
     assert sorted(found[:7]) == sorted(found[7:]) == sorted(int(rows[0].prompt_ids.sum()) for rows in examples)
     assert found[:7] != found[7:]
     assert found == order(1) != order(2)

@@ -1,4 +1,4 @@
-"""A run on worked answers: its directory, its end and its beginning again, and what it refuses."""
+"""A run on worked answers: its directory, its end, its resumption, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture
 def no_loss_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the picture at the end of a run."""
+    """Leaves out the plot at the end of a run."""
     monkeypatch.setattr("trainer.observe.plots.plot_losses", lambda *_: None)
 
 
@@ -45,7 +45,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_run_writes_what_a_run_writes_and_its_checkpoint_is_a_model(policy_dir: Path, tmp_path: Path) -> None:
+def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(
         policy_dir, tmp_path / "run", "--trackers.names", "tests.support.fake_trackers:Keeps", "--trainer.eval_every", "3"
     )
@@ -92,14 +92,12 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
     losses = [[line["update"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("run", "other")]
     assert losses[0] == losses[1]
     assert [line["step"] for line in read_lines(tmp_path / "run" / "attempts.jsonl")] == [0, 2]
-    assert fine_tune(config, load_examples(config), QUIET) == resumed  # already finished
+    assert fine_tune(config, load_examples(config), QUIET) == resumed  # the run is finished already
 
 
 @pytest.mark.integration
-def test_two_ranks_come_to_what_one_does_and_go_on_from_its_checkpoint(
-    policy_dir: Path, tmp_path: Path, no_loss_curves: None
-) -> None:
-    """The model is sharded, a rank without a row takes part, and rank 0 alone has the data."""
+def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+    """The model is sharded, a rank without a row takes part, and only rank 0 has the data."""
     constant = ("--trainer.lr_schedule", "constant", "--trainer.micro_batch_size", "1", "--trainer.batch_size", "3")
     one = settings(policy_dir, tmp_path / "one", *constant, "--trainer.max_steps", "3")
     whole = fine_tune(one, load_examples(one), QUIET)
@@ -115,7 +113,7 @@ def test_two_ranks_come_to_what_one_does_and_go_on_from_its_checkpoint(
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=1e-5)
 
 
-def test_an_adapter_is_trained_alone(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
     config = settings(policy_dir, tmp_path / "run", "--lora.rank", "4", "--lora.dropout", "0.1", "--trainer.num_epochs", "1")
     saved = fine_tune(config, load_examples(config), QUIET)
     assert (saved / "adapter_model.safetensors").exists()
@@ -124,7 +122,7 @@ def test_an_adapter_is_trained_alone(policy_dir: Path, tmp_path: Path, no_loss_c
     assert after < before
 
 
-def test_a_run_from_rewards_is_not_gone_on_with(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
     with pytest.raises(ConfigError, match="is of a run with learning from answers, this one has rewards"):
@@ -149,7 +147,7 @@ def test_settings_of_training_from_rewards_are_refused(words: list[str], name: s
     assert error.value.field == name
 
 
-def test_its_own_defaults_are_below_everything(tmp_path: Path) -> None:
+def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
     assert load([], {}, purpose=PURPOSE).trainer.learning_rate == 2e-5
     assert load([], {"BATCH_SIZE": "7"}, purpose=PURPOSE).trainer.batch_size == 7
     (tmp_path / "own.yaml").write_text("trainer: {learning_rate: 3.0e-5}")
@@ -157,7 +155,7 @@ def test_its_own_defaults_are_below_everything(tmp_path: Path) -> None:
     assert load([], {}).trainer.learning_rate == 1e-6
 
 
-def test_the_help_has_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load(["--help-all"], {}, prog="rlhf-sft", purpose=PURPOSE)
     shown = capsys.readouterr().out

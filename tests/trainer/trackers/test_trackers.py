@@ -1,4 +1,4 @@
-"""Trackers get what a run records; one that hangs, raises or exits loses records and touches nothing else."""
+"""Trackers get what a run records; a tracker that hangs, raises or exits loses records and affects nothing else."""
 
 import io
 import json
@@ -27,13 +27,13 @@ FAKES = "tests.support.fake_trackers"
 
 
 def settings(model: Path, directory: Path, *names: str, more: tuple[str, ...] = ()) -> Config:
-    """Settings of a run of two steps with these fakes."""
+    """Settings of a run of two steps with these fake trackers."""
     words = [word for name in names for word in ("--trackers.names", f"{FAKES}:{name}")]
     return tiny(model, directory, *words, "--trackers.sample_every", "2", *more)
 
 
 def kept(config: Config) -> list[list[Any]]:
-    """What `Keeps` was told."""
+    """Returns the calls that `Keeps` received."""
     assert config.trainer.run_dir is not None
     return read_calls(config.trainer.run_dir / "trackers")
 
@@ -50,8 +50,8 @@ def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: 
     assert config.trainer.run_dir is not None
     calls = kept(config)
     assert [call for call, _ in calls] == [
-        *("start", "metrics", "table", "metrics"),  # the evaluation before training, step 1
-        *("metrics", "table", "metrics", "table", "close"),  # step 2, the evaluation after it
+        *("start", "metrics", "table", "metrics"),  # the evaluation before training, then step 1
+        *("metrics", "table", "metrics", "table", "close"),  # step 2, then the evaluation after it
     ]
     start = calls[0][1]
     assert (start["name"], start["project"], start["step"]) == ("run", "rlhf-math", 0)
@@ -90,7 +90,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(base_model
 
 
 @pytest.mark.integration
-def test_trackers_that_hang_raise_and_exit_cost_records_and_nothing_else(
+def test_trackers_that_hang_raise_or_exit_cost_only_records(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-key-of-nobody")

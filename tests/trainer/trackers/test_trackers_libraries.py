@@ -1,4 +1,4 @@
-"""Each tracker with its real library, offline: what was handed over is read again by that library, also after a resume."""
+"""Each tracker with its real library, offline: the library can read back what it was given, also after a resume."""
 
 import json
 import struct
@@ -14,13 +14,13 @@ from common.sections import TrackersSection
 from trainer.trackers.base import RunInfo
 from trainer.trackers.thread import TrackerThread
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, about each other
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries warn about each other
 COLUMNS = ["prompt", "completion", "reward", "correct"]
 ROWS = [["1 | 2?", "three\nfour", 0.5, True], ["<b>", "", 0.0, False]]
 
 
 def track(name: str, directory: Path, step: int, steps: range, finished: bool, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One attempt of a run that goes on after `step`; what was said."""
+    """Tracks one attempt of a run that continues after `step`; returns the messages."""
     for variable in ("WANDB_API_KEY", "WANDB_MODE", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
         monkeypatch.delenv(variable, raising=False)
     if name == "wandb":
@@ -40,7 +40,7 @@ def track(name: str, directory: Path, step: int, steps: range, finished: bool, m
 
 
 def twice(name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A run that was interrupted after step 4, and went on from its checkpoint of step 2."""
+    """Tracks a run that was interrupted after step 4 and resumed from its checkpoint of step 2."""
     told = track(name, directory, 0, range(1, 5), finished=False, monkeypatch=monkeypatch)
     return told + track(name, directory, 2, range(3, 6), finished=True, monkeypatch=monkeypatch)
 
@@ -73,7 +73,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def history(path: Path) -> list[dict[str, Any]]:
-    """The logged records of a file of wandb: seven bytes, then records of LevelDB's log format in blocks of 32 KiB."""
+    """The logged records of a wandb file: seven bytes, then records in LevelDB's log format in blocks of 32 KiB."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole, found = path.read_bytes(), 7, b"", list[dict[str, Any]]()
@@ -84,7 +84,7 @@ def history(path: Path) -> list[dict[str, Any]]:
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
         whole += data[at + 7 : at + 7 + size]
         at += 7 + size
-        if kind in (1, 4):  # the whole record, or its last part
+        if kind in (1, 4):  # a whole record, or its last part
             record = wandb_internal_pb2.Record()
             record.ParseFromString(whole)
             if record.WhichOneof("record_type") == "history":

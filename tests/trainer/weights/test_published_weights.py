@@ -20,7 +20,7 @@ LIMIT_S = 400
 
 
 class Engines:
-    """Serve a version once `gate` is open; refuse version `bad`. Two versions at a time are an error."""
+    """Serves a version once `gate` is open and refuses version `bad`. Fails on two versions at a time."""
 
     def __init__(self, bad: int | None = None) -> None:
         self.gate, self.started, self.bad = threading.Event(), threading.Event(), bad
@@ -66,7 +66,7 @@ def test_with_staleness_0_push_returns_when_the_engines_serve_the_weights(policy
         weights.push(policy)
 
 
-def test_in_the_background_push_returns_before_and_takes_a_copy(policy: Policy) -> None:
+def test_a_push_in_the_background_returns_early_and_takes_a_copy(policy: Policy) -> None:
     weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
     expected = {name: tensor.clone() for name, tensor in policy.weights()}
     served = weights.push(policy)
@@ -114,7 +114,7 @@ def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy)
     assert engines.served == []
 
 
-def test_close_waits_for_what_is_on_its_way_but_not_for_long(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_a_pending_version_but_not_for_long(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
     weights.close()
     weights.push(policy)

@@ -1,4 +1,4 @@
-"""The copy of published weights, what engines' checksums are compared with, and files on demand."""
+"""The host copy of published weights, the comparison with engines' checksums, and files on demand."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def mixed() -> dict[str, Tensor]:
     }
 
 
-def test_buckets_hold_what_was_put_in_and_end_at_their_size_and_at_another_dtype() -> None:
+def test_buckets_keep_their_tensors_and_end_at_their_size_or_another_dtype() -> None:
     snapshot, filled = HostCopy(bucket_bytes=250), list[int]()
     for version in (1, 2):
         weights = mixed()
@@ -53,7 +53,7 @@ def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> Non
     snapshot.fill(mixed().items(), 1)
     with pytest.raises(ServiceError):
         snapshot.fill((mixed() | change).items(), 2)
-    with pytest.raises(NotFound), snapshot.reading(1):  # half overwritten: nobody gets it
+    with pytest.raises(NotFound), snapshot.reading(1):  # half overwritten, so nobody may read it
         pass
 
 
@@ -64,7 +64,7 @@ def broadcaster(tmp_path: Path) -> tuple[Broadcaster, WeightBoard]:
     return Broadcaster(board, [static], "run", 5.0, Rendezvous("127.0.0.1")), board
 
 
-async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(tmp_path: Path) -> None:
+async def test_files_are_written_on_request_and_checksums_are_compared(tmp_path: Path) -> None:
     sender, board = broadcaster(tmp_path)
     transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
     async with httpx.AsyncClient(base_url="http://trainer", transport=transport) as http:
@@ -90,9 +90,7 @@ async def test_files_are_written_when_somebody_asks_and_checksums_are_compared(t
         assert (await http.post("/weights/1/verify", json=body | {"ranks": [good]})).status_code == 404
 
 
-def test_an_address_that_does_not_exist_is_loud_and_weights_go_as_files(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_address_is_logged_and_weights_go_as_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     board = WeightBoard(tmp_path / "weights")
     board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
     sender = Broadcaster(board, [], "run", 1.0, Rendezvous("nobody.invalid"))

@@ -1,4 +1,4 @@
-"""Checksums of engines against the tensors that were sent, as SGLang arranges them on one GPU and on several."""
+"""Checksums of engines against the tensors that were sent, as SGLang arranges them on one or several GPUs."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ Tensors = dict[str, Tensor]
 
 
 def sent(kind: str) -> Tensors:
-    """What is published of a model whose vocabulary is not a multiple of 64, in the precision of GPUs."""
+    """The tensors published for a model whose vocabulary is no multiple of 64, in the precision of GPUs."""
     model = make(kind, vocab_size=90)
     tensors = revert_weight_conversion(model, named_tensors(model))
     return {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
 
 
 def engine(tensors: Tensors, rank: int = 0, size: int = 1) -> Tensors:
-    """The parameters of a rank of SGLang, written down from its model files, not from the code under test."""
+    """The parameters of one rank of SGLang, derived from SGLang's model files, not from the code under test."""
     found: Tensors = {}
     experts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in tensors.items():
@@ -34,7 +34,7 @@ def engine(tensors: Tensors, rank: int = 0, size: int = 1) -> Tensors:
             experts.setdefault(f"{block}.experts", {})[int(expert), module] = tensor
         elif module == "q_proj" and not name.endswith("bias"):
             k, v = (tensors[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
-            heads = 2  # of keys and values, of 8 rows each
+            heads = 2  # heads of keys and values, with 8 rows each
             own = rank * heads // size
             kv = [part.view(heads, 8, -1)[own : own + max(1, heads // size)].flatten(0, 1) for part in (k, v)]
             found[f"{before}.qkv_proj.weight"] = torch.cat([tensor.chunk(size)[rank], *kv])
@@ -65,7 +65,7 @@ def sums_of(parameters: Tensors, on_gpu: bool) -> dict[str, str]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_every_tensor_that_was_sent_is_compared_on_every_gpu(kind: str, size: int, on_gpu: bool) -> None:
-    """With four GPUs two of them share a head of keys."""
+    """With four GPUs, two of them share a head of keys."""
     tensors, checksums = sent(kind), Checksums(on_gpu)
     ranks = [sums_of(engine(tensors, rank, size), on_gpu) for rank in range(size)]
     found = checksums.compare(tensors, ranks)
@@ -89,7 +89,7 @@ def test_one_changed_number_anywhere_is_found(on_gpu: bool) -> None:
 
 
 def test_an_engine_that_kept_its_old_experts_is_found() -> None:
-    """SGLang skips names that it does not know without a word."""
+    """SGLang silently skips names it does not know."""
     old, new = sent("Qwen3-MoE"), {name: tensor + 1 for name, tensor in sent("Qwen3-MoE").items()}
     kept = {name: tensor for name, tensor in engine(old).items() if ".experts." in name}
     found = Checksums(on_gpu=True).compare(new, [sums_of(engine(new) | kept, True)])
