@@ -162,7 +162,7 @@ class Client:
                 retry_after_s = parse_retry_after(response)
             now = time.monotonic()
             if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line for all waiting calls
-                log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
+                log.warning("waited %.0f s so far for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
                 self._last_warning = now
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
@@ -292,7 +292,7 @@ async def wait_healthy(
                 watchdog.deadline_passed(f"not healthy after {timeout_s:.0f} s: {text}")
             raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
         if now - said > every_s:
-            say(f"waiting since {now - start:.0f} s for {text}")
+            say(f"waited {now - start:.0f} s so far for {text}")
             said, every_s = now, min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)
 

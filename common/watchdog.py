@@ -121,7 +121,7 @@ def awaited() -> list[str]:
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
     return [
-        f"{call} from {service} since {max(found):.0f} s" + (f", {len(found)} times" if len(found) > 1 else "")
+        f"{call} from {service} for {max(found):.0f} s" + (f", {len(found)} times" if len(found) > 1 else "")
         for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1]))
     ]
 

@@ -75,7 +75,7 @@ def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hanging]
     made.end()
 
 
-AWAITED = ("awaited: GET /prompts from data-server since ", ", 3 times")
+AWAITED = ("awaited: GET /prompts from data-server for ", ", 3 times")
 STACKS = ("in wait_in_the_main_thread", "thread MainThread:", "thread collector:", "3 tasks at:", "in DataClient.prompts")
 
 

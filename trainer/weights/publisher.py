@@ -321,7 +321,7 @@ class WeightBoard:
                 log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)
                 return self._exclude([*missing, *self._silent()])
             if now - said > say_after_s:
-                say(f"waiting since {now - start:.0f} s: {waited}")
+                say(f"waited {now - start:.0f} s so far: {waited}")
                 said, say_after_s = now, min(60.0, 2 * say_after_s)
             with self._lock:
                 self._lock.wait(timeout=0.2)

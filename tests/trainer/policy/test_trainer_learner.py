@@ -193,7 +193,7 @@ def test_two_trainer_processes_give_the_update_of_one(
         torch.testing.assert_close(two[name], expected, atol=2e-5, rtol=0, msg=name)
 
 
-def test_trap_clip_and_kl_are_read(config: Config, groups: list[Group]) -> None:
+def test_trap_settings_change_the_update(config: Config, groups: list[Group]) -> None:
     """Trap: settings that nothing reads. Each of these settings changes the update."""
     base = updated(config, whole(groups, config))
 
