@@ -230,10 +230,10 @@ def test_contract_a_trainer_that_dies_fails_the_update_and_files_still_load(
 def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Client, trainer: Trainer) -> None:
     plan = trainer.group.announcement([])
     init = {"master_address": plan.master_address, "master_port": plan.master_port, "rank_offset": 1, "world_size": 3}
-    joining = trainer.post("/init_weights_update_group", init | {"group_name": plan.group, "backend": "gloo"})
     store = trainer.group._store
     assert store is not None
     alone, limit = store.num_keys(), time.monotonic() + 400
+    joining = trainer.post("/init_weights_update_group", init | {"group_name": plan.group, "backend": "gloo"})
     while store.num_keys() == alone:
         assert time.monotonic() < limit, "the engine does not come"
         time.sleep(0.02)

@@ -70,7 +70,7 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
         (length, {"environment_factory": Insists}, "has get_reward, which is the whole reward"),
         (None, {"environment_factory": Silent}, "there is none.*reward_fn"),
         (length, {"environment_factory": 7}, "makes no environments.*environment_factory"),
-        (length, {"environment_factory": dict}, "no class of environments"),
+        (length, {"environment_factory": dict}, "not an environment class"),
         (length, {"environment_factory": Silent, "tools": [length]}, "brings its own tools"),
         (length, {"tools": [undescribed]}, "undescribed of .* cannot be described"),
         (length, {"tools": [Silent]}, "no function"),
