@@ -200,7 +200,7 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
         message, remedy = explained(first)
         if unknown:
             hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-            message, remedy = "this field is not one of a job group that can run here", f"{hint} {known}".strip()
+            message, remedy = "a job group that runs here has no such field", f"{hint} {known}".strip()
         value = None if first["type"] == "missing" else first["input"]
         raise ConfigError(message, field=field, value=value, remedy=remedy) from None
 

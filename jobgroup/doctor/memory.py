@@ -34,7 +34,7 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     try:
         shape = ModelShape.of(plan.shapes[name])
     except KeyError:
-        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be had", "see the line of the model")
+        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be loaded", "see the line of the model")
         return
     except ConfigError as error:
         found, fix = f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3"

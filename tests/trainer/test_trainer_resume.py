@@ -76,7 +76,7 @@ def test_another_model_in_place_of_the_first_is_refused(own: Config, change: Cal
     path = saved(own, 3)
     change(Path(own.model.name))
     with pytest.raises(
-        ConfigError, match=rf"{path.name} is of a run with {name} .*/model with the content .* this one has"
+        ConfigError, match=rf"{path.name} belongs to a run with {name} .*/model with the content .* this run has"
     ) as e:
         resume(own)
     assert "set it to" in str(e.value.remedy)
@@ -111,7 +111,7 @@ def test_settings_that_the_checkpoint_depends_on_are_refused(config: Config, sec
     holder = getattr(config, section) if section else config
     before = getattr(holder, name)
     setattr(holder, name, value)
-    with pytest.raises(ConfigError, match=rf"of a run with [\w.]*{name} {before}, this one has {value} ") as error:
+    with pytest.raises(ConfigError, match=rf"to a run with [\w.]*{name} {before}, this run has {value} ") as error:
         resume(config)
     assert error.value.field == f"{section}.{name}".lstrip(".")
 

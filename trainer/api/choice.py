@@ -28,9 +28,9 @@ def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str
             remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, http://127.0.0.1:30000"
             raise ConfigError("it is not an engine", field="engine", value=url, remedy=remedy)
         if urls.count(url) > 1:
-            raise ConfigError("it is there twice", field="engine", value=url, remedy="name every server once")
+            raise ConfigError("it is named twice", field="engine", value=url, remedy="name every server once")
     if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
-        reason = "a server that this trainer did not start may not take adapters"
+        reason = "a server that this trainer did not start may not accept adapters"
         remedy = "set settings={'lora.publish': 'merged'}: it gets the whole model with the adapter merged"
         raise ConfigError(reason, field="engine", value=urls[0], remedy=remedy)
     return urls

@@ -251,7 +251,9 @@ def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> 
     for name, results in (("first", first), ("second", second)):
         if results["accuracy"] is None:
             remedy = "evaluate with a reward that verifies answers"
-            raise ConfigError("its rewards do not say what is right", field=name, value=results["model"], remedy=remedy)
+            raise ConfigError(
+                "its rewards do not show which answers are right", field=name, value=results["model"], remedy=remedy
+            )
     if first["prompts"] != second["prompts"]:
         raise ConfigError("the two evaluations are not about the same problems", field="second", remedy="use one data set")
     return paired_difference(first["correct"], second["correct"])

@@ -69,7 +69,7 @@ def of_optimizers(optimizers: Any) -> dict[str, Any]:
     import torch
 
     if type(optimizer) is not torch.optim.AdamW:
-        reason = "the trainer has AdamW alone, whose state is sharded and saved with the weights"
+        reason = "the trainer supports only AdamW, whose state is sharded and saved with the weights"
         raise ConfigError(reason, field="optimizers", value=type(optimizer).__name__, remedy="give torch.optim.AdamW, or none")
     if optimizer.state or len(optimizer.param_groups) != 1:
         reason = "it has taken steps" if optimizer.state else f"it has {len(optimizer.param_groups)} groups of parameters"

@@ -144,7 +144,7 @@ class Recorder:
         if lost:
             which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
             text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
-            self.say(f"warning: {text}; training goes on, curves, report and dashboard lack them", logging.WARNING)
+            self.say(f"warning: {text}; training continues, but curves, report and dashboard lack them", logging.WARNING)
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""

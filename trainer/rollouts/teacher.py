@@ -81,7 +81,7 @@ class Teacher(Client):
         if theirs != ours:
             at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), len(ours))
             raise ConfigError(
-                f"the teacher has another tokenizer than the model that is trained: {shorten(_PROBE)!r} and the special tokens "
+                f"the teacher's tokenizer differs from that of the trained model: {shorten(_PROBE)!r} and the special tokens "
                 f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
                 field="teacher.url",
                 value=self.base_url,

@@ -183,7 +183,7 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
     assert of_optimizers((None, None)) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)
     for optimizers, message in [
-        ((torch.optim.SGD(weight), None), "has AdamW alone"),
+        ((torch.optim.SGD(weight), None), "supports only AdamW"),
         ((torch.optim.AdamW(weight, amsgrad=True), None), "optimizers: amsgrad"),
         ((None, schedule), "the learning rate follows from the step"),
     ]:

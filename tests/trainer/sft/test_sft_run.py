@@ -125,7 +125,7 @@ def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path, no_loss_c
 def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
-    with pytest.raises(ConfigError, match="is of a run with learning from answers, this one has rewards"):
+    with pytest.raises(ConfigError, match="belongs to a run with learning from answers, this run has rewards"):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
 
