@@ -73,7 +73,7 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
         (length, {"environment_factory": dict}, "not an environment class"),
         (length, {"environment_factory": Silent, "tools": [length]}, "brings its own tools"),
         (length, {"tools": [undescribed]}, "undescribed of .* cannot be described"),
-        (length, {"tools": [Silent]}, "no function"),
+        (length, {"tools": [Silent]}, "not a function"),
     ]
     for reward, given, message in refused:
         with pytest.raises(ConfigError, match=message):
