@@ -1,10 +1,10 @@
-"""Cost of the environment-server: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
+"""Measures the cost of the environment-server: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
 
-`calls`: 256 sessions of a program that calls the model over HTTP, each turn after the other, with an engine that takes
-two seconds per turn. Measures the latency a call adds to the engine's, and the server's CPU time per 1,000 turns; the
-latter also for episodes whose turns the server plays itself and, for comparison, for no-op requests. `tools`: an engine
-of 32 sequences at a time, and tools that sleep for 1 to 30 seconds. The ratio of the engine's throughput with enough
-episodes in flight to keep it busy to that of episodes without tools.
+`calls`: 256 sessions of a program that calls the model over HTTP, one turn after the other, with an engine that takes
+two seconds per turn. Measures the latency that a call adds to the engine's, and the server's CPU time per 1,000 turns;
+the CPU time also for episodes whose turns the server plays itself and, for comparison, for no-op requests. `tools`: an
+engine that runs 32 sequences at a time, and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with
+enough episodes in flight to keep it busy, relative to episodes without tools.
 
 Server and engine are separate processes; the engine computes nothing.
 """
@@ -57,7 +57,7 @@ class Talks:
 
 
 class Slow(Talks):
-    """The same with a slow tool between two turns; it is not a coroutine, so it holds a thread."""
+    """Adds a slow tool between two turns; the tool is not a coroutine, so it holds a thread."""
 
     def look(self, what: str) -> str:
         """Looks something up.
@@ -70,21 +70,21 @@ class Slow(Talks):
 
 
 def serve_environment(name: str, port: int, engine: int) -> None:
-    """Serves one of these environments; the engine has another port."""
+    """Serves one of these environments; `engine` is the engine's port."""
     tokenizer = trap_tokenizer()
     stop = tokenizer.eos_token_id
     router, metrics = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"), Metrics("environment-server")
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
     service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
-    for i in range(SESSIONS):  # programs started by others
+    for i in range(SESSIONS):  # of programs that others started
         request = EpisodeRequest(request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS))
         service._sessions[f"session-{i}"] = service.open_session(request)
     serve(create_environment_app(service, 256 << 20, metrics), "127.0.0.1", port)
 
 
 def serve_engine(port: int, tools: bool) -> None:
-    """Answers after TURN_S, SLOTS requests at a time where there are tools."""
+    """Serves an engine that answers after TURN_S; with tools, it runs SLOTS requests at a time."""
     tokenizer = trap_tokenizer()
     slots = asyncio.Semaphore(SLOTS if tools else SESSIONS)
     text = "x" * (ANSWER_TOKENS - 1 - len(_CALL))
@@ -121,7 +121,7 @@ def serve_engine(port: int, tools: bool) -> None:
 
 @asynccontextmanager
 async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
-    """URLs of server and engine, and the server's process."""
+    """Starts both processes and yields the URLs of server and engine, and the server's process."""
     port, engine = free_port(), free_port()
     words = [
         ["benchmarks.agents", "--serve", environment, str(port), str(engine)],
@@ -150,7 +150,7 @@ async def calls() -> None:
     async with serving("Talks") as (url, _, process), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         async def program(i: int, took: list[float]) -> None:
-            await asyncio.sleep(TURN_S * i / SESSIONS)  # not all at once, as in training
+            await asyncio.sleep(TURN_S * i / SESSIONS)  # spread out, as in training
             chat: list[dict[str, Any]] = [{"role": "user", "content": f"Tell me the story of number {i}. " * 8}]
             headers = {"authorization": f"Bearer session-{i}"}
             for _ in range(TURNS):
@@ -197,7 +197,7 @@ def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
 
 
 async def rate(environment: str, flight: int) -> float:
-    """Engine turns per second with this many episodes in flight, after they have spread out."""
+    """Returns the engine turns per second with this many episodes in flight, once they have spread out."""
     async with serving(environment) as (url, engine, _), aiohttp.ClientSession() as http:
 
         async def turns() -> int:
@@ -223,7 +223,7 @@ async def rate(environment: str, flight: int) -> float:
 
 
 async def tools() -> None:
-    """Prints the engine's throughput with slow tools over that without."""
+    """Prints the ratio of the engine's throughput with and without slow tools."""
     without, slow = SLOTS / TURN_S, await rate("Slow", FLIGHT)
     print(
         f"tools of {TOOL_S[0]:g} to {TOOL_S[1]:g} s, {FLIGHT} episodes in flight: {slow:.1f} turns a second of an engine that"
@@ -232,7 +232,7 @@ async def tools() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the named parts, or all."""
+    """Runs the named parts, or all of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", help="calls, tools")
     parser.add_argument("--serve", nargs=3)

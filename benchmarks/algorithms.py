@@ -1,7 +1,7 @@
-"""Every recipe on the built-in task: accuracy over steps and over CPU seconds, several seeds, one table and one plot.
+"""Compares all recipes on the built-in task: accuracy over steps and CPU seconds, for several seeds, as table and plot.
 
 `python -m benchmarks.algorithms [--seeds 3] [--steps 25] [--plot FILE.png]` trains each recipe in a separate process,
-otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` makes it).
+otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` creates it).
 """
 
 import argparse
@@ -17,15 +17,15 @@ from rich.table import Table
 from benchmarks.learning import Curve, mean_curve, train
 from common.algorithm import RECIPES
 
-mpl.use("Agg")  # before pyplot: no display is needed
+mpl.use("Agg")  # must precede pyplot; needs no display
 
 import matplotlib.pyplot as plt
 
 EVERY = 5
 BESIDE: dict[str, tuple[str, ...]] = {
-    "dapo": ("--algorithm.dynamic_sampling_rounds", "40"),  # late in the run most groups are all right
+    "dapo": ("--algorithm.dynamic_sampling_rounds", "40"),  # late in the run, most groups are entirely right
     "ppo": ("--critic.learning_rate", "1e-3"),
-    "gdpo": ("--reward.require_stop", "false"),  # it would change only the sum of the rewards
+    "gdpo": ("--reward.require_stop", "false"),  # require_stop would change only the sum of the rewards
 }
 """Settings a recipe needs on this task besides its name."""
 
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each recipe")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--plot", type=Path, help="write the curves here, as PNG")
-    recipes = [name for name in RECIPES if name != "opd"]  # it needs a teacher: benchmarks.distillation
+    recipes = [name for name in RECIPES if name != "opd"]  # needs a teacher; see benchmarks.distillation
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
     options = parser.parse_args()
     curves: dict[str, list[Curve]] = {recipe: [] for recipe in options.recipes}

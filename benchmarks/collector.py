@@ -1,10 +1,12 @@
-"""Cost of collecting on the trainer's node: `python -m benchmarks.collector [--in-flight 4096] [--completions 40000]`.
+"""Measures the cost of collecting on the trainer's node.
 
-The real collector and the real clients over real sockets, thousands of completions in flight. Light stand-ins, one process
-each, replace the data-server, reward-server and replay-buffer; one endpoint stands for the router and 64 engines: it
-answers a group after a second or two, with about 500 tokens and log-probabilities a completion, in SGLang's format. Groups
-that are stored free their slots at once. Measured: completions per second, this process's CPU seconds per 1,000
-completions split into parsing SGLang's JSON and the rest, and the resident memory over time.
+    python -m benchmarks.collector [--in-flight 4096] [--completions 40000]
+
+The real collector and the real clients use real sockets, with thousands of completions in flight. Light stand-ins, one
+process each, replace the data-server, reward-server and replay-buffer. One endpoint replaces the router and 64 engines:
+it answers a group after a second or two, in SGLang's format, with about 500 tokens and log-probabilities per
+completion. Stored groups free their slots at once. Measured are completions per second, this process's CPU seconds per
+1,000 completions (split into parsing SGLang's JSON and the rest), and the resident memory over time.
 """
 
 import argparse
@@ -39,7 +41,7 @@ COMPLETIONS, TOKENS, POOL = 8, 500, 16
 
 
 def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
-    """A group as SGLang answers it: 400 to 600 tokens a completion."""
+    """Returns a group in SGLang's format, with 400 to 600 tokens per completion."""
     found = []
     for _ in range(COMPLETIONS):
         size = int(rng.integers(TOKENS - 100, TOKENS + 101))
@@ -63,7 +65,7 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
 
 
 def rollout_app() -> web.Application:
-    """The router and the engines behind it."""
+    """Stands in for the router and the engines behind it."""
     rng = np.random.default_rng(0)
     pool = [orjson.dumps(answers(rng)) for _ in range(POOL)]
     waits = rng.uniform(1, 2, 1 << 16)
@@ -82,7 +84,7 @@ def rollout_app() -> web.Application:
 
 
 def services_app() -> web.Application:
-    """Data, reward and replay stubs: they only answer in the right form."""
+    """Stubs for data, reward and replay, which only answer in the right form."""
     position = stored = 0
 
     async def prompts(request: web.Request) -> web.Response:
@@ -103,7 +105,7 @@ def services_app() -> web.Application:
     async def add(request: web.Request) -> web.Response:
         nonlocal stored
         body = await request.read()
-        if stored == 0:  # the body has the form a real one accepts
+        if stored == 0:  # check once that the body has the form a real buffer accepts
             assert len(decode_groups(body)[0].completions) == COMPLETIONS
         stored += 1
         return web.json_response({"added": 1, "duplicates": 0})
@@ -116,7 +118,7 @@ def services_app() -> web.Application:
 
 
 class FreeingReplay(ReplayClient):
-    """Counts stored groups and frees their slots, as the trainer does after training on them."""
+    """Counts stored groups and frees their slots, as the trainer does after training."""
 
     collector: Collector
     stored = 0
@@ -136,7 +138,7 @@ def resident_mb() -> float:
 
 
 def parse_seconds() -> tuple[float, float]:
-    """CPU seconds per 1,000 completions: for orjson alone, and for building completions from its result."""
+    """Returns CPU seconds per 1,000 completions: for orjson alone, and for building completions from its result."""
     group = answers(np.random.default_rng(0))
     body, rounds = orjson.dumps(group), 1000 // COMPLETIONS
     gc.disable()
@@ -202,9 +204,9 @@ def measure(config: Config, url: str, in_flight: int, completions: int, profile:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-flight", type=int, default=4096, help="completions, a multiple of 8")
+    parser.add_argument("--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8")
     parser.add_argument("--completions", type=int, default=40_000)
-    parser.add_argument("--profile", action="store_true", help="also say where the CPU time of the event loop goes")
+    parser.add_argument("--profile", action="store_true", help="also print where the event loop's CPU time goes")
     parser.add_argument("--app", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.app:

@@ -1,9 +1,10 @@
-"""Speed of the dashboard's rollout viewer in a browser: `python -m benchmarks.dashboard [--groups 100000]`.
+"""Measures the speed of the dashboard's rollout viewer: `python -m benchmarks.dashboard [--groups 100000]`.
 
-In headless Chromium, with a separate server: seconds from the URL to the first list of 100,000 groups, with a cold and
-a warm server; then the frames of scrolling through a group of 16 completions of 2,000 tokens, all of them shown, as
-text and token by token. A frame is what `requestAnimationFrame` counts while Chromium's own gesture scrolls; 60 per
-second are the maximum. Needs Debian's `chromium` and `chromium-driver`, without a GPU.
+Headless Chromium talks to a separate server. The first part measures the seconds from the URL to the first list of
+100,000 groups, with a cold and a warm server. The second measures the frame rate while scrolling through a group of 16
+completions of 2,000 tokens, all of them shown, as text and token by token. `requestAnimationFrame` counts the frames
+while Chromium's own gesture scrolls; 60 per second is the maximum. Needs Debian's `chromium` and `chromium-driver`;
+uses no GPU.
 """
 
 import argparse
@@ -26,7 +27,7 @@ COMPLETIONS, TOKENS = 16, 2000
 EACH = 32
 """Groups per step."""
 SPEED = 3000
-"""Pixels a second."""
+"""Pixels per second."""
 _RECORD = """
 window.frames_ = [];
 const next = (at) => { window.frames_.push(at); window.frame_ = requestAnimationFrame(next); };
@@ -45,7 +46,7 @@ def first_list(page: Page, url: str) -> float:
 
 
 def lists(page: Page, directory: Path, groups: int, rounds: int) -> None:
-    """Prints the seconds until the list is there."""
+    """Prints the seconds until the list is shown."""
     write_lines(directory, 1, groups // EACH)
     cold, warm = [], []
     for _ in range(rounds):
@@ -62,7 +63,7 @@ def lists(page: Page, directory: Path, groups: int, rounds: int) -> None:
 
 
 def write_group(directory: Path) -> None:
-    """Records one step with one group, whose tokens are those of sentences with working, formulas and code."""
+    """Records one step with one group of sentences with working, formulas and code."""
     rng = np.random.default_rng(0)
     sentence = "How many apples has Dan now? First 8+6=14, then **14** - 3 = 11; so $x = \\frac{22}{2}$ and `n=11`."
     words, tokenizer = sentence.split(), make_tokenizer(iter([sentence]))
@@ -86,7 +87,7 @@ def write_group(directory: Path) -> None:
 
 
 def frames(page: Page, url: str, view: str) -> None:
-    """Prints the frames a second while the whole group is scrolled through."""
+    """Prints the frames per second while scrolling through the whole group."""
     page.open(f"{url}#rollouts", 1400, 900)
     page.until(lambda: page.count(".viewer-open"), "the list")
     start = time.perf_counter()
@@ -115,7 +116,7 @@ def frames(page: Page, url: str, view: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0])
     parser.add_argument("--groups", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3, help="of the first list; the median counts")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the first list; the median counts")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:

@@ -1,8 +1,8 @@
-"""On-policy distillation on the built-in task: a student learns from reward, from a teacher, and from both.
+"""Compares students on the built-in task that learn from reward, from a teacher (on-policy distillation) or from both.
 
 `python -m benchmarks.distillation [--seeds 3] [--steps 20] [--teacher-steps 60]` trains the teacher by GRPO from the
 tiny base model, serves it with the embedded engine, and trains students from the same base model on 32 completions per
-step, otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` makes it).
+step, otherwise with the demo's settings. Needs the tiny base model (`make demo` or `make test` creates it).
 """
 
 import argparse
@@ -72,7 +72,7 @@ def _wait(url: str) -> None:
 
 
 def _table(curves: dict[str, list[Curve]], teacher: Curve) -> Table:
-    """Accuracy by step, and the tokens generated until it is 50 % and 90 % of the way to the teacher's."""
+    """Tabulates accuracy by step, and the tokens generated until it is 50 % and 90 % of the way to the teacher's."""
     base, best = teacher.accuracy[0], teacher.accuracy[-1]
     targets = [base + share * (best - base) for share in (0.5, 0.9)]
     seeds = len(next(iter(curves.values())))
@@ -91,7 +91,7 @@ def _table(curves: dict[str, list[Curve]], teacher: Curve) -> Table:
 
 
 def _tokens_until(curve: Curve, target: float) -> float | None:
-    """Returns the tokens generated until an accuracy, linear between evaluations; None when it is not reached."""
+    """Returns the tokens generated until this accuracy, linear between evaluations; None if it is not reached."""
     for i, reached in enumerate(curve.accuracy):
         if reached >= target:
             if i == 0:

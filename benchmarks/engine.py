@@ -1,9 +1,9 @@
 """Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 1.2 × in tokens/s.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]`. Work: 32 prompts × 8 completions, one request per
-prompt, all at once, the tiny model in float32, temperature 1, end-of-sequence ignored. The peer gets the same 256 rows as one
-left-padded batch and need not return log-probabilities; the engine returns them with every token. Rounds alternate; medians
-are compared.
+`OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]` sends 32 prompts × 8 completions, one
+request per prompt, all at once, to the tiny model in float32 at temperature 1; end-of-sequence is ignored. transformers
+gets the same 256 rows as one left-padded batch and need not return log-probabilities; the engine returns them with
+every token. Rounds alternate; medians are compared.
 """
 
 import argparse
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(directory: Path) -> list[list[int]]:
-    """Writes the tiny model with random weights; returns the prompts (26 to 34 tokens)."""
+    """Writes the tiny model with random weights and returns the prompts (26 to 34 tokens)."""
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = make_tokenizer(f"Tom has {a} apples and buys {b} more." for a in range(9) for b in range(9))
@@ -67,7 +67,7 @@ def engine(directory: Path, device: str) -> Iterator[str]:
 
 
 async def over_http(client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int) -> float:
-    """Tokens per second of the engine, from the first request to the last parsed answer."""
+    """Returns the engine's tokens per second, from the first request to the last parsed answer."""
     sampling = {"n": SAMPLES, "max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
     start = time.perf_counter()
 
@@ -84,7 +84,7 @@ async def over_http(client: aiohttp.ClientSession, prompts: list[list[int]], new
 
 
 def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> float:
-    """Tokens per second of `generate` on the same rows."""
+    """Returns the tokens per second of `generate` on the same rows."""
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts for _ in range(SAMPLES)]
     masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts for _ in range(SAMPLES)]
@@ -104,11 +104,11 @@ def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
 
 
 async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: int, device: str) -> bool:
-    """Prints a line per length; whether every ratio reaches 1.2."""
+    """Prints a line per length; returns whether every ratio reaches 1.2."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None  # ignored on both sides
     reached = True
-    # Not httpx: with 32 requests in flight its pool costs 5 ms of CPU per request, which is not the engine's.
+    # Not httpx: with 32 requests in flight, its pool itself costs 5 ms of CPU per request.
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
         for new_tokens in (24, 128):
             ours, theirs = [], []
@@ -127,7 +127,7 @@ async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: i
 
 
 def main() -> None:
-    """Exits with status 1 when the claim does not hold."""
+    """Exits with status 1 if the claim does not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

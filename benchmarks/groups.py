@@ -1,8 +1,8 @@
-"""Cost of recording groups per step, and search speed over 100,000 groups: `python -m benchmarks.groups`.
+"""Measures the cost of recording groups, and search speed over 100,000 groups: `python -m benchmarks.groups`.
 
-Records steps of 32 groups × 8 completions × 1,024 tokens of random ids and log-probabilities, which compress badly.
-Measures the seconds the step waits, the background thread's seconds, and bytes. Then an index of 100,000 groups is
-filled, queried, and queried again after one more step.
+Records steps of 32 groups × 8 completions × 1,024 tokens with random ids and log-probabilities, which compress badly.
+Measures the seconds that the step waits, the background thread's seconds, and bytes. Then fills an index of 100,000
+groups, queries it, and queries it again after one more step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def median_seconds(call: Callable[[], object], rounds: int) -> float:
 
 
 def recording(directory: Path, rounds: int) -> None:
-    """Prints the cost of one step."""
+    """Prints the cost of recording one step."""
     rng = np.random.default_rng(0)
     groups = make_groups("g", rng)
     items = []
@@ -110,7 +110,7 @@ def searching(directory: Path, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.groups", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="of every measurement; the median counts")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds of every measurement; the median counts")
     rounds = parser.parse_args().rounds
     print(f"{os.cpu_count()} CPUs")
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:

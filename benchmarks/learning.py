@@ -1,4 +1,4 @@
-"""Training runs on the built-in task for the benchmarks: each in a separate process, with its curves read back.
+"""Makes training runs on the built-in task for the benchmarks, each in a separate process, and reads their curves.
 
 `python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run, otherwise with the demo's settings.
 """
@@ -20,7 +20,7 @@ CONFIG = "jobgroup/configs/tiny-cpu.yaml"
 
 @dataclass
 class Curve:
-    """Held-out greedy accuracy of one run, and the cost up to each evaluation."""
+    """The held-out greedy accuracy of a run, and the cost up to each evaluation."""
 
     steps: list[int]
     accuracy: list[float]
@@ -31,7 +31,7 @@ class Curve:
 
     @classmethod
     def read(cls, directory: Path) -> "Curve":
-        """From a run directory."""
+        """Reads the curve from a run directory."""
         config = Config.model_validate_json((directory / "config.json").read_text())
         size, batch = config.sampling.group_size, config.trainer.batch_size
         evaluations, tokens, seconds = read_lines(directory / "evaluations.jsonl"), [0.0], [0.0]
@@ -47,7 +47,7 @@ class Curve:
         return cls(steps, accuracy, [tokens[step] for step in steps], [seconds[step] for step in steps])
 
     def at_tokens(self, count: float) -> float:
-        """Accuracy after `count` generated tokens, linear between evaluations."""
+        """Returns the accuracy after `count` generated tokens, linear between evaluations."""
         for i, reached in enumerate(self.tokens):
             if reached >= count:
                 if i == 0:
@@ -58,12 +58,12 @@ class Curve:
 
 
 def train(directory: Path, *settings: str) -> None:
-    """Makes one run in `directory`, which must not contain another."""
+    """Makes a run in `directory`, which must not contain another run."""
     subprocess.run([sys.executable, "-m", "benchmarks.learning", str(directory), *settings], check=True)
 
 
 def mean_curve(curves: list[Curve]) -> Curve:
-    """Means over several seeds."""
+    """Returns the means over several seeds."""
     columns = {
         name: [mean(values) for values in zip(*(getattr(curve, name) for curve in curves), strict=True)]
         for name in ("accuracy", "tokens", "cpu_seconds")

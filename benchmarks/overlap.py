@@ -1,14 +1,14 @@
 """Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24] [--staleness 0 1 2]`.
 
-The real loop, collector, weight sync and clients over real sockets, with data-server, reward-server and replay-buffer
-as processes. Simulated are the update, which sleeps, and the engine, a process with its HTTP API that decodes in real
-time (a bounded number of rows, log-normal lengths; running requests pause while weights load and continue with the new
-ones). `--when-stale` compares `trainer.when_stale`. Beside each figure is the time of an ideal schedule of the same
-slots, rows and lengths (`ideal`); the excess is due to this code or to other work on the machine.
+The loop, collector, weight sync and clients are real and use real sockets; data-server, reward-server and replay-buffer
+are processes. The update and the engine are simulated. The update sleeps. The engine is a process with the real HTTP
+API that decodes in real time: a bounded number of rows, log-normal lengths; running requests pause while weights load
+and continue with the new ones. `--when-stale` sets `trainer.when_stale`. Beside each figure is the time of an ideal
+schedule of the same slots, rows and lengths (`ideal`); any excess is due to this code or to other work on the machine.
 
 A row of the table is a ratio of generation to training. `generation` is the engine's time for one batch with all rows
-busy, including weight loading; `training` is the update. The larger of the two is the bound. Medians over the steps.
-Needs the tokenizer of the tiny base model (`make demo` makes it).
+busy, including weight loading; `training` is the update. The larger of the two is the bound. Figures are medians over
+the steps. Needs the tokenizer of the tiny base model (`make demo` creates it).
 """
 
 import argparse
@@ -53,15 +53,15 @@ from trainer.weights.sync import WeightPublisher
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
-"""Mean length, spread of its logarithm, and where a completion is cut."""
+"""Mean length, spread of its logarithm, and the length at which a completion is cut."""
 LOAD_SHARE = 0.04
-"""Seconds of loading weights, as a share of the bound."""
+"""Time to load weights, as a share of the bound."""
 WARM_UP = 4
-"""First steps, which are not counted."""
+"""First steps, not counted."""
 
 
 def lengths(seed: int) -> list[int]:
-    """Tokens of each completion of a group."""
+    """Returns the length in tokens of each completion of a group."""
     drawn = np.random.default_rng(seed).lognormal(math.log(TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS)
     return [int(value) for value in np.clip(drawn, 1, LONGEST)]
 
@@ -70,15 +70,15 @@ MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
 
 
 def ideal(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> tuple[float, float]:
-    """Median and mean step when only decoding, loading weights and the update take time.
+    """Returns the median and mean step if only decoding, loading weights and the update take time.
 
-    `wait` takes the groups in the order of their slots, the other two those that are ready first, and none is dropped.
+    `wait` takes the groups in the order of their slots; the other two take those that are ready first. None is dropped.
     """
     load_s, token_s = costs(generation_s, training_s)
     rows, done, trained, taken = [0.0] * ROWS, dict[int, float](), [0.0], 0
     for step in range(steps):
         begin = trained[-1] + load_s if step else 0.0
-        # Loading stops all rows; busy ones continue later.
+        # Loading weights stops all rows; busy rows continue afterwards.
         rows = [row + load_s if row > trained[-1] else begin for row in rows] if step else rows
         done = {group: at + load_s if at > trained[-1] else at for group, at in done.items()}
         for group in range(taken + len(done), (step + staleness + 1) * GROUPS):
@@ -95,15 +95,15 @@ def ideal(generation_s: float, training_s: float, staleness: int, steps: int, wh
 
 
 def costs(generation_s: float, training_s: float) -> tuple[float, float]:
-    """Seconds to load weights, and per token."""
+    """Returns the seconds to load weights and the seconds per token."""
     load_s = LOAD_SHARE * max(generation_s, training_s)
     return load_s, (generation_s - load_s) * ROWS / (GROUPS * COMPLETIONS * MEAN_TOKENS)
 
 
 class SimulatedEngine:
-    """Decodes in real time: every token of a row takes `token_s`, at most ROWS rows at once.
+    """Decodes in real time: at most ROWS rows at once, `token_s` per token of a row.
 
-    A pause stops all rows where they are (as `retract` does, without the second prefill); they keep their places.
+    A pause stops all rows in place, like `retract` but without a second prefill.
     """
 
     def __init__(self, token_s: float, load_s: float) -> None:
@@ -165,7 +165,7 @@ class SimulatedEngine:
 
 
 class SleepingPolicy:
-    """A policy with a few weights whose update takes `seconds`."""
+    """A policy with a few weights, whose update sleeps for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.step, self.seed, self.kl_coef = seconds, 0, 0, 0.0
@@ -183,7 +183,7 @@ class SleepingPolicy:
 
 
 class DirectPublisher:
-    """Writes a version and has the engine load it, as an agent does, without the download."""
+    """Writes a version and has the engine load it, like an agent but without the download."""
 
     def __init__(self, directory: Path, engine: EngineClient, loop: LoopThread) -> None:
         self._directory, self._engine, self._loop = directory, engine, loop
@@ -194,7 +194,7 @@ class DirectPublisher:
 
 
 class Sockets:
-    """The `Backend` of the services and the engine, which are separate processes."""
+    """A `Backend` that connects to the services and the engine in other processes."""
 
     def __init__(self, engine_url: str) -> None:
         self.console, self._engine_url = Console(quiet=True), engine_url
@@ -224,7 +224,7 @@ class Sockets:
 
 
 def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, Any]]:
-    """Lines of `metrics.jsonl` of a run."""
+    """Makes a run and returns the lines of its `metrics.jsonl`."""
     assert config.trainer.run_dir is not None
     run_dir = config.trainer.run_dir
     with RunLock.of_new_run(run_dir, "overlap") as lock, ExitStack() as stack:
@@ -236,20 +236,20 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of one ratio and staleness."""
+    """The figures of a run with one ratio and staleness."""
 
     median_s: float
     mean_s: float
     age: float
     """Mean age of the completions in weight versions."""
     dropped: float
-    """Share of groups that were dropped as too old."""
+    """Share of groups dropped as too old."""
     stages: dict[str, float]
-    """Mean seconds of a step by stage."""
+    """Mean seconds per step by stage."""
 
 
 def measure(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> Measured:
-    """Runs the loop and returns the durations of its steps after the first `WARM_UP`."""
+    """Runs the loop and returns its figures, without the first `WARM_UP` steps."""
     ports = [free_port() for _ in range(4)]
     load_s, token_s = costs(generation_s, training_s)
     with tempfile.TemporaryDirectory() as directory:
@@ -279,7 +279,7 @@ def measure(generation_s: float, training_s: float, staleness: int, steps: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.8, help="the larger of generation and training")
+    parser.add_argument("--seconds", type=float, default=0.8, help="seconds of the larger of generation and training")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--when-stale", choices=["wait", "train", "drop"], default="wait", help="trainer.when_stale")

@@ -18,7 +18,7 @@ def free_port() -> int:
 
 @contextmanager
 def processes(commands: Sequence[Sequence[str]]) -> Iterator[list[int]]:
-    """Runs `python -m` for each of these while inside; yields their process ids."""
+    """Runs `python -m` with each of these commands inside the context; yields their process ids."""
     environment = {**os.environ, "LOG_LEVEL": "WARNING", "PYTHONPATH": str(ROOT)}
     running = [subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment) for words in commands]
     try:

@@ -1,14 +1,14 @@
-"""Cost of publishing weights to 1, 2 and 4 receivers: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
+"""The cost of publishing weights to 1, 2 and 4 receivers: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
 
-`full` versions change every weight. `delta` versions change a share `--changed` by one step of bfloat16: in Gemma 3
-270M an Adam update at a learning rate of 1e-6 changes 2.5 %.
+`full` versions change every weight. `delta` versions change a share `--changed` of them by one step of bfloat16; in
+Gemma 3 270M, an Adam update at a learning rate of 1e-6 changes 2.5 %.
 
-A figure is the time of `Publisher.publish`: from the tensors of the trainer until every receiver has them, verified, in
-the tensors of its own model. Receivers are processes with the client, the store and the receiving code of the rollout
-nodes and the embedded engine. Beside each is a plain copy of the same bytes: by `cp` to as many files at once for http
-and shared, alternating with the versions; by one gloo broadcast to as many processes for distributed. CPU seconds cover
-all processes; their ratio does not depend on other work on the machine. `--mbit` limits the files to a network of this
-many megabits per second, shared by the receivers.
+Each figure is the duration of `Publisher.publish`, which ends when every receiver has verified the tensors and holds
+them in its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes
+and the embedded engine. A plain copy of the same bytes stands beside each figure. For http and shared it is a
+concurrent `cp` to as many files, alternating with the versions; for distributed, one gloo broadcast to as many
+processes. CPU seconds cover all processes; their ratio does not depend on other work on the machine. `--mbit` limits
+file transfers to a network of this many megabits per second, shared by the receivers.
 """
 
 import argparse
@@ -49,12 +49,12 @@ from trainer.weights.transfer import Rendezvous
 WAYS = ("http full", "http delta", "shared full", "shared delta", "distributed full")
 HIDDEN, VOCABULARY = 1024, 16_384
 FIRST = 5
-"""Versions that are not counted: after these, each is written over a removed one."""
+"""Versions that are not counted; every later version overwrites a removed one."""
 _TIMEOUT_S = 300.0
 
 
 def model_like(size: int) -> dict[str, Tensor]:
-    """About `size` bytes of bfloat16: an embedding, and layers as a Qwen2 of hidden size 1,024 has them."""
+    """Returns about `size` bytes of bfloat16 weights: an embedding and the layers of a Qwen2 of hidden size 1,024."""
     tensors = {"model.embed_tokens.weight": 0.02 * torch.randn(VOCABULARY, HIDDEN)}
     shapes = {f"self_attn.{part}_proj": (HIDDEN, HIDDEN) for part in "qkvo"}
     shapes |= {
@@ -72,7 +72,7 @@ def model_like(size: int) -> dict[str, Tensor]:
 
 
 def move(weights: dict[str, Tensor], share: float) -> None:
-    """Moves a share of the weights by one step of their precision, or all of them by more."""
+    """Changes a share of the weights by one step of their precision, or all of them by more."""
     for tensor in weights.values():
         flat = tensor.view(-1)
         if share == 1:
@@ -83,7 +83,7 @@ def move(weights: dict[str, Tensor], share: float) -> None:
 
 
 class Held:
-    """A receiver's model: the parts of a module and an engine that the loading code uses."""
+    """A receiver's model, with the parts of a module and an engine that the loading code uses."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._tensors = tensors
@@ -108,7 +108,7 @@ class Held:
 
 
 async def receive(name: str, url: str, size: int, receivers: int, directory: Path) -> None:
-    """One receiver, until it is killed."""
+    """Runs one receiver until it is killed."""
     held = Held(model_like(size))
     engine: Any = held
     updates, store, group = WeightUpdates(engine), WeightStore(directory), ""
@@ -154,7 +154,7 @@ class Took:
 
     @contextmanager
     def measured(self, *processes: int) -> Iterator[None]:
-        """Measures the work done inside by this process, by children that end meanwhile, and by `processes`."""
+        """Measures the enclosed work of this process, of its children that end meanwhile, and of `processes`."""
         begin, used = time.perf_counter(), _processor_s(processes)
         yield
         self.seconds.append(time.perf_counter() - begin)
@@ -197,9 +197,9 @@ class Network:
 def published(
     way: str, receivers: int, weights: dict[str, Tensor], share: float, rounds: int, scratch: Path, mbit: float | None
 ) -> tuple[Took, Took, int]:
-    """The cost of each round of publishing, of the plain copies between, and the bytes of the last delta, or 0.
+    """Returns the cost of each publishing round and of the plain copies between, and the bytes of the last delta or 0.
 
-    The first versions, which form groups and allocate memory and files, are not counted.
+    The first versions are not counted: they form groups and allocate memory and files.
     """
     size = sum(tensor.nbytes for tensor in weights.values())
     board = WeightBoard(scratch / "published")
@@ -248,7 +248,7 @@ def published(
 
 
 def copy(source: Path, receivers: int, scratch: Path) -> None:
-    """Copies a file by `cp`, one process for each receiver at once."""
+    """Copies a file with `cp`, in one concurrent process per receiver."""
     running = [subprocess.Popen(["cp", str(source), str(scratch / f"copy{index}")]) for index in range(receivers)]
     for process in running:
         process.wait()
@@ -264,7 +264,7 @@ def _take(port: int, rank: int, world_size: int, size: int, rounds: int) -> None
 
 
 def broadcast(receivers: int, size: int, rounds: int) -> Took:
-    """The time of one gloo broadcast of as many bytes, until every receiver has them."""
+    """Measures one gloo broadcast of as many bytes, until every receiver has them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     spawn, world_size = multiprocessing.get_context("spawn"), receivers + 1
     arguments = [(store.port, rank, world_size, size, rounds) for rank in range(1, world_size)]
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--mbit", type=float, help="megabits per second of the network for files")
+    parser.add_argument("--mbit", type=float, help="megabits per second of the simulated network for files")
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())

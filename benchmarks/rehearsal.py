@@ -1,14 +1,14 @@
-"""A rehearsal: one update of the real policy at true size, without a GPU and without computing anything.
+"""Rehearses one update of the real policy at full size, without a GPU and without computing anything.
 
 torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the `fake` process group,
-which communicates with nobody. So one process finds the bytes and FLOPs of one of any number of ranks in seconds; times
-are a roofline, not a measurement. Fake CPU tensors stand for those of a GPU, and the code takes the GPU's paths. The
-device of the host and that of the rank are one here, so settings that offload cannot be rehearsed: without them, the
-held bytes (weights, gradients, optimiser) are what those settings move to the host.
+which communicates with nobody. One process therefore finds the bytes and FLOPs of one of any number of ranks in
+seconds. Times come from a roofline, not a measurement. Fake CPU tensors stand in for GPU tensors, and the code takes
+the GPU's paths. Host and rank share one device here, so settings that offload cannot be rehearsed; without them, the
+held bytes (weights, gradients, optimiser) are what those settings would move to the host.
 
     .venv/bin/python -m benchmarks.rehearsal MODEL --ranks 8 --profile --trainer.activation_checkpointing true
 
-MODEL is a directory with a `config.json`. All settings of a run may follow the options.
+MODEL is a directory with a `config.json`. Any settings of a run may follow the options.
 """
 
 import json
@@ -50,10 +50,10 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
 _BLOCK = 512
-"""Bytes that CUDA's allocator rounds up to."""
+"""CUDA's allocator rounds up to a multiple of this many bytes."""
 BANDWIDTH, PEAK, GEMM, LAUNCH_S = 3.0e12, 989e12, 0.7, 4e-6
-"""An H100: bytes a second with an allowance, FLOPs a second by its data sheet, the share of these that matrix products
-reach, and the seconds of a kernel's launch."""
+"""An H100: bytes per second (with an allowance), FLOPs per second from its data sheet, the share of these that matrix
+products reach, and the seconds to launch a kernel."""
 _PROMPT, _GROUPS, _MICRO_BATCHES = 200, 4, 2
 """Tokens of a prompt, groups of a micro-batch, and micro-batches of a rank."""
 _FREE = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift", "new_empty", "is_same_size")
@@ -66,13 +66,13 @@ class Cost:
 
     calls: int = 0
     bytes: float = 0.0
-    """Read and written."""
+    """Bytes read and written."""
     flops: float = 0.0
     seconds: float = 0.0
-    """By the roofline: the slower of bandwidth and arithmetic, for every call."""
+    """Roofline time: the slower of bandwidth and arithmetic for every call."""
 
     def add(self, size: float, flops: float = 0.0, launch: float = LAUNCH_S, times: float = 1, share: float = GEMM) -> None:
-        """Adds a kernel that runs `times`, takes `launch` seconds at least and does its FLOPs at this `share` of the peak."""
+        """Adds a kernel that runs `times` times, takes at least `launch` seconds and reaches `share` of the peak."""
         self.calls += int(times)
         self.bytes += times * size
         self.flops += times * flops
@@ -95,13 +95,13 @@ class Rehearsal:
     beside: int = 0
     """Other bytes kept after the update: step counters and buffers."""
     unknown: int = 0
-    """Bytes kept that belong to none of these: more than a few hundred mean a leak."""
+    """Bytes kept in no other category; more than a few hundred mean a leak."""
     peak: int = 0
-    """Bytes allocated at the worst moment, rounded as CUDA's allocator does."""
+    """Peak of the allocated bytes, rounded as by CUDA's allocator."""
     costs: dict[tuple[str, str], Cost] = field(default_factory=lambda: defaultdict(Cost))
-    """By part of the update and operation."""
+    """The cost by part of the update and by operation."""
     messages: dict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))
-    """Collective operations, by name."""
+    """The number of collective operations by name."""
 
     @property
     def held(self) -> int:
@@ -109,7 +109,7 @@ class Rehearsal:
 
 
 class _Rank(Ranks):
-    """To the policy, a rank with a GPU; it communicates with nobody and reads no files."""
+    """Looks to the policy like a rank with a GPU, but communicates with nobody and reads no files."""
 
     on_gpu = property(lambda _: True)
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
@@ -128,24 +128,24 @@ class _Rank(Ranks):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
-    """Follows every storage from its first to its last use, and on request every operation."""
+    """Tracks every storage from its first to its last use and, on request, every operation."""
 
     def __init__(self, vocabulary: int, pair_flops: float, profile: bool) -> None:
         super().__init__()
         self.found, self.phase = Rehearsal(), ""
-        """In the phase "" nothing is counted."""
+        """Nothing is counted in the phase ""."""
         self._vocabulary, self._pair_flops, self._profile = vocabulary, pair_flops, profile
         self._live: dict[int, tuple[int, int]] = {}
-        """Bytes of the storages that exist, exact and rounded."""
+        """Bytes of the existing storages, exact and rounded."""
         self._now = 0
 
     @property
     def exact(self) -> int:
-        """Bytes of all tensors that exist."""
+        """Returns the bytes of all existing tensors."""
         return sum(size for size, _ in self._live.values())
 
     def start(self) -> None:
-        """Starts to count, with the current storages."""
+        """Starts counting from the current storages."""
         self.phase, self.found.peak = "layers", self._now
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,7 +169,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
             weakref.finalize(storage, self._drop, storage._cdata)
 
     def resized(self, storage: Any) -> None:
-        """FSDP2 frees and allocates gathered weights this way."""
+        """Records a resized storage: FSDP2 frees and allocates gathered weights this way."""
         if storage._cdata in self._live:
             self._resize(storage._cdata, storage.nbytes())
 
@@ -199,14 +199,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
             flops = counter(*args, **kwargs, out_val=out) if counter else 0.0
         at_head = self.phase == "layers" and any(self._vocabulary in tensor.shape for tensor in tensors)
         largest = max(tensors, key=torch.Tensor.numel)
-        if name in ("embedding", "gather", "scatter_add_"):  # they touch a row of a matrix, not all of it
+        if name in ("embedding", "gather", "scatter_add_"):  # these touch single rows of the matrix
             size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.shape != largest.shape)
         phase = f"{'head' if at_head else self.phase}, {'backward' if backward else 'forward'}"
         self.found.costs[self.phase if self.phase == "optimiser" else phase, name].add(size, flops)
 
 
 def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
-    """Rehearses an update of two full micro-batches on one of `ranks` GPUs, after an earlier one.
+    """Rehearses an update of two full micro-batches on one of `ranks` GPUs, after a first update.
 
     `config.model.name` is a directory with a `config.json`. Raises ConfigError for settings that cannot be rehearsed.
     """
@@ -226,7 +226,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh_of = _Rank(0, ranks, shard_size=settings.shard_size)
-        mesh_of.mesh()  # of real tensors
+        mesh_of.mesh()  # the mesh needs real tensors
         with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
             policy = Policy(config, mesh_of)
             reference = Reference(policy)
@@ -243,7 +243,7 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
 
 
 def _sort(recorder: _Recorder, policy: Policy, reference: Reference) -> None:
-    """Counts held bytes, by kind."""
+    """Counts the held bytes by kind."""
     found, parameters = recorder.found, list(policy.model.parameters())
     state = policy.optimizer.state_dict().values()
     found.weights = _bytes(parameters)
@@ -274,7 +274,7 @@ def _within(recorder: _Recorder, phase: str, work: Any) -> Any:
 
 @contextmanager
 def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
-    """Lets fake CPU tensors take the paths of a GPU's, and reports storages that are resized."""
+    """Makes fake CPU tensors take the GPU's code paths and reports resized storages."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -308,7 +308,7 @@ class _Kernels:
 
 
 def _whole(pretrained: Pretrained) -> Any:
-    """Makes the model that one GPU does not shard, which has no files."""
+    """Creates the unsharded model for one GPU, without reading files."""
     model, device = pretrained.empty(), torch.device("cpu")
     materialise(model, device, device)
     pretrained.fill_added(model)
@@ -317,13 +317,13 @@ def _whole(pretrained: Pretrained) -> Any:
 
 
 def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
-    """Makes a batch of full micro-batches for every rank; returns it and the pairs of tokens that attend in a micro-batch."""
+    """Returns a batch of full micro-batches for every rank, and the number of attending token pairs per micro-batch."""
     rng, size = np.random.default_rng(0), config.sampling.group_size
     tokens = config.trainer.micro_batch_tokens // _GROUPS
     prompt_length = min(_PROMPT, tokens // 2)
     left = tokens - prompt_length - size
     shares = rng.lognormal(0.0, 0.8, size)
-    lengths = 1 + (shares / shares.sum() * left).astype(int)  # computed tokens; the last of a completion is not
+    lengths = 1 + (shares / shares.sum() * left).astype(int)  # tokens computed; a completion's last token is not
     lengths[-1] += tokens - prompt_length - lengths.sum()
     groups = []
     for number in range(ranks * _MICRO_BATCHES * _GROUPS):

@@ -1,9 +1,9 @@
-"""Throughput and sampling speed of the replay buffer: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
+"""Measures the replay buffer's throughput and sampling speed: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
 
-Adds and takes 256 completions × 1,024 tokens per request over HTTP to a real service process, the msgpack path beside
-the JSON path in the same run, every add synced to disk before it is acknowledged; then the cost of an index of
-`--sizes` reusable groups; then, for stores of `--sizes` groups of 8 answers, the cost of each call in this process,
-which holds the index as the service does. `--rounds 0` skips the requests.
+The first part adds and takes 256 completions × 1,024 tokens per request over HTTP, in a real service process, by
+msgpack and by JSON in the same run; every add is synced to disk before it is acknowledged. The second part measures the
+cost of an index of `--sizes` reusable groups. The third measures each call on stores of `--sizes` groups of 8 answers,
+in this process, which holds the index as the service does. `--rounds 0` skips the requests.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MEGABYTE = 1e6
 
 
 def make_groups(name: str, rng: np.random.Generator) -> list[Group]:
-    """32 groups of 8 completions of 1,024 tokens."""
+    """Returns 32 groups of 8 completions of 1,024 tokens."""
     groups = []
     for i in range(GROUPS):
         completions = [
@@ -58,7 +58,7 @@ async def timed(call: Callable[[], Awaitable[object]]) -> float:
 
 
 async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float, float]]:
-    """(median seconds, megabytes) of one request by path; the two encodings take turns."""
+    """Returns (median seconds, megabytes) of one request by path; the two encodings alternate."""
     rng = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"msgpack add": [], "JSON add": [], "msgpack take": [], "JSON take": []}
     sizes: dict[str, float] = {}
@@ -85,7 +85,7 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
 
 
 def index_ms(groups: int) -> list[str]:
-    """CPU milliseconds of an index of this many groups: the first draw of 64, a later one, and the updates after it."""
+    """Returns CPU milliseconds of an index of this many groups: the first draw of 64, a later one, and its updates."""
     priorities = np.random.default_rng(0).random(groups).tolist()
     index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
     draws, updates = [], []
@@ -108,10 +108,10 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
-    """A row of the table: the cost of a store with `groups` small groups, half of them consumed.
+    """Returns a row of the table: the cost of a store with `groups` small groups, half of them consumed.
 
-    Adding and taking 32 groups (taken ones are acknowledged), drawing 64 by priority, drawing 64 answers (the first time and
-    then), opening, and megabytes on disk.
+    The columns are: adding and taking 32 groups (which are then acknowledged), drawing 64 by priority, drawing 64
+    answers (the first time and later), opening the store, and megabytes on disk.
     """
     ids = np.arange(4, dtype=np.int32)
     completions = [Completion(ids, -ids.astype(np.float32), "a", "stop", [(0, 0, 4)], reward=i / 8) for i in range(8)]
@@ -150,7 +150,7 @@ async def measure(port: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 
 def with_service(rounds: int) -> dict[str, tuple[float, float]]:
-    """`over_http` against a separate service process."""
+    """Runs `over_http` against a separate service process."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with tempfile.TemporaryDirectory() as state:

@@ -1,8 +1,8 @@
-"""Does reuse help? Accuracy per generated token with 0, 25 and 50 % reuse, corrected or not, on the built-in task.
+"""Does reuse help? Measures accuracy per generated token with 0, 25 and 50 % reuse, corrected or not.
 
-`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]`. Every arm may generate as many tokens as
-the first one needs for its steps; with reuse it makes more updates from them. Needs the tiny base model (`make demo`
-makes it).
+`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]` trains on the built-in task. Every arm
+may generate as many tokens as the first one needs for its steps; with reuse, it makes more updates from them. Needs the
+tiny base model (`make demo` creates it).
 """
 
 import argparse
@@ -18,15 +18,15 @@ from rich.table import Table
 
 from benchmarks.learning import Curve, mean_curve, train
 
-mpl.use("Agg")  # before pyplot: no display is needed
+mpl.use("Agg")  # must precede pyplot; needs no display
 
 import matplotlib.pyplot as plt
 
 EVERY = 2
 SHARES = (0.25, 0.5, 0.75, 1.0)
-"""Shares of the tokens that the first arm generates: where the accuracies are compared."""
+"""Shares of the first arm's generated tokens at which the accuracies are compared."""
 Arm = tuple[float, tuple[str, ...]]
-"""Updates for the same generated tokens, as a multiple, and settings."""
+"""The multiple of updates from the same generated tokens, and the settings."""
 
 
 def _reuse(ratio: float, *more: str) -> Arm:
@@ -46,7 +46,7 @@ ARMS: dict[str, Arm] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_study", description=__doc__.split("\n\n")[0])
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--steps", type=int, default=30, help="of the arm without reuse")
+    parser.add_argument("--steps", type=int, default=30, help="steps of the arm without reuse")
     parser.add_argument("--plot", type=Path, help="write the curves here, as PNG")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -74,7 +74,7 @@ def _run(seeds: int, steps: int, temporary: Path) -> dict[str, list[Curve]]:
 
 
 def _table(curves: dict[str, list[Curve]]) -> Table:
-    """Accuracy at equal numbers of generated tokens; the area is its mean over them all."""
+    """Tabulates accuracy at equal numbers of generated tokens; the area is its mean over all of them."""
     first = next(iter(curves.values()))
     budget = mean(curve.tokens[-1] for curve in first)
     table = Table(title=f"Held-out greedy accuracy by generated tokens, mean of {len(first)} seeds")

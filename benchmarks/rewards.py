@@ -1,10 +1,10 @@
-"""Answers graded per second: our grader and plain math-verify on the same cases.
+"""Measures answers graded per second: our grader and plain math-verify on the same cases.
 
     python -m benchmarks.rewards [--cases 1000]
 
-Plain math-verify parses the gold and the whole response, and verifies, in one process, as in its documentation. The
-cases are GSM8K-like responses made here, half of them wrong, the golden cases of the tests, and real solutions of GSM8K and
-MATH-500 if the files are available.
+Plain math-verify parses the gold and the whole response and verifies them in one process, as in its documentation. The
+cases are generated GSM8K-like responses, half of them wrong; the golden cases of the tests; and real solutions of GSM8K
+and MATH-500 if the files are available.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Case:
 
 
 def generated(count: int, rng: random.Random) -> list[Case]:
-    """Sums in the style of GSM8K, the answer boxed in one of several notations, every second one off by a little."""
+    """Generates sums in the style of GSM8K, boxed in one of several notations; every second answer is a little off."""
     cases = []
     for i in range(count):
         a, b, price = rng.randint(2, 400), rng.randint(2, 400), rng.randint(2, 20)
@@ -52,7 +52,7 @@ def generated(count: int, rng: random.Random) -> list[Case]:
 
 
 def real(count: int, rng: random.Random) -> list[Case]:
-    """GSM8K's own solutions, every second one with another final answer."""
+    """Returns GSM8K's own solutions, every second one with a different final answer."""
     cases = []
     for i, line in enumerate(GSM8K.read_text(encoding="utf-8").splitlines()[:count]):
         reasoning, _, gold = json.loads(line)["answer"].rpartition("####")
@@ -63,13 +63,13 @@ def real(count: int, rng: random.Random) -> list[Case]:
 
 
 def golden() -> list[Case]:
-    """The cases of the tests: many notations, right and wrong."""
+    """Returns the golden cases of the tests: many notations, right and wrong."""
     rows = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     return [Case(RewardItem(response=row["response"], ground_truth=row["ground_truth"]), row["correct"]) for row in rows]
 
 
 def real_math(count: int) -> list[Case]:
-    """MATH-500's own solutions, every second one with one added to its final answer."""
+    """Returns MATH-500's own solutions, every second one with one added to its final answer."""
     cases = []
     for i, line in enumerate(MATH500.read_text(encoding="utf-8").splitlines()[:count]):
         row = json.loads(line)
@@ -79,12 +79,12 @@ def real_math(count: int) -> list[Case]:
 
 
 def plain(cases: Sequence[Case]) -> list[bool]:
-    """math-verify as documented."""
+    """Grades with math-verify as documented."""
     return [bool(verify(parse(f"${case.item.ground_truth}$"), parse(case.item.response))) for case in cases]
 
 
 async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
-    """(seconds, verdicts) of our grader, without the start of its workers."""
+    """Returns (seconds, verdicts) of our grader, without the start of its workers."""
     async with RewardScorer(RewardSection()) as grader:
         await grader.ready()
         start, verdicts = time.perf_counter(), list[bool]()
@@ -96,7 +96,7 @@ async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
 
 def compare(name: str, cases: Sequence[Case], batch: int) -> None:
     """Runs both on the same cases and prints a row each."""
-    plain(cases[:20])  # its caches
+    plain(cases[:20])  # fills its caches
     start = time.perf_counter()
     theirs = plain(cases)
     seconds = time.perf_counter() - start

@@ -1,15 +1,16 @@
-"""A roofline of the update: the minimum time on an H100, from the bytes and FLOPs of every operation on fake tensors.
+"""Estimates the minimum time of an update on an H100 from the bytes and FLOPs of every operation on fake tensors.
 
     python -m benchmarks.roofline
 
-One decoder layer of transformers runs forward and backward on tensors without contents, at true size and with the packed
-layout of `--tokens` prompt and completion tokens. In eager mode every operation of torch is a kernel that reads its inputs and
-writes its outputs; compiled, a kernel is what Inductor's scheduler fuses into one. Head, optimiser and FSDP are counted by
-hand, from `trainer/policy/logprobs.py` and torch. A kernel takes the longer of its bytes at 3 TB/s and its FLOPs at 70 % of
-989 TFLOP/s, and 4 µs at least in eager mode; transfers between GPUs are assumed to be hidden behind it. MFU counts what
-`benchmarks.update` counts: 6 FLOPs per parameter and token (the head for completion tokens only) and the attention.
+One decoder layer of transformers runs forward and backward on tensors without contents, at full size and with the
+packed layout of `--tokens` prompt and completion tokens. In eager mode, every torch operation is a kernel that reads
+its inputs and writes its outputs; when compiled, a kernel is whatever Inductor's scheduler fuses. Head, optimiser and
+FSDP are counted by hand, from `trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes at 3 TB/s or
+its FLOPs at 70 % of 989 TFLOP/s, whichever is longer, and at least 4 µs in eager mode. Transfers between GPUs are
+assumed to be hidden behind computation. MFU counts the same as `benchmarks.update`: 6 FLOPs per parameter and token
+(the head for completion tokens only), and the attention.
 
-It is a prediction, not run on a GPU.
+This is a prediction; nothing ran on a GPU.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from learning import attention, sharding
 from learning.layout import Packed, layout_for
 
 FLASH = {"2": 0.35, "3": 0.65}
-"""Share of the peak that FlashAttention's generations reach on Hopper, as their papers say."""
+"""Share of the peak that each FlashAttention generation reaches on Hopper, according to its paper."""
 SHAPE_7B = {
     **{"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28},
     **{"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
@@ -84,7 +85,7 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
 
 @contextmanager
 def compiled(forward_passes: int) -> Iterator[Cost]:
-    """Makes `torch.compile` count what Inductor fuses, instead of generating code."""
+    """Makes `torch.compile` count Inductor's fused kernels instead of generating code."""
     from torch._inductor.compile_fx import compile_fx, record_original_output_strides
 
     cost = Cost()
@@ -113,15 +114,15 @@ def compiled(forward_passes: int) -> Iterator[Cost]:
 def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
     """Counts the head, forward and backward, for this many completion tokens.
 
-    `fused`: with the kernels of `trainer/policy/fused_head.py`. Otherwise as before: torch's operators on 256 MiB of
-    logits at a time, rounded to bfloat16.
+    `fused` counts the kernels of `trainer/policy/fused_head.py`; otherwise torch's operators on 256 MiB of logits at a
+    time, rounded to bfloat16.
     """
     cost, logits, weight = Cost(), tokens * vocabulary, vocabulary * width
     product = 2.0 * logits * width
     parts = math.ceil(4 * logits / ((1 << 30) if fused else (256 << 20)))
-    for size in (4, 4, 2) if fused else ():  # statistics read; gradient reads and writes
+    for size in (4, 4, 2) if fused else ():  # statistics: read; gradient: read and write
         cost.add(size * logits)
-    if fused:  # logits, gradient by the states, gradient by the weights
+    if fused:  # logits, gradient of the states, gradient of the weights
         cost.add((4 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
         cost.add(2 * logits + 2 * weight, product)
         cost.add(2 * logits + 8 * weight, product)
@@ -131,16 +132,16 @@ def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
         cost.add((2 + 4) * logits / parts, times=parts)  # to float32
         cost.add((4 + 4) * logits / parts, times=parts)  # log_softmax
         cost.add((4 + 4) * logits / parts, times=parts)  # exp
-    cost.add((4 + 4 + 4 + 4) * logits / parts, times=parts)  # entropy: times p in place, and its sum
+    cost.add((4 + 4 + 4 + 4) * logits / parts, times=parts)  # entropy: multiply by p in place, then sum
     cost.add((4 + 2) * logits / parts, times=parts)  # to bfloat16
     cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
     cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
-    cost.add((2 + 4 + 4) * weight, times=parts)  # the gradient by the weights, added in float32
+    cost.add((2 + 4 + 4) * weight, times=parts)  # the gradient of the weights, accumulated in float32
     return cost
 
 
 def attention_pairs(prompts: list[Any], completions: list[Any]) -> float:
-    """Returns how many pairs of tokens attend to each other in the packed layout."""
+    """Returns the number of token pairs that attend to each other in the packed layout."""
     pairs = 0.0
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if i == 0 or prompt is not prompts[i - 1]:
@@ -160,7 +161,7 @@ class Variant:
 
 
 def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2) -> dict[str, float]:
-    """Returns milliseconds of a micro-batch by part, and MFU."""
+    """Returns the milliseconds of a micro-batch by part, and the MFU."""
     prompts, completions = rows(tokens, 8, 200, 400)
     layout = Packed.of(prompts, completions)
     length, scored = layout.input_ids.shape[1], len(layout.predicts)
@@ -177,7 +178,7 @@ def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batc
     again = variant.settings.activation_checkpointing is True
     attend.add(0, attention_flops * (1 + again), times=layers, share=FLASH["2"])
     attend.add(0, 2.5 * attention_flops, times=layers, share=FLASH["2"])
-    if variant.sharded:  # a rank casts its share, copies what was gathered, and copies, casts and adds gradients
+    if variant.sharded:  # a rank casts its share, copies the gathered weights, and copies, casts and adds gradients
         copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=2)
         copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
     else:  # autocast casts once; gradients are cast and added
@@ -198,7 +199,7 @@ def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batc
 
 
 def rows(tokens: int, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
-    """Prompts and completions of about `tokens` tokens: groups with a heavy tail of lengths, as `benchmarks.update` has."""
+    """Returns prompts and completions of about `tokens` tokens, with heavy-tailed lengths as in `benchmarks.update`."""
     rng, total = np.random.default_rng(0), 0
     prompts: list[Any] = []
     completions: list[Any] = []
@@ -240,14 +241,14 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
 
 
 def shapes() -> dict[str, tuple[Any, int]]:
-    """The models, and the GPUs that shard them."""
+    """Returns the models and the number of GPUs that shard each."""
     tied = {"num_key_value_heads": 2, "tie_word_embeddings": True}
     small = Qwen2Config(**SHAPES["0.5b"], **tied, max_position_embeddings=32_768)
     return {"0.5B": (small, 1), "7B": (Qwen2Config(**SHAPE_7B, max_position_embeddings=32_768), 8)}
 
 
 def variants(sharded: bool) -> list[Variant]:
-    """The variants compared; a model on several GPUs is checkpointed and stays sharded."""
+    """Returns the variants to compare; a model on several GPUs is checkpointed and stays sharded."""
     eager = TrainerSection(compile=False, activation_checkpointing=sharded)
     fused = TrainerSection(compile=True, activation_checkpointing=sharded)
     found = [

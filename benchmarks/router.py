@@ -1,14 +1,14 @@
-"""sglang-router and smg with the command line of an agent: `OMP_NUM_THREADS=1 python -m benchmarks.router [PART …]`.
+"""Measures sglang-router and smg as an agent starts them: `OMP_NUM_THREADS=1 python -m benchmarks.router [PART …]`.
 
-`balance`: 256 groups at once over 2 and 4 workers, by policy: requests of the busiest worker over the mean. Prompts are
-all different, as in training, or share their first 600 tokens, as in a few-shot evaluation. `latency`: the latency the
-router adds to a request, one at a time, 300 of each in turn. `recovery`: two embedded engines, 16 requests in flight;
-one is killed (kill -9), and started again on its port 10 s later. Requests come from a plain client, which never
-retries, and from RolloutClient. No agent removes the engine from the router or adds it again, so this measures the
-router's own health checks.
+`balance`: 256 concurrent groups over 2 and 4 workers, by policy; the figure is the requests of the busiest worker over
+the mean. Prompts are all different, as in training, or share their first 600 tokens, as in a few-shot evaluation.
+`latency`: the latency the router adds to a request; 300 requests of each kind, one at a time, in turn. `recovery`: two
+embedded engines with 16 requests in flight; one engine is killed (kill -9) and started again on its port 10 s later.
+Requests come from a plain client, which never retries, and from RolloutClient. No agent removes the engine from the
+router or adds it again, so this measures the router's own health checks.
 
-Workers of the first two parts are processes that answer after a while without computing. smg is skipped if not
-installed.
+The workers of the first two parts are processes that answer after a delay without computing. smg is skipped if it is
+not installed.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _ANSWER = {"text": "because " * 400, "output_ids": list(range(500)), "meta_info"
 
 
 def work(port: int, seconds: float) -> None:
-    """A worker that answers every request after `seconds` and counts requests."""
+    """Runs a worker that answers every request after `seconds` and counts the requests."""
     asked = running = 0
 
     async def generate(request: web.Request) -> web.Response:
@@ -74,7 +74,7 @@ def work(port: int, seconds: float) -> None:
 
 @asynccontextmanager
 async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A process, yielded once it answers /health."""
+    """Starts a process and yields it once it answers /health."""
     environment = {**os.environ, "LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
     quiet = subprocess.DEVNULL
     running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=quiet, stdout=quiet)  # noqa: ASYNC220 - returns at once
@@ -94,13 +94,13 @@ async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession)
 
 
 class Bench:
-    """Routers and workers, ended together."""
+    """Routers and workers that end together."""
 
     def __init__(self, stack: AsyncExitStack, http: aiohttp.ClientSession) -> None:
         self.stack, self.http = stack, http
 
     async def workers(self, count: int, seconds: float) -> list[str]:
-        """URLs of this many workers."""
+        """Starts this many workers and returns their URLs."""
         return [await self._worker(free_port(), seconds) for _ in range(count)]
 
     async def _worker(self, port: int, seconds: float) -> str:
@@ -114,7 +114,7 @@ class Bench:
         return await self.stack.enter_async_context(process([sys.executable, *words], f"http://127.0.0.1:{port}", self.http))
 
     async def router(self, name: str, policy: str, workers: Sequence[str]) -> str:
-        """Its URL, once it lists all workers as healthy."""
+        """Starts a router and returns its URL once it lists all workers as healthy."""
         settings = {"router": name, "router_policy": policy, "router_port": free_port(), "router_metrics_port": free_port()}
         section = RolloutSection.model_validate(settings)
         url = f"http://127.0.0.1:{section.router_port}"
@@ -134,7 +134,7 @@ class Bench:
             return dict(await answer.json())
 
     async def ask(self, url: str, prompt: list[int], n: int = 8) -> str:
-        """One group by a plain client; returns the outcome."""
+        """Requests one group with a plain client and returns the outcome."""
         sampling = {"n": n, "max_new_tokens": 24, "temperature": 1.0}
         try:
             async with self.http.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
@@ -209,7 +209,7 @@ async def recovery(bench: Bench) -> None:
 
 
 async def _plain(bench: Bench, url: str, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
-    """Sends requests until it is over; returns answers by status."""
+    """Sends requests until `over` is set; returns the number of answers by status."""
     seen: Counter[str] = Counter()
     while not over.is_set():
         seen[await bench.ask(url, random.choice(prompts))] += 1
@@ -229,7 +229,7 @@ async def _ours(client: RolloutClient, prompts: list[list[int]], over: asyncio.E
 
 
 async def _idle(bench: Bench, port: int) -> bool:
-    """Whether the engine has had no request yet."""
+    """Returns whether the engine has received no request yet."""
     async with bench.http.get(f"http://127.0.0.1:{port}/metrics") as answer:
         return 'http_requests_total{route="/generate"' not in await answer.text()
 
@@ -244,7 +244,7 @@ async def main(parts: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all when none is named")
+    parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all if none is named")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

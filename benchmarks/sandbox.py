@@ -1,4 +1,4 @@
-"""Programs run per second in the sandbox of code rewards, beside a bare Python process without protection.
+"""Measures programs per second in the sandbox of code rewards, compared with a bare, unprotected Python process.
 
     python -m benchmarks.sandbox [--programs 100]
 
@@ -22,14 +22,14 @@ SOURCE = "a, b = map(int, input().split())\nprint(a + b)"
 
 
 def bare(case: Case) -> bool:
-    """The same program and case in a process of the system's Python."""
+    """Runs the same program and case in a process of the system's Python."""
     command = ["/usr/bin/python3", "-I", "-S", "-c", SOURCE]
     done = subprocess.run(command, input=case.request["input"], capture_output=True, text=True)
     return bool(done.stdout.strip() == case.expected.strip())
 
 
 def measured(run: Callable[[int], bool], programs: int, at_once: int) -> tuple[float, list[float]]:
-    """(programs per second, seconds of each)."""
+    """Returns (programs per second, seconds of each program)."""
 
     def timed(i: int) -> float:
         start = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Does anything grow? Runs the local job group on the built-in task for a long time and watches every process and file.
+"""Does anything leak? Runs the local job group on the built-in task for a long time and watches every process and file.
 
-`python -m benchmarks.soak [--minutes 30]`. Memory, open files and threads of every process and the size of every store are
-read every ten seconds; after a warm-up of a quarter of the time lines are fitted. Exit status 1 when something grows beyond
-its bound. Files that grow by design (a line per step, checkpoints, logs) are shown with their rate.
+`python -m benchmarks.soak [--minutes 30]` reads the memory, open files and threads of every process and the size of
+every store every ten seconds. The first quarter of the time is a warm-up; after it, lines are fitted. The exit status
+is 1 if anything grows beyond its bound. Files that grow by design (a line per step, checkpoints, logs) are shown with
+their rate.
 """
 
 import argparse
@@ -28,19 +29,19 @@ from tests.chaos.targets import Process
 EVERY_S = 10.0
 WARM_UP = 0.25
 RSS_BOUND_MB_PER_HOUR, RSS_NOISE_MB = 40.0, 8.0
-"""A process may grow by this much per hour, plus the noise: in a short run allocators settle late."""
+"""A process may grow by this much per hour, plus the noise: in a short run, allocators settle late."""
 FILES_BOUND, THREADS_BOUND = 3.0, 2.0
-"""Over the whole time."""
+"""Allowed growth over the whole time."""
 STORE_BOUND_MB, STORE_SHARE = 4.0, 0.1
-"""A bounded store may grow by this much plus this share of itself: it is written in chunks."""
+"""A bounded store may grow by this much plus this share of its size, because it is written in chunks."""
 SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "NUM_EPOCHS": "100000",
     "MAX_STEPS": "1000000",
     "BATCH_SIZE": "4",
     "RLHF_SAMPLING__GROUP_SIZE": "4",
-    "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that its groups leave
-    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model stays unchanged, so the step time does too
+    "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that old groups are removed
+    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model hardly changes, so the step time stays constant
     "RLHF_TRAINER__EVAL_EVERY": "100",
     "RLHF_TRAINER__EVAL_SAMPLES": "16",
     "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
@@ -78,7 +79,7 @@ class Samples:
 
 
 def role(process: Process) -> str:
-    """`ppo-trainer-0 trainer`: the node, and the process's role in it."""
+    """Names the node and the process's role in it, as in `ppo-trainer-0 trainer`."""
     words = process.argv
     if not process.node:
         return "jobgroup.local"
@@ -96,13 +97,13 @@ def role(process: Process) -> str:
 
 
 def sample(group: Group, at: float, samples: Samples) -> None:
-    """Reads everything once. Processes of one role in one node count together."""
+    """Takes one sample of everything. Processes with the same role on a node are summed."""
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for process in group.processes():
         try:
             status = Path(f"/proc/{process.pid}/status").read_text()
             files = len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
-        except OSError:  # it ended just now
+        except OSError:  # the process has just ended
             continue
         values = dict(line.split(":", 1) for line in status.splitlines())
         if "VmRSS" in values:
@@ -120,15 +121,15 @@ def sample(group: Group, at: float, samples: Samples) -> None:
 
 
 def _bytes(path: Path) -> float:
-    """Sizes of a file, or of all files below; a hard link counts once."""
+    """Returns the size of a file, or of all files in a directory; hard links count once."""
     sizes = {}
     inside = [
         Path(folder) / name for folder, _, names in os.walk(path) for name in names
-    ]  # leaves out what is removed meanwhile
+    ]  # skips files that are removed meanwhile
     for file in inside or [path]:
         try:
             found = file.stat()
-        except OSError:  # removed just now
+        except OSError:  # the file has just been removed
             continue
         if stat.S_ISREG(found.st_mode):
             sizes[found.st_ino] = found.st_size
@@ -136,7 +137,7 @@ def _bytes(path: Path) -> float:
 
 
 def growth(series: Series, since: float) -> float:
-    """The rise of a line fitted to the values from `since` on."""
+    """Returns the rise of a line fitted to the values from `since` on."""
     points = np.array([point for point in series if point[0] >= since])
     if len(points) < 3:
         return 0.0
@@ -145,7 +146,7 @@ def growth(series: Series, since: float) -> float:
 
 
 def judge(samples: Samples, since: float, until: float) -> list[str]:
-    """Everything that grew beyond its bound."""
+    """Names everything that grew beyond its bound."""
     rss_bound = RSS_NOISE_MB + RSS_BOUND_MB_PER_HOUR * (until - since) / 3600
     bounds: list[tuple[str, Mapping[str, Series], float]] = [
         ("MB of memory", samples.rss_mb, rss_bound),
@@ -166,7 +167,7 @@ def judge(samples: Samples, since: float, until: float) -> list[str]:
 
 
 def report(samples: Samples, since: float, console: Console) -> None:
-    """Tables; growth is over the time after the warm-up."""
+    """Prints the tables; growth is measured after the warm-up."""
     table = Table(title=f"processes: at the end (risen since {since:.0f} s)")
     for title in ("process", "memory MB", "open files", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right")
@@ -188,11 +189,11 @@ def report(samples: Samples, since: float, console: Console) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; returns the exit status."""
+    """Runs the benchmark and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
-    parser.add_argument("--minutes", type=float, default=30.0, help="from the first step on")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration, counted from the first step")
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
-    parser.add_argument("--json", type=Path, help="gets every sample")
+    parser.add_argument("--json", type=Path, help="write every sample here")
     options = parser.parse_args(argv)
     console, samples = Console(width=120, highlight=False), Samples()
     seconds = options.minutes * 60

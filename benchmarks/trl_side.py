@@ -1,7 +1,7 @@
 """TRL's half of `benchmarks.vs_trl_learning`: TRL's GRPOTrainer on the job in a JSON file. Runs in `.venv-trl`.
 
-`.venv-trl/bin/python -m benchmarks.trl_side JOB.json`; the file holds the fields of `Job`. Of this project it uses only
-the grader, which needs only math-verify.
+`.venv-trl/bin/python -m benchmarks.trl_side JOB.json` reads the fields of `Job` from the file. The only code of this
+project it uses is the grader, which needs only math-verify.
 """
 
 import json
@@ -31,9 +31,9 @@ class Job:
     learning_rates: list[float]
     """Learning rate of every step; empty: TRL's own schedule, with `warmup_steps` in the settings."""
     prompts: list[dict[str, Any]]
-    """In the order of the steps, each with `text`, `ids` and `answer`."""
+    """Prompts in the order of the steps, each with `text`, `ids` and `answer`."""
     completions: list[list[int]] | None = None
-    """Token ids to train on instead of sampling, `num_generations` of each prompt in order."""
+    """Completions (token ids) to train on instead of sampling, `num_generations` per prompt, in order."""
 
     @classmethod
     def read(cls, path: Path) -> "Job":
@@ -47,7 +47,7 @@ class Job:
 
 
 def grade(answer: str, text: str, stopped: bool) -> bool:
-    """The reward server's verdict with `require_stop`, without its time limits."""
+    """Returns the reward-server's verdict with `require_stop`, but without its time limits."""
     given, gold = extract_answer(text), gold_answer(answer)
     assert gold is not None
     if given is None or not stopped:
@@ -57,7 +57,7 @@ def grade(answer: str, text: str, stopped: bool) -> bool:
 
 
 def main() -> None:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # of rollout_func
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # silences the warning about rollout_func
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -71,7 +71,7 @@ def main() -> None:
     completions = job.settings["per_device_train_batch_size"] * job.settings["gradient_accumulation_steps"]
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]
-        """GRPOTrainer with a given learning rate for every step; its own schedule starts a step later, at zero."""
+        """GRPOTrainer with a given learning rate for every step; TRL's own schedule starts at zero, a step later."""
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if not job.learning_rates:
@@ -88,7 +88,7 @@ def main() -> None:
             return found
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        """Wall time of every step, checkpoints not included."""
+        """Measures the wall time of every step, without checkpoints."""
 
         def __init__(self) -> None:
             self.seconds: list[float] = []

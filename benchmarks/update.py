@@ -1,13 +1,13 @@
-"""The update alone: tokens per second, MFU and peak memory, on models of real shapes.
+"""Measures the update alone: tokens per second, MFU and peak memory, on models of real shapes.
 
-Random weights and random tokens in the shape of Qwen2.5, one GRPO update per measurement: `--tokens` prompt and
-completion tokens in groups of `--group`, completions of `--completion` tokens on average with a heavy tail. Each case
-runs in a separate process. FLOPs are those the update needs: 6 per parameter and token (a shared prompt once, the head
-for completion tokens only) and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16, dense),
-on a CPU of the measured rate of a large float32 matrix product.
+Each measurement is one GRPO update with random weights and random tokens in the shape of Qwen2.5: `--tokens` prompt and
+completion tokens in groups of `--group`, with heavy-tailed completions of `--completion` tokens on average. Each case
+runs in a separate process. FLOPs are those the update needs: 6 per parameter and token (a shared prompt counts once,
+the head for completion tokens only), and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16,
+dense); on a CPU, of the measured rate of a large float32 matrix product.
 
-`--trl` adds TRL's GRPOTrainer on the very same tokens (in `.venv-trl`, which `make bench-trl` makes): its step without
-generation.
+`--trl` adds the step of TRL's GRPOTrainer on exactly the same tokens, without generation, in `.venv-trl`, which
+`make bench-trl` creates.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SHAPES = {
         "vocab_size": 151_936,
     },
 }
-"""Qwen2.5's, and one for CPUs; two heads of keys and values, tied embeddings."""
+"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values, tied embeddings."""
 TRL_PYTHON = Path(".venv-trl/bin/python")
 _PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 """bfloat16 FLOP/s without sparsity, from the makers' data sheets."""
@@ -85,16 +85,16 @@ class Result:
     seconds: float
     """Median seconds of an update."""
     tokens: int
-    """Prompt and completion tokens of the batch, a prompt counted for every completion."""
+    """Prompt and completion tokens of the batch; a prompt counts once per completion."""
     flops: float
     peak: float
-    """FLOP/s at 100 %."""
+    """FLOP/s at 100 % utilisation."""
     memory: int
-    """Bytes at the peak: of the GPU, on a CPU of the process."""
+    """Peak bytes: of the GPU, or of the process on a CPU."""
 
 
 def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") -> None:
-    """Creates a random model of this shape with the built-in tokenizer; on a GPU if large, which is faster."""
+    """Creates a random model of this shape with the built-in tokenizer; large models faster on a GPU."""
     quiet()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
@@ -113,13 +113,13 @@ def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") 
 
 
 def make_groups(case: Case, tokenizer: Any) -> list[Group]:
-    """Groups until the budget of tokens is used up; their prompts are what the tokenizer makes of a text."""
+    """Returns groups that use up the token budget; their prompts are tokenized texts."""
     vocabulary = len(tokenizer)
     rng = np.random.default_rng(0)
     groups: list[Group] = []
     left = case.tokens
     while left > 0:
-        tail = rng.lognormal(-0.32, 0.8, case.group) * case.completion  # of mean 1
+        tail = rng.lognormal(-0.32, 0.8, case.group) * case.completion  # mean 1
         lengths = np.clip(tail.astype(int), 16, 8 * case.completion)
         left -= int(lengths.sum()) + case.group * case.prompt
         completions = [
@@ -143,10 +143,10 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
 
 
 def required_flops(groups: list[Group], model: Any) -> float:
-    """Floating-point operations of forward and backward."""
+    """Returns the floating-point operations of the forward and backward passes."""
     config = model.config
     head = config.vocab_size * config.hidden_size
-    body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is looked up
+    body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is a lookup
     computed = completion_tokens = pairs = 0
     for group in groups:
         prompt = len(group.prompt_token_ids)
@@ -159,7 +159,7 @@ def required_flops(groups: list[Group], model: Any) -> float:
 
 
 def measure(case: Case) -> Result:
-    """Runs in a separate process."""
+    """Measures a case; runs in a separate process."""
     words = [
         "--model.name",
         case.model,
@@ -196,7 +196,7 @@ def learn(policy: Policy, reference: Reference, groups: list[Group], config: Con
 
 
 def peak(device: torch.device) -> float:
-    """Returns the FLOP/s at 100 %. Raises ConfigError for a GPU whose data sheet is not known."""
+    """Returns the FLOP/s at 100 % utilisation. Raises ConfigError for a GPU with an unknown data sheet."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, rate in _PEAKS.items():
@@ -212,8 +212,8 @@ def peak(device: torch.device) -> float:
 
 
 def trl_seconds(case: Case, directory: Path) -> float:
-    """Median seconds of TRL's step on the same tokens, which replace generation."""
-    from benchmarks.trl_side import Job  # imports the graders
+    """Returns the median seconds of TRL's step on the same tokens, which replace generation."""
+    from benchmarks.trl_side import Job  # this module imports the graders
 
     groups = make_groups(case, load_tokenizer(load(["--model.name", case.model], {}).model))
     completions = [completion.token_ids.tolist() for group in groups for completion in group.completions]
@@ -258,8 +258,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt (default 200)")
     parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion (default 400)")
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed (default 3)")
-    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="more settings, in a separate row")
-    parser.add_argument("--trl", action="store_true", help="TRL's step beside it (on a CPU, float32)")
+    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="extra settings, another row")
+    parser.add_argument("--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -1,14 +1,14 @@
-"""Seconds per step of this system and of TRL's GRPOTrainer: the same machine, task, model, batch and lengths, in one run.
+"""Compares seconds per step of this system and TRL's GRPOTrainer on the same machine, task, model, batch and lengths.
 
-Three contestants, one at a time and alternately: the *whole* job group (five tasks as processes, HTTP between them; by
-default the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes), the *bare*
-trainer (`train_in_process`: the same code in one process), and TRL in one process, with one thread and with as many as
-there are cores; the better one counts. Both train on groups of the same prompts; each samples its own completions, so
-their lengths are reported too.
+Three contestants run alternately, one at a time. The *whole* job group is five tasks as processes that talk HTTP; by
+default it is the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes. The
+*bare* trainer is the same code in one process (`train_in_process`). TRL runs in one process, with one thread and with
+one per core; the better result counts. All train on groups of the same prompts, but each samples its own completions,
+so the report includes their lengths.
 
-By default on the built-in task. Any other model and task: `--config FILE`, and settings such as `--model.name
-DIRECTORY`. TRL runs in `.venv-trl`, which `make bench-trl` makes. Evaluation and checkpoints are off; the first steps
-are not counted.
+The default is the built-in task. `--config FILE` and settings such as `--model.name DIRECTORY` choose another model and
+task. TRL runs in `.venv-trl`, which `make bench-trl` creates. Evaluation and checkpoints are off; the first steps are
+not counted.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Run:
     tokens: float
     """Mean completion length."""
     split: dict[str, float]
-    """Mean seconds of a step by stage; TRL's generation includes its rewards, and the rest is its update."""
+    """Mean seconds per step by stage; TRL's generation includes its rewards, and the rest is its update."""
 
     @property
     def step(self) -> float:
@@ -56,18 +56,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """The job all contestants train."""
+    """The training job of all contestants."""
 
     config: str
     jobgroup: str
     settings: dict[str, str]
-    """Further settings by name."""
+    """Extra settings by name."""
     warm_up: int
-    """First steps of every run, not counted."""
+    """First steps of every run that are not counted."""
     threads: int
-    """Threads of every process of this system."""
+    """Threads of each process of this system."""
     rows: int
-    """Completions of TRL's micro-batches; 0: all of a step."""
+    """Completions per micro-batch of TRL; 0: all of a step."""
 
     def load(self, steps: int, seed: int, directory: Path) -> Config:
         """Returns the settings of this trainer's runs; TRL gets the same."""
@@ -153,7 +153,7 @@ def compare(task: Task, names: list[str], rounds: int, steps: int, console: Cons
 
 
 def report(runs: dict[str, list[Run]], cores: int, console: Console) -> None:
-    """Prints seconds, ratios of runs of the same round, and where the time of the whole system goes."""
+    """Prints the seconds, the ratios of runs of the same round, and where the whole system spends its time."""
     best = min((name for name in runs if name.startswith("TRL")), key=lambda name: median(run.step for run in runs[name]))
     table = Table("", "s/step, median of runs", "lowest to highest", "tokens/completion", f"of {best}", "lowest to highest")
     for name, of in runs.items():
@@ -181,13 +181,13 @@ def main() -> None:
         prog="python -m benchmarks.vs_trl", description=head, epilog="\n\n".join(details), formatter_class=layout
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each that count (default 20)")
-    parser.add_argument("--warm-up", type=int, default=5, help="first steps that do not count (default 5)")
+    parser.add_argument("--steps", type=int, default=20, help="counted steps per run (default 20)")
+    parser.add_argument("--warm-up", type=int, default=5, help="uncounted first steps per run (default 5)")
     parser.add_argument("--config", default=_CONFIG, help=f"settings (default {_CONFIG})")
     parser.add_argument("--jobgroup", default=_JOBGROUP, help=f"job group of the whole system (default {_JOBGROUP})")
     parser.add_argument("--contestants", nargs="+", choices=("whole", "bare"), default=["whole", "bare"], help="beside TRL")
     parser.add_argument("--threads", type=int, default=1, help="threads of each of this system's processes (default 1)")
-    parser.add_argument("--trl-rows", type=int, default=0, help="completions of TRL's micro-batches (default: all of a step)")
+    parser.add_argument("--trl-rows", type=int, default=0, help="TRL's micro-batch size (default: all of a step)")
     parser.add_argument("--bare", nargs=3, help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):

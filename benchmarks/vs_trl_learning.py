@@ -1,13 +1,13 @@
-"""Does this trainer learn as TRL's GRPOTrainer does? The same model, prompts, settings, steps, grader and evaluator for both.
+"""Does this trainer learn like TRL's GRPOTrainer? Both get the same model, prompts, settings, grader and evaluator.
 
-Two measurements, on the built-in task with the settings of the demo. *Free*: each half samples its own completions,
-over several seeds; held-out greedy accuracy of the checkpoints and rewards of the training batches, compared in pairs
-per seed. *Replay*: TRL trains on the very tokens that this trainer trained on, so loss, gradient norm and weights of
-every step can be compared deterministically.
+There are two measurements on the built-in task with the demo's settings. *Free*: each half samples its own completions
+over several seeds; the held-out greedy accuracy of the checkpoints and the rewards of the training batches are compared
+pairwise per seed. *Replay*: TRL trains on exactly the tokens that this trainer trained on, so the loss, gradient norm
+and weights of every step can be compared deterministically.
 
-TRL runs in `.venv-trl`, which `make bench-trl` makes. One run at a time, alternately. For a controlled experiment give a half
-other settings, `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl '{"top_k": 50}'`; with `--reuse` the half
-that did not change is taken from an earlier run.
+TRL runs in `.venv-trl`, which `make bench-trl` creates. Runs alternate, one at a time. For a controlled experiment,
+give one half other settings: `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl '{"top_k": 50}'`.
+With `--reuse`, the unchanged half comes from an earlier run.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _TRL_EPS = "1e-4"
 
 
 def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
-    """Settings of this trainer's half."""
+    """Returns the settings of this trainer's half."""
     words = [
         *("--config", "jobgroup/configs/tiny-cpu.yaml", "--seed", str(seed), "--algorithm.advantage_eps", _TRL_EPS),
         *("--trainer.run_dir", str(directory), "--state_dir", str(directory / "state"), "--trainer.max_steps", str(steps)),
@@ -57,7 +57,7 @@ def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> 
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
-    """The same settings in TRL's words; only those that differ from TRL's defaults or matter."""
+    """Returns the same settings under TRL's names, but only those that matter or differ from TRL's defaults."""
     trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
     return {
         "per_device_train_batch_size": trainer.batch_size * sampling.group_size,
@@ -85,7 +85,7 @@ def trl_settings(config: Config) -> dict[str, Any]:
 
 
 def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Group] | None = None) -> Job:
-    """TRL's half: the first prompts of the data-server's stream, and with `groups` their completions."""
+    """Returns TRL's half: the first prompts of the data-server's stream and, with `groups`, their completions."""
     trainer, tokenizer = config.trainer, load_tokenizer(config.model)
     assert trainer.max_steps is not None
     with tempfile.TemporaryDirectory() as state:
@@ -114,13 +114,13 @@ def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
 
 
 def _text(ids: list[int], tokenizer: Any) -> str:
-    """Returns the text that tokenizes to these tokens, without the first one if the tokenizer adds it."""
+    """Returns the text that tokenizes to these tokens, without a first token that the tokenizer adds itself."""
     text = str(tokenizer.decode(ids))
     return text if tokenizer(text)["input_ids"] == ids else str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def recorded(config: Config) -> list[Group]:
-    """Every group that a finished run trained on, in the order of its prompts, from its replay buffer."""
+    """Reads every group that a finished run trained on from its replay buffer, in prompt order."""
     store = Store(config.state_dir / "replay" / "replay.db")
     listed = sorted(store.listing(1_000_000, 0), key=lambda row: int(row["position"]))
     groups = unpack_groups([store.blob(row["id"]) for row in listed])
@@ -129,12 +129,12 @@ def recorded(config: Config) -> list[Group]:
 
 
 def padded(tokenizer: Any, prompts: list[list[int]]) -> Any:
-    """Prompts of token ids as transformers' `generate` takes them."""
+    """Pads prompts of token ids into the input of transformers' `generate`."""
     return tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
 
 
 def greedy_accuracy(directory: Path, config: Config) -> float:
-    """The common evaluator of both halves: transformers' greedy decoding on the held-out problems."""
+    """Evaluates a checkpoint of either half: transformers' greedy decoding on the held-out problems."""
     tokenizer = load_tokenizer(config.model)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     stops = stop_token_ids(model, tokenizer)
@@ -150,14 +150,14 @@ def greedy_accuracy(directory: Path, config: Config) -> float:
 
 
 class Runs:
-    """Runs halves in separate processes under `root`, or finds them in `options.reuse`, and reads their results."""
+    """Runs each half in a separate process under `root`, or takes it from `options.reuse`, and reads the results."""
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options, self.root = options, root
         self.steps = sorted({*range(options.every, options.steps + 1, options.every), options.steps})
 
     def config(self, seed: int, extra: str = "", root: Path | None = None) -> Config:
-        """Settings of this trainer's half; TRL's half gets the same, whatever `extra` says."""
+        """Returns the settings of this trainer's half; TRL's half gets the same without `extra`."""
         return settings((root or self.root) / f"ours-{seed}", seed, self.options.steps, self.options.every, extra)
 
     def run(self, half: str, seed: int) -> None:
@@ -171,7 +171,7 @@ class Runs:
             _run([sys.executable, "-m", "benchmarks.vs_trl_learning", *words], self.root / f"ours-{seed}.txt")
 
     def replay(self, seed: int) -> Replay:
-        """TRL on the tokens of this trainer's finished run on `seed`."""
+        """Trains TRL on the tokens of this trainer's finished run on `seed`."""
         ours, output = self._place("ours", seed), self.root / f"replay-{seed}"
         config = self.config(seed, root=ours.parent)
         groups = recorded(config)
@@ -200,7 +200,7 @@ class Runs:
         _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], Path(f"{task.output}.txt"))
 
     def _place(self, half: str, seed: int) -> Path:
-        """Directory of a half: an earlier one if it finished with exactly these settings."""
+        """Returns the directory of a half: an earlier one if it finished with exactly these settings."""
         earlier = self.options.reuse and self.options.reuse / f"{half}-{seed}"
         if earlier and half == "trl" and (earlier / "log.json").exists():
             same = Job.read(earlier / "job.json") == self._job(seed, earlier.parent)
@@ -222,7 +222,7 @@ def _log(place: Path) -> Any:
 
 
 def _distance(one: Path, other: Path) -> float:
-    """Euclidean, between the weights of two checkpoints."""
+    """Returns the Euclidean distance between the weights of two checkpoints."""
     left, right = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (one, other))
     return float(torch.cat([(left[name] - right[name]).flatten() for name in left]).norm())
 
@@ -243,16 +243,16 @@ def main() -> None:
         prog="python -m benchmarks.vs_trl_learning", description=head, epilog="\n\n".join(details), formatter_class=layout
     )
     parser.add_argument("--seeds", type=int, default=5, help="pairs of runs; at least 2 for a standard error (default 5)")
-    parser.add_argument("--first-seed", type=int, default=0, help="the seeds are this one and the next ones (default 0)")
+    parser.add_argument("--first-seed", type=int, default=0, help="first of the consecutive seeds (default 0)")
     parser.add_argument("--steps", type=int, default=40, help="updates of every run (default 40)")
-    parser.add_argument("--every", type=int, default=10, help="a checkpoint is compared every so many steps (default 10)")
+    parser.add_argument("--every", type=int, default=10, help="steps between compared checkpoints (default 10)")
     parser.add_argument("--replays", type=int, default=1, help="seeds on which TRL also trains on our tokens (default 1)")
-    parser.add_argument("--ours", default="", metavar="WORDS", help="more settings of this trainer, for an experiment")
+    parser.add_argument("--ours", default="", metavar="WORDS", help="extra settings of this trainer, for an experiment")
     parser.add_argument(
-        "--trl", default="{}", metavar="JSON", help="more of TRL's GRPOConfig; `warmup_steps`: TRL's own schedule"
+        "--trl", default="{}", metavar="JSON", help="extra GRPOConfig fields; `warmup_steps`: TRL's own schedule"
     )
-    parser.add_argument("--out", type=Path, help="keep runs, logs and checkpoints here, an empty directory")
-    parser.add_argument("--reuse", type=Path, metavar="DIR", help="an earlier --out: runs there with the same settings count")
+    parser.add_argument("--out", type=Path, help="an empty directory that keeps runs, logs and checkpoints")
+    parser.add_argument("--reuse", type=Path, metavar="DIR", help="reuse equal runs of this earlier --out")
     parser.add_argument("--one", type=int, metavar="SEED", help=argparse.SUPPRESS)
     options = parser.parse_args()
     try:

@@ -1,4 +1,4 @@
-"""The measurements of `benchmarks.vs_trl_learning`, as tables."""
+"""Prints the measurements of `benchmarks.vs_trl_learning` as tables."""
 
 import math
 from collections.abc import Sequence
@@ -12,33 +12,33 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Half:
-    """One run of one trainer; means are over the steps."""
+    """A run of one trainer; means are over its steps."""
 
     accuracy: list[float]
-    """Held-out greedy accuracy at the compared steps, by the common evaluator."""
+    """Held-out greedy accuracy at the compared steps, measured by the common evaluator."""
     first_reward: float
-    """Reward of the first batch, which both sample from the base model."""
+    """Reward of the first batch, which both trainers sample from the base model."""
     reward: float
-    """Mean reward of the completions that were trained on."""
+    """Mean reward of the trained completions."""
     tokens: float
-    """Length of a completion."""
+    """Mean length of a completion."""
     truncated: float
-    """Share of completions cut at the limit."""
+    """Share of completions truncated at the limit."""
     seconds: float
-    """Median of a step."""
+    """Median seconds of a step."""
     own_accuracy: list[float] | None = None
-    """As this trainer's run evaluated itself, with the embedded engine."""
+    """Accuracy by the run's own evaluation with the embedded engine (this trainer only)."""
 
     @classmethod
     def of_ours(cls, accuracy: list[float], lines: Sequence[dict[str, Any]], own: list[float]) -> "Half":
-        """From `metrics.jsonl`."""
+        """Reads this trainer's half from the lines of `metrics.jsonl`."""
         seconds = median(sum(line["seconds"].values()) - line["seconds"].get("evaluation", 0.0) for line in lines)
         reward, tokens, cut = (mean(line[name] for line in lines) for name in ("reward", "completion_tokens", "truncated"))
         return cls(accuracy, lines[0]["reward"], reward, tokens, cut, seconds, own)
 
     @classmethod
     def of_trl(cls, accuracy: list[float], log: dict[str, Any]) -> "Half":
-        """From the log of `benchmarks.trl_side`."""
+        """Reads TRL's half from the log of `benchmarks.trl_side`."""
         names = ("reward", "completions/mean_length", "completions/clipped_ratio")
         reward, tokens, cut = (mean(line[name] for line in log["steps"]) for name in names)
         return cls(accuracy, log["steps"][0]["reward"], reward, tokens, cut, median(log["seconds"]))
@@ -46,7 +46,7 @@ class Half:
 
 @dataclass(frozen=True)
 class Point:
-    """Checkpoints of one step of a replay."""
+    """The two checkpoints after one step of a replay."""
 
     step: int
     ours: float
@@ -58,7 +58,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Replay:
-    """TRL on the tokens of a run of this trainer."""
+    """TRL's training on the tokens of this trainer's run."""
 
     ours: list[dict[str, Any]]
     """Lines of `metrics.jsonl`."""
@@ -66,19 +66,19 @@ class Replay:
     points: list[Point]
 
     def largest(self, name: str, relative: bool = False) -> tuple[float, float]:
-        """The largest difference in a metric of the update: in the first step, and in any step."""
+        """Returns the largest difference in an update metric: in the first step, and in any step."""
         pairs = [(a["update"].get(name, a.get(name)), b[name]) for a, b in zip(self.ours, self.trl, strict=True)]
         apart = [abs(a - b) / (abs(a) if relative else 1) for a, b in pairs]
         return apart[0], max(apart)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean."""
+    """Returns the standard error of the mean."""
     return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) -> None:
-    """Both halves with their own samples: means, paired differences, standard errors, and the verdict."""
+    """Compares halves that sampled on their own: means, paired differences, standard errors, and the verdict."""
     rows: list[tuple[str, list[float], list[float]]] = []
     for i, step in enumerate(steps):
         rows.append((f"accuracy, step {step}", [half.accuracy[i] for half in ours], [half.accuracy[i] for half in trl]))
@@ -108,7 +108,7 @@ def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) 
 
 
 def print_replays(replays: dict[int, Replay]) -> None:
-    """TRL against the runs whose tokens it trained on, by seed."""
+    """Compares TRL with the runs whose tokens it trained on, by seed."""
     table = Table(title="TRL on our tokens: largest difference in any step (gradient norm: relative; also in the first step)")
     for header in ("seed", "reward", "rate", "loss", "first norm", "norm", "weights apart*", "accuracy: ours", "TRL"):
         table.add_column(header, justify="right")

@@ -1,10 +1,10 @@
 """Do both halves of `benchmarks.vs_trl_learning` sample from the policy? Sampling may differ although their updates agree.
 
-Under a correct sampler the log-probability of the next token, plus the entropy of its distribution, is zero on average,
-whatever the prefix. So is the sum over a completion, and completions are independent: the mean over all of them in
-standard errors is a z-score. Measured on the completions that this trainer trained on right after each checkpoint of a
-run kept with `--out`, and on as many that transformers' `generate` draws from the same checkpoints and prompts with the
-settings TRL gives it.
+With a correct sampler, the log-probability of the next token plus the entropy of its distribution is zero on average,
+whatever the prefix. So is the sum over a completion. Completions are independent, so the mean over all of them in
+standard errors is a z-score. The benchmark measures it on the completions that this trainer trained on right after each
+checkpoint of a run kept with `--out`, and on as many that transformers' `generate` draws from the same checkpoints and
+prompts with the settings TRL gives it.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from trainer.policy.scorer import Scorer, load_tokenizer, quiet, stop_token_ids
 
 
 def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
-    """[completions] sums of log-probability + entropy, of (prompt, completion) pairs."""
+    """Returns the sum of log-probability + entropy [completions] of each (prompt, completion) pair."""
     rows = Padded.of(*([np.array(tokens, np.int32) for tokens in part] for part in zip(*pairs, strict=True)))
     lengths = torch.tensor([len(completion) for _, completion in pairs])
     targets = torch.tensor([token for _, completion in pairs for token in completion])
@@ -39,7 +39,7 @@ def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
 
 
 def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[list[int], list[int]]]:
-    """As many completions of the same prompts, as TRL has `generate` draw them."""
+    """Draws as many completions of the same prompts with `generate`, called as by TRL."""
     tokenizer = load_tokenizer(config.model)
     stops = stop_token_ids(model, tokenizer)
     prompts = [group.prompt_token_ids.tolist() for group in groups for _ in group.completions]
@@ -59,10 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.vs_trl_sampling", description=head, epilog="\n\n".join(details), formatter_class=layout
     )
-    parser.add_argument("runs", type=Path, help="what vs_trl_learning was given as --out")
-    parser.add_argument("--seeds", type=int, default=5, help="runs to look at, from seed 0 (default 5)")
-    parser.add_argument("--steps", type=int, default=40, help="as of the runs (default 40)")
-    parser.add_argument("--every", type=int, default=10, help="as of the runs (default 10)")
+    parser.add_argument("runs", type=Path, help="the --out directory of vs_trl_learning")
+    parser.add_argument("--seeds", type=int, default=5, help="number of runs, from seed 0 (default 5)")
+    parser.add_argument("--steps", type=int, default=40, help="the --steps of the runs (default 40)")
+    parser.add_argument("--every", type=int, default=10, help="the --every of the runs (default 10)")
     options = parser.parse_args()
     quiet()
     torch.manual_seed(0)

@@ -1,1 +1,1 @@
-"""Tests on one GPU what could not be tested without one: `python -m benchmarks.gpu_check`."""
+"""Checks on one GPU what needs a GPU to test: `python -m benchmarks.gpu_check`."""

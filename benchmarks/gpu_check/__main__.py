@@ -1,11 +1,11 @@
-"""Tests on one GPU what could not be tested without one, in at most nine minutes.
+"""Checks on one GPU what needs a GPU to test, in at most nine minutes.
 
-Every section is a process with its own time limit; one that crashes, hangs or runs out of memory is a failed line of
-the table, and the others continue. Nothing is downloaded: weights are random, in the shapes of Qwen2.5, and the
+Every section is a process with its own time limit. A section that crashes, hangs or runs out of memory is a failed line
+of the table, and the others continue. Nothing is downloaded: weights are random, in the shapes of Qwen2.5, and the
 tokenizer is the built-in one. DIR receives `gpu-check.md` (claim, predicted, measured, verdict), `gpu-check.jsonl` with
-a line for every section, and the sections' output. The exit status is 1 when a claim fails.
+a line per section, and the sections' output. The exit status is 1 if a claim fails.
 
-`--device cpu --small` runs the same code on tiny shapes: it shows that the check itself works.
+`--device cpu --small` runs the same code on tiny shapes, to show that the check itself works.
 """
 
 import argparse
@@ -58,7 +58,10 @@ def _minutes(text: str) -> float:
 
 
 def check(options: argparse.Namespace, console: Console) -> bool:
-    """Runs the sections and writes the results; whether all claims hold. Raises ConfigError without a usable GPU."""
+    """Runs the sections, writes the results and returns whether all claims hold.
+
+    Raises ConfigError without a usable GPU.
+    """
     if options.device == "cuda":
         from learning.device import choose_device
 
@@ -99,7 +102,7 @@ def _outcome(name: str, options: argparse.Namespace, left: float, scratch: Path)
 
 
 def main() -> None:
-    """Exits with status 1 when a claim fails."""
+    """Exits with status 1 if a claim fails."""
     options = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no section is left on the GPU
     try:

@@ -13,11 +13,11 @@ from trainer.observe.run_dir import read_lines
 
 _CONFIG = Path(__file__).resolve().parents[2] / "jobgroup" / "configs" / "tiny-cpu.yaml"
 _LEARNED, _STEPS = 0.9, 40
-"""Held-out accuracy after this many steps; it is solved in twenty (`docs/explanation/built-in-task.md`)."""
+"""Held-out accuracy after this many steps; twenty steps solve the task (`docs/explanation/built-in-task.md`)."""
 
 
 def learns(found: Findings, setting: Setting) -> None:
-    """Data, rewards, replay, engine and trainer in this process, the last two on the device."""
+    """Trains with data, rewards, replay, engine and trainer in this process, the last two on the device."""
     run_dir, base = setting.scratch / "demo", Path(".cache/tiny-base")
     if not (base / "config.json").exists():
         base = setting.scratch / "tiny-base"

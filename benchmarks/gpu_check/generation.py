@@ -1,4 +1,4 @@
-"""The embedded engine against transformers' `generate`, and its logprobs against the trainer's."""
+"""Compares the embedded engine with transformers' `generate`, and its logprobs with the trainer's."""
 
 import time
 from typing import Any
@@ -16,12 +16,12 @@ from services.engine.model import Model
 from trainer.policy.scorer import Scorer
 
 _FASTER = 1.2
-"""What `benchmarks.engine` claims on a CPU."""
+"""The ratio that `benchmarks.engine` claims on a CPU."""
 _WAIT_S = 120
 
 
 def speed(found: Findings, setting: Setting) -> None:
-    """32 prompts × 8 completions at once, ended only by length; the second of two rounds counts."""
+    """Generates 32 prompts × 8 completions at once, ended only by length; the second of two rounds counts."""
     rng = np.random.default_rng(0)
     directory = setting.model("small" if setting.small else "0.5b")
     count, samples, length, new = (4, 2, 12, 8) if setting.small else (32, 8, 64, 128)
@@ -46,7 +46,7 @@ def speed(found: Findings, setting: Setting) -> None:
 
 
 def _round(engine: Engine, prompts: list[list[int]], samples: int, new: int) -> tuple[float, list[list[Sequence]]]:
-    """Returns seconds, and the answers to every prompt."""
+    """Returns the seconds of a round, and the answers to every prompt."""
     jobs = [GenerationJob(str(i), prompt, SamplingParams(new, seed=i), samples) for i, prompt in enumerate(prompts)]
     start = time.perf_counter()
     engine.submit(jobs)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 _TAIL = 6
-"""Lines of a failed section's log that are shown."""
+"""Number of log lines shown for a failed section."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, the measurement, and whether it holds; `holds` is None when nothing was predicted."""
+    """A claim, the measurement, and whether the claim holds; `holds` is None if nothing was predicted."""
 
     text: str
     predicted: str
@@ -33,7 +33,7 @@ class Claim:
 
 @dataclass
 class Findings:
-    """What a section reports."""
+    """The report of a section."""
 
     claims: list[Claim] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class Findings:
 
 @dataclass
 class Outcome:
-    """How a section went."""
+    """The outcome of a section."""
 
     name: str
     about: str
     seconds: float = 0.0
     error: str = ""
-    """Why it failed; empty when it completed."""
+    """Why the section failed; empty if it completed."""
     findings: Findings = field(default_factory=Findings)
 
     @property
@@ -76,7 +76,7 @@ class Outcome:
 
 
 def run(name: str, about: str, command: Sequence[str], limit_s: float, directory: Path) -> Outcome:
-    """Runs `command`, which gets the path of its line as last argument, and kills it and its children after `limit_s`.
+    """Runs `command` with the path of its line as last argument; kills it and its children after `limit_s`.
 
     Output goes to `directory`/NAME.log. Anything but a complete line and exit status 0 is an error of the outcome.
     """
@@ -89,7 +89,7 @@ def run(name: str, about: str, command: Sequence[str], limit_s: float, directory
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
             outcome.error = f"still ran after its limit of {limit_s:.0f} s"
-        finally:  # also what the section has started and left behind, and on Ctrl-C
+        finally:  # also kills processes that the section left behind, and on Ctrl-C
             _kill_group(process)
     outcome.seconds = time.perf_counter() - start
     if not outcome.error and process.returncode:
@@ -109,7 +109,10 @@ def run(name: str, about: str, command: Sequence[str], limit_s: float, directory
 
 
 def leave(path: Path, section: Callable[[Findings], None]) -> int:
-    """Runs a section in this process and writes its line, with what it found before an error; returns the exit status."""
+    """Runs a section in this process and returns the exit status.
+
+    Writes the section's line, which after an error holds the findings so far.
+    """
     error, findings = "", Findings()
     try:
         section(findings)
@@ -140,7 +143,7 @@ def _kill_group(process: "subprocess.Popen[bytes]") -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    except PermissionError:  # macOS reports this for a group with only the dead process left
+    except PermissionError:  # macOS reports this for a group that holds only the dead process
         process.kill()
     process.wait()
 

@@ -1,4 +1,4 @@
-"""bfloat16 against float32 on the same weights and tokens: scores, gradients and an optimiser step."""
+"""Compares bfloat16 with float32 on the same weights and tokens: scores, gradients and an optimiser step."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _RATE = 1e-6
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Autocast to bfloat16, as in an update on one GPU, and float32 with the same rows and, if available, kernels."""
+    """Compares autocast to bfloat16, as in an update on one GPU, with float32 on the same rows and any kernels."""
     shape, tokens = ("small", 512) if setting.small else ("0.5b", 4096)
     config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)[:4]

@@ -1,4 +1,4 @@
-"""The table of claims and its details, as Markdown."""
+"""Writes the table of claims and its details as Markdown."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -8,11 +8,11 @@ from benchmarks.gpu_check.harness import Claim, Outcome
 from benchmarks.gpu_check.sections import BASE, VARIANTS
 
 _SAME = 0.02
-"""Relative difference in gradient norms that a different rounding order may cause."""
+"""Relative difference in gradient norms that another order of rounding may cause."""
 
 
 def compared(outcomes: Sequence[Outcome]) -> list[Claim]:
-    """Returns the claims that compare sections: every variant makes the same update."""
+    """Returns the claims that compare sections: every variant must make the same update."""
     figures = {outcome.name: outcome.findings.figures for outcome in outcomes if not outcome.error}
     base = figures.get(BASE)
     found = []
@@ -26,7 +26,7 @@ def compared(outcomes: Sequence[Outcome]) -> list[Claim]:
 
 
 def holds(outcomes: Sequence[Outcome]) -> bool:
-    """Whether all claims hold."""
+    """Returns whether all claims hold."""
     claims = [claim for outcome in outcomes for claim in outcome.all_claims] + compared(outcomes)
     return all(claim.holds is not False for claim in claims)
 
@@ -96,7 +96,7 @@ def _updates(outcomes: Sequence[Outcome]) -> str:
 
 
 def _number(value: Any, form: str) -> str:
-    """Formats a figure; a missing one, as from a failed section, is empty."""
+    """Formats a figure; a missing one, such as a failed section's, is empty."""
     return "" if value is None else f"{float(value):{form}}"
 
 

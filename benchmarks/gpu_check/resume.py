@@ -14,7 +14,7 @@ from trainer.policy.reference import Reference
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Two updates, a checkpoint after the first, and the second repeated from it."""
+    """Makes two updates with a checkpoint between them, and repeats the second from the checkpoint."""
     run_dir = setting.scratch / "resume"
     tokens = "512" if setting.small else "4096"
     config = setting.config(setting.model("small"), "--trainer.micro_batch_tokens", tokens, "--trainer.run_dir", str(run_dir))

@@ -1,4 +1,4 @@
-"""The sections, most valuable first: time may run out at the end.
+"""The sections, most valuable first, because time may run out at the end.
 
 `python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH LINE` runs one in this process (`harness.run` starts it).
 """
@@ -40,7 +40,7 @@ VARIANTS = {
     "offload": "--trainer.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
-"""Settings beside those of `BASE`. One GPU shards only to offload, and by default compiles and fuses the head."""
+"""Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and fuses the head."""
 SECTIONS = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
     "varlen": Section("attention over packed rows beside float32", "varlen", "correctness", 60),
@@ -65,7 +65,7 @@ def command(name: str, device: str, small: bool, scratch: Path) -> list[str]:
 
 
 def _run(name: str, device: str, size: str, scratch: str, found: Findings) -> None:
-    from benchmarks.gpu_check.setting import Setting  # imports torch: only in the process that computes
+    from benchmarks.gpu_check.setting import Setting  # imports torch, so only in the computing process
 
     section = SECTIONS[name]
     module = importlib.import_module(f"benchmarks.gpu_check.{section.module}")

@@ -1,4 +1,4 @@
-"""Shared by all sections: the device, the size of the work, and random models of real shapes."""
+"""The setting that all sections share: the device, the size of the work, and random models of real shapes."""
 
 import os
 import shutil
@@ -23,9 +23,9 @@ class Setting:
     device_kind: str
     """`cuda` or `cpu`."""
     small: bool
-    """Tiny shapes, to see that the code runs, not its speed."""
+    """Use tiny shapes, which show that the code runs but not its speed."""
     scratch: Path
-    """For models and runs; removed at the end."""
+    """Directory for models and runs; removed at the end."""
 
     @property
     def device(self) -> torch.device:

@@ -1,4 +1,4 @@
-"""The update at real shapes: seconds, MFU, memory against its estimates, and where the time goes."""
+"""The update at real shapes: seconds, MFU, memory compared with its estimates, and where the time goes."""
 
 import itertools
 import json
@@ -28,13 +28,13 @@ _PROMPT, _GROUPS, _SIZE, _MICRO_BATCHES = 200, 4, 8, 2
 """Tokens of a prompt, groups of a micro-batch, completions of a group, and micro-batches of an update."""
 _REPEATS, _TOP = 3, 20
 _LEAST = 0.7
-"""At least this share of the estimate must be used."""
+"""The peak must be at least this share of the estimate."""
 _GOALS = {("0.5b", 16_384): 0.40}
-"""Target MFU on an H100 (`benchmarks/roofline.py` predicts more), by shape and tokens of a micro-batch."""
+"""Target MFU on an H100 by shape and tokens of a micro-batch; `benchmarks/roofline.py` predicts more."""
 
 
 def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: str = "") -> None:
-    """Updates of full micro-batches of `tokens`, with the extra settings `words`."""
+    """Measures updates of full micro-batches of `tokens`, with the extra settings `words`."""
     if setting.small:
         shape, tokens = "small", 512
     if "offload_optimizer" in words and not setting.on_gpu:
@@ -71,7 +71,7 @@ def full_groups(config: Config) -> list[Group]:
     tokens = config.trainer.micro_batch_tokens // _GROUPS
     prompt = min(_PROMPT, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, _SIZE)
-    lengths = 1 + (shares / shares.sum() * (tokens - prompt - _SIZE)).astype(int)  # computed: the last token is not
+    lengths = 1 + (shares / shares.sum() * (tokens - prompt - _SIZE)).astype(int)  # computed tokens, without the last
     lengths[-1] += tokens - prompt - lengths.sum()
     groups = []
     for number in range(_MICRO_BATCHES * _GROUPS):
@@ -111,13 +111,13 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
 
 
 def _memory(found: Findings, setting: Setting, config: Config) -> None:
-    """The peak against `common/memory.py` and against the rehearsal on fake tensors."""
+    """Compares the peak with `common/memory.py` and with the rehearsal on fake tensors."""
     figures, about = found.figures, f"update of {found.figures['shape']}, {found.figures['tokens']:,} tokens"
     estimate = trainer_memory(ModelShape.of(_shape_of(config)), config, 1)
     figures["estimate"] = estimate.total - estimate.overhead
     figures["allocated"] = torch.cuda.max_memory_allocated() if setting.on_gpu else peak_host_bytes()
     figures["reserved"] = torch.cuda.max_memory_reserved() if setting.on_gpu else 0
-    worth = not figures["settings"] or "checkpointing" in figures["settings"]  # ten seconds each
+    worth = not figures["settings"] or "checkpointing" in figures["settings"]  # a rehearsal takes ten seconds
     figures["rehearsed"] = rehearsed_peak(found, config) if worth else None
     if not setting.on_gpu:
         return
@@ -136,9 +136,9 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
 
 
 def rehearsed_peak(found: Findings, config: Config) -> int | None:
-    """Returns the bytes `benchmarks.rehearsal` counts; None when it refuses these settings.
+    """Returns the bytes that `benchmarks.rehearsal` counts, or None if it refuses these settings.
 
-    If it breaks, that is a separate failed claim; the measurements stand.
+    A crash of the rehearsal is a separate failed claim; the measurements remain valid.
     """
     from benchmarks.rehearsal import rehearse
 
@@ -153,7 +153,7 @@ def rehearsed_peak(found: Findings, config: Config) -> int | None:
 
 
 def kernels(found: Findings, setting: Setting) -> None:
-    """The twenty most costly kernels of an update (of operators on a CPU)."""
+    """Lists the twenty most costly kernels of an update (operators on a CPU)."""
     shape, tokens = ("small", 512) if setting.small else ("0.5b", 16_384)
     config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)

@@ -1,4 +1,4 @@
-"""Attention over packed rows against plain attention in float32, forward and backward."""
+"""Compares attention over packed rows with plain attention in float32, forward and backward."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ _CASES = [  # heads, heads of keys and values, window, whether completions share
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """The variable-length kernel on a GPU, rows on a CPU: both in bfloat16, at head sizes 64, 128 and 256."""
+    """Checks the variable-length kernel on a GPU, or rows on a CPU, in bfloat16 at head sizes 64, 128 and 256."""
     for size in (64, 128, 256):
         for heads, kv_heads, window, shared in _CASES:
             name = f"head size {size}, {heads}/{kv_heads} heads"

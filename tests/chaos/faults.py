@@ -1,4 +1,4 @@
-"""What is done to a job group, and when: a pure function of a seed."""
+"""The schedule of faults for a job group, a pure function of a seed."""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ PROCESSES = (
     *("engine-0", "engine-1", "agent-0", "agent-1", "trainer-0", "trainer-1"),
 )
 EPISODE_PROCESSES = ("environment-0", "environment-1", "engine-0", "engine-1", "router")
-"""What an episode runs on."""
+"""The processes that an episode needs."""
 NODES = (
     *("data-server-0", "reward-server-0", "replay-buffer-0"),
     *("rollout-server-0", "rollout-server-1", "ppo-trainer-0", "ppo-trainer-1"),
@@ -33,12 +33,12 @@ EPISODES: tuple[Choice, ...] = (
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """A fault, its target and its moment."""
 
     step: int
-    """It comes when the run has trained so many steps,"""
+    """The fault occurs after the run has trained this many steps,"""
     after_s: float
-    """and so many seconds have passed since."""
+    """and this many seconds have passed since."""
     kind: Kind
     target: str
     hold_s: float = 0.0
@@ -48,10 +48,10 @@ class Fault:
 def schedule(
     seed: int, steps: int, count: int, hold_s: tuple[float, float], choices: tuple[Choice, ...] = EVERYTHING
 ) -> list[Fault]:
-    """`count` faults spread over the first `steps` - 1 steps of a run, in order.
+    """Returns `count` faults spread over the first `steps` - 1 steps of a run, in order.
 
-    What was done least often so far, by kind and target, is done next; `hold_s` is the range of a stop's seconds. A
-    pure function of its arguments.
+    The next fault is always the one that occurred least often so far, by kind and target. `hold_s` is the range of a
+    stop's seconds. This is a pure function of its arguments.
     """
     rng = random.Random(f"chaos {seed}")
     done: list[Choice] = []
@@ -67,5 +67,5 @@ def schedule(
 
 
 def _rank(done: list[Choice], choice: Choice) -> tuple[int, int]:
-    """How often this very fault was done, and its kind or its target."""
+    """Counts the earlier faults of exactly this choice, and those of its kind or target."""
     return done.count(choice), sum((kind == choice[0]) + (target == choice[1]) for kind, target in done)

@@ -1,4 +1,4 @@
-"""The local job group as chaos runs start it: short limits, as many restarts as it takes, all of it in one folder."""
+"""The local job group for chaos runs: short limits, unlimited restarts, everything in one folder."""
 
 import os
 import re
@@ -27,20 +27,20 @@ _FOLLOW_S = 0.05
 
 @dataclass
 class Group:
-    """A running job group, or one that has ended.
+    """A job group, running or ended.
 
     Args:
-        folder: empty; gets `run`, `state`, `logs`, `output.txt` and the YAML.
-        settings: environment of every task.
+        folder: an empty folder, which receives `run`, `state`, `logs`, `output.txt` and the YAML.
+        settings: the environment of every task.
     """
 
     folder: Path
     settings: Mapping[str, str]
     mark: str = field(default_factory=lambda: f"chaos-{uuid.uuid4()}")
     seen: list[list[dict[str, Any]]] = field(default_factory=list)
-    """The groups of every step that was recorded, as `groups.jsonl` has them."""
+    """The groups of every recorded step, in the form of `groups.jsonl`."""
     step_times: list[tuple[float, int]] = field(default_factory=list)
-    """(when, step) of every step that was recorded, seconds since 1970."""
+    """(seconds since 1970, step) of every recorded step."""
     process: subprocess.Popen[bytes] | None = None
     _known: set[tuple[int, str]] = field(default_factory=set)
     _timed: set[float] = field(default_factory=set)
@@ -58,17 +58,17 @@ class Group:
         return (self.folder / "output.txt").read_text(errors="replace")
 
     def restarts(self) -> Counter[str]:
-        """Restarts of every task by the local runner."""
+        """Counts the local runner's restarts of every task."""
         return Counter(_RESTART.findall(self.output()))
 
     def processes(self) -> list[Process]:
-        """All that are alive, the runner included."""
+        """Returns all live processes, the runner included."""
         found = processes(self.mark)
         self._met.update((process.pid, process.started) for process in found)
         return found
 
     def left(self) -> list[str]:
-        """What is alive of the processes of this run, those included that were seen before and show no mark any more."""
+        """Describes the live processes of this run, including known ones that no longer show the mark."""
         found = {(process.pid, process.started): " ".join(process.argv) for process in self.processes()}
         for pid, started in self._met - set(found):
             if start_of(pid) == started:
@@ -76,16 +76,16 @@ class Group:
         return [f"{pid} {text}" for (pid, _), text in found.items()]
 
     def step(self) -> int:
-        """Where the run is."""
+        """Returns the last completed step."""
         return self.step_times[-1][1] if self.step_times else 0
 
     def config(self) -> Config:
-        """Settings of the run, once it has begun."""
+        """Returns the run's settings once it has begun."""
         return Config.model_validate_json((self.run_dir / "config.json").read_text())
 
     @contextmanager
     def running(self) -> Iterator["Group"]:
-        """The group is alive inside; on leaving, it is ended if it has not ended."""
+        """Runs the group inside the context; ends it on exit if it still runs."""
         environment = {**os.environ, "CHAOS_MARK": self.mark, "PYTHONPATH": str(ROOT)}
         done = threading.Event()
         follower = threading.Thread(target=self._follow, args=(done,), daemon=True)
@@ -103,7 +103,7 @@ class Group:
 
     def _command(self) -> list[str]:
         yaml = self.folder / "jobgroup.yaml"
-        # Chaos kills more often than a person would let it: the number of restarts is not what is looked at.
+        # Chaos kills more often than operators would tolerate, so the number of restarts is unlimited.
         episodes = "RLHF_ENVIRONMENT__NAME" in self.settings
         yaml.write_text(
             (TOOLS_YAML if episodes else YAML).read_text().replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000")
@@ -138,7 +138,7 @@ class Group:
 
 
 def wait_gone(group: Group, limit_s: float = 10.0) -> list[str]:
-    """The processes of a group that has ended which are still there after a while, as text."""
+    """Waits for the processes of an ended group and describes those still alive after the limit."""
     limit = time.monotonic() + limit_s
     while (left := group.left()) and time.monotonic() < limit:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Does to a running job group what a schedule says, and measures how long it takes to be well again."""
+"""Injects scheduled faults into a running job group and measures the time to recovery."""
 
 import signal
 import threading
@@ -17,7 +17,7 @@ _HEALTH_S = 0.2
 
 @dataclass
 class Injected:
-    """One fault that was done."""
+    """An injected fault."""
 
     fault: Fault
     at: float
@@ -26,11 +26,11 @@ class Injected:
     cut: int = 0
     """Connections."""
     healthy_s: float | None = None
-    """From the fault until its target was there (another process if it was killed), running, and healthy. None: not before the
-    run ended."""
+    """Seconds from the fault until its target (a new process after a kill) was running and healthy; None if it was not
+    before the run ended."""
 
     def next_step_s(self, group: Group) -> float | None:
-        """From the fault to the end of the next training step; None when there was none."""
+        """Returns the seconds from the fault to the end of the next training step; None if there was none."""
         return min((when - self.at for when, _ in group.step_times if when > self.at), default=None)
 
     def as_json(self, group: Group) -> dict[str, Any]:
@@ -39,9 +39,9 @@ class Injected:
 
 
 def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Injected]:
-    """Does every fault when its moment has come; returns when the group has ended, at the latest after `limit_s` seconds.
+    """Injects every fault at its moment; returns when the group has ended, at the latest after `limit_s` seconds.
 
-    Faults that are left then were not done.
+    Faults whose moment has not come by then are left out.
     """
     assert group.process is not None
     done: list[Injected] = []
@@ -63,7 +63,7 @@ def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Inject
                     watchers[-1].start()
             time.sleep(_LOOK_S)
     finally:
-        for timer in stops:  # what is stopped must go on, to be ended
+        for timer in stops:  # a stopped process must continue before it can be ended
             timer.cancel()
             timer.function(*timer.args)
     over.set()
@@ -87,7 +87,7 @@ def _strike(group: Group, fault: Fault, target: Process, stops: list[threading.T
 
 
 def _watch(group: Group, injected: Injected, hit: Process, over: threading.Event) -> None:
-    """Fills in `healthy_s`, if it comes to that before all is over."""
+    """Sets `healthy_s` if the target recovers before the run is over."""
     assert group.process is not None
     killed = injected.fault.kind in ("kill", "preempt")
     config = group.config()

@@ -1,9 +1,9 @@
-"""What must hold of a run whatever was done to it, read from its stores and logs afterwards.
+"""The invariants of a run under any faults, checked afterwards in its stores and logs.
 
-The *lineage* of a run are the steps that made its final weights: those in the run directory at the end. A trainer that was
-killed goes on after its newest checkpoint, so the steps after that were undone; their lines are removed when it starts again
-and their prompts belong to other steps then. "Exactly once" is a property of the lineage; that no group is handed out twice is
-one of everything that ever happened (`seen`).
+The *lineage* of a run is the steps that produced its final weights: those in the run directory at the end. A killed
+trainer continues after its newest checkpoint, so later steps are undone: the restart removes their lines, and their
+prompts then belong to other steps. "Exactly once" is a property of the lineage; "no group is handed out twice" is a
+property of the whole history (`seen`).
 """
 
 import contextlib
@@ -26,56 +26,56 @@ _SAME_POLICY = 1e-3
 
 @dataclass
 class Evidence:
-    """What a run left behind. Groups are as `groups.jsonl` has them."""
+    """The traces a run left behind. Groups have the form of `groups.jsonl`."""
 
     steps: int
-    """The run was to make."""
+    """Steps that the run was configured to make."""
     batch: int
-    """Groups of a step."""
+    """Groups per step."""
     max_staleness: int
     prompts: int
-    """In an epoch."""
+    """Prompts in an epoch."""
     target_accuracy: float
     metrics: list[dict[str, Any]]
     groups: list[dict[str, Any]]
     """Lines of the lineage, one per step."""
     seen: list[list[dict[str, Any]]]
-    """The groups of every step that was ever recorded, undone ones included, in the order they came."""
+    """The groups of every step ever recorded, undone steps included, in order of arrival."""
     stored: dict[str, tuple[str, int, str]]
-    """(state, position, prompt id) of every group in the replay-buffer, by its id."""
+    """(state, position, prompt id) of every group in the replay-buffer, by group id."""
     counters: dict[str, int]
     """Counters of the replay-buffer."""
     cursor: int
     """Position of the data-server in the prompt stream."""
     evaluations: list[dict[str, Any]]
     left_out: set[int] = field(default_factory=set)
-    """Positions that the log says were tried too often."""
+    """Positions that the log reports as tried too often."""
     group_size: int = 0
     episodes: dict[str, Group] = field(default_factory=dict)
-    """The stored groups, by id, of a run on episodes of `tests.support.own_environments:Ponders`."""
+    """The stored groups by id, if the run trained on episodes of `tests.support.own_environments:Ponders`."""
     status: int = 0
     processes: list[str] = field(default_factory=list)
-    """That are still there."""
+    """Processes that are still alive."""
 
     def trained(self) -> list[dict[str, Any]]:
-        """The fresh groups of the lineage."""
+        """Returns the fresh groups of the lineage."""
         return [group for line in self.groups for group in line["groups"] if not group["reused"]]
 
 
 def violations(run: Evidence) -> list[str]:
-    """What does not hold, in words; empty when all is well."""
+    """Describes every violated invariant; empty if all hold."""
     checks = (_ended, _steps, _exactly_once, _acknowledged, _handed_out_once, _weight_versions, _episodes, _accuracy)
     return [f"{check.__name__[1:]}: {problem}" for check in checks for problem in check(run)]
 
 
 def _ended(run: Evidence) -> list[str]:
-    """The run ends well, and nothing of it is left."""
+    """The run ends successfully and leaves no process behind."""
     found = [f"exit status {run.status}"] if run.status else []
     return found + [f"still there: {text}" for text in run.processes]
 
 
 def _steps(run: Evidence) -> list[str]:
-    """Every step has one line in both files, in order."""
+    """Every step has exactly one line in both files, in order."""
     expected = list(range(1, run.steps + 1))
     found = []
     for name, lines in (("metrics.jsonl", run.metrics), ("groups.jsonl", run.groups)):
@@ -88,7 +88,7 @@ def _steps(run: Evidence) -> list[str]:
 
 
 def _exactly_once(run: Evidence) -> list[str]:
-    """Every position of the prompt stream was trained on once, or is named in the log as left out; so is every prompt."""
+    """Every position of the prompt stream, and every prompt, was trained on once or is logged as left out."""
     positions = Counter(group["position"] for group in run.trained())
     found = [f"position {position} was trained on {times} times" for position, times in positions.items() if times > 1]
     done = set(positions) | run.left_out
@@ -106,7 +106,7 @@ def _exactly_once(run: Evidence) -> list[str]:
 
 
 def _acknowledged(run: Evidence) -> list[str]:
-    """Nothing that was stored is lost: what was trained on is there and consumed, nothing waits, the counters add up."""
+    """No stored group is lost: the trained ones are present and consumed, none waits, and the counters add up."""
     found = []
     for group in run.trained():
         state = run.stored[group["id"]][0] if group["id"] in run.stored else "lost"
@@ -121,13 +121,13 @@ def _acknowledged(run: Evidence) -> list[str]:
 
 
 def _handed_out_once(run: Evidence) -> list[str]:
-    """No group was handed out for two steps as fresh, steps that were undone included."""
+    """No group was handed out as fresh for two steps, undone steps included."""
     times = Counter(group["id"] for groups in run.seen for group in groups if not group["reused"])
     return [f"group {name} was handed out {count} times" for name, count in times.items() if count > 1]
 
 
 def _weight_versions(run: Evidence) -> list[str]:
-    """What was trained on is of the policy that was updated, or at most `max_staleness` versions older; the weights too."""
+    """The groups and their weights are at most `max_staleness` versions older than the policy they updated."""
     found = []
     for line in run.groups:
         newest, oldest = line["step"] - 1, line["step"] - 1 - run.max_staleness
@@ -135,7 +135,7 @@ def _weight_versions(run: Evidence) -> list[str]:
             first, last = group["versions"]
             if not group["reused"] and not oldest <= first <= last <= newest:
                 found.append(f"step {line['step']} trained on weights {first} to {last}: {group['id']}")
-    # What an engine says is one thing; the trainer's own log-probabilities tell whether it was true.
+    # The trainer's own log-probabilities tell whether the version an engine reported was true.
     for line in run.metrics:
         if (delta := line["update"]["delta_logprob_current"]) > _SAME_POLICY:
             found.append(f"step {line['step']}: |Δ logprob| is {delta:.2g} where engine and trainer have the same version")
@@ -143,7 +143,7 @@ def _weight_versions(run: Evidence) -> list[str]:
 
 
 def _episodes(run: Evidence) -> list[str]:
-    """A group that was trained on has all its episodes, whole: each turn that its environment has seen, and no others."""
+    """A trained group has all its episodes, complete: exactly the turns that the environment saw."""
     found = []
     for group in run.trained() if run.episodes else ():
         stored = run.episodes[group["id"]]
@@ -155,14 +155,14 @@ def _episodes(run: Evidence) -> list[str]:
             if each.mask is None or int(each.mask.sum()) != sampled or any(each.logprobs[each.mask == 0]):
                 found.append(f"{where}: its mask is not its turns")
             steps = round(1000 * (each.components.get("steps") or 0.0))
-            cut = each.finish_reason == "length"  # the environment does not see an answer that was cut
+            cut = each.finish_reason == "length"  # the environment does not see a truncated answer
             if not steps <= len(each.turns) <= steps + cut:
                 found.append(f"{where} has {len(each.turns)} turns, and its environment has seen {steps}")
     return found
 
 
 def _accuracy(run: Evidence) -> list[str]:
-    """The run learned what it learns undisturbed. These episodes teach nothing."""
+    """The run learned as much as an undisturbed run. Episodes are exempt: they teach nothing."""
     if not run.evaluations or run.evaluations[-1]["step"] != run.steps:
         return ["there is no evaluation at the end"]
     if run.episodes:
@@ -172,7 +172,7 @@ def _accuracy(run: Evidence) -> list[str]:
 
 
 def read_replay(path: Path) -> tuple[dict[str, tuple[str, int, str]], dict[str, int]]:
-    """(stored, counters) of `Evidence`, from the file of a replay-buffer that has ended."""
+    """Reads (stored, counters) of `Evidence` from the file of a replay-buffer that has ended."""
     with contextlib.closing(sqlite3.connect(path)) as db:
         rows = db.execute("SELECT id, state, position, prompt_id FROM groups").fetchall()
         counters = {name: int(value) for name, value in db.execute("SELECT name, value FROM counters")}
@@ -180,20 +180,20 @@ def read_replay(path: Path) -> tuple[dict[str, tuple[str, int, str]], dict[str, 
 
 
 def read_groups(path: Path) -> dict[str, Group]:
-    """All groups in the file of a replay-buffer that has ended."""
+    """Reads all groups from the file of a replay-buffer that has ended."""
     with contextlib.closing(sqlite3.connect(path)) as db:
         groups = [decode(data, Group) for (data,) in db.execute("SELECT data FROM blobs")]
     return {group.id: group for group in groups}
 
 
 def read_cursor(path: Path) -> int:
-    """The position of the data-server's shuffled stream."""
+    """Reads the position of the data-server's shuffled stream."""
     with contextlib.closing(sqlite3.connect(path)) as db:
         return int(db.execute("SELECT position FROM cursors WHERE stream = 'shuffled'").fetchone()[0])
 
 
 def read_evidence(run_dir: Path, state_dir: Path, seen: list[list[dict[str, Any]]], target_accuracy: float) -> Evidence:
-    """Everything but `status` and `processes`."""
+    """Reads everything except `status` and `processes`."""
     config = json.loads((run_dir / "config.json").read_text())
     batch, prompts = config["trainer"]["batch_size"], config["data"]["num_samples"]
     stored, counters = read_replay(state_dir / "replay" / "replay.db")

@@ -1,7 +1,8 @@
-"""`python -m tests.chaos.run`: the whole job group under seeded faults, one run per seed, and a report of what it took.
+"""`python -m tests.chaos.run` runs the whole job group under seeded faults, once per seed, and reports recovery times.
 
-`--seeds 0,1,2 --steps 60 --faults 30 --json FILE`; `--episodes` trains on episodes, with two nodes of environment-server, and
-hits what they run on. Exit status 1 when an invariant did not hold; `make chaos` runs it.
+Options are `--seeds 0,1,2 --steps 60 --faults 30 --json FILE`. `--episodes` trains on episodes, with two
+environment-server nodes, and hits the processes they need. The exit status is 1 if an invariant was violated. `make
+chaos` runs it.
 """
 
 import argparse
@@ -35,27 +36,27 @@ HOLD_S = (SERVICE_TIMEOUT_S * 1.2, SERVICE_TIMEOUT_S * 1.7)
 
 @dataclass
 class Outcome:
-    """One run."""
+    """The result of a run."""
 
     seed: int
     planned: int
     seconds: float
     steps: int
-    """Steps that were trained, undone ones included."""
+    """Trained steps, undone ones included."""
     accuracy: float | None
     faults: list[dict[str, Any]]
     restarts: dict[str, int]
     violations: list[str]
     dropped: dict[str, int] = field(default_factory=dict)
-    """Groups, since the last start of the trainer; their prompts were tried again."""
+    """Groups dropped since the trainer's last start; their prompts were tried again."""
     left_out: int = 0
-    """Prompts that were tried too often."""
+    """Prompts given up after too many tries."""
     episodes: int = 0
-    """Episodes that were trained on."""
+    """Trained episodes."""
 
 
 def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0) -> dict[str, str]:
-    """One epoch of the built-in task, every prompt once, with limits that a stop of half a minute exceeds."""
+    """Returns settings for one epoch of the built-in task, with limits that a stop of half a minute exceeds."""
     return {
         "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
         "MODEL_NAME": str(base_model),
@@ -79,12 +80,12 @@ def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0
 
 
 def episode_settings() -> dict[str, str]:
-    """What a run on episodes has beside `settings`. They teach nothing, so it is not looked at whether they were learned."""
+    """Returns the extra settings of a run on episodes. They teach nothing, so nobody checks whether the run learned."""
     return {"RLHF_ENVIRONMENT__NAME": PONDERS, "RLHF_ENVIRONMENT__DEADLINE_S": "120"}
 
 
 def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: int, limit_s: float) -> Outcome:
-    """Runs the group in `folder` under these faults, and judges it."""
+    """Runs the group in `folder` under these faults and checks the invariants."""
     group, began = Group(folder, values), time.monotonic()
     with group.running():
         done = inject(group, faults, limit_s)
@@ -111,7 +112,7 @@ def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: i
 
 
 def report(outcomes: Sequence[Outcome], console: Console) -> None:
-    """Tables of what was done, how long it took, and what did not hold."""
+    """Prints tables of the faults, the recovery times and the violated invariants."""
     for title, key in (("by kind", "kind"), ("by target", "target")):
         table = Table(title=f"faults {title}; seconds as median / worst")
         for name in (key, "faults", "recovered", "healthy again after", "next step after"):
@@ -144,23 +145,23 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; the exit status."""
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--faults", type=int, default=30, help="of one run")
-    parser.add_argument("--episodes", action="store_true", help="train on episodes, and hit what they run on")
+    parser.add_argument("--faults", type=int, default=30, help="faults per run")
+    parser.add_argument("--episodes", action="store_true", help="train on episodes and hit the processes they need")
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
-    parser.add_argument("--limit", type=float, default=2400, help="seconds of one run")
-    parser.add_argument("--keep", type=Path, help="where the folders of runs stay; else only of those that fail")
-    parser.add_argument("--json", type=Path, help="gets all figures")
+    parser.add_argument("--limit", type=float, default=2400, help="time limit of a run in seconds")
+    parser.add_argument("--keep", type=Path, help="keep all run folders here (default: only failed runs)")
+    parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(argv)
     console, outcomes = Console(width=120, highlight=False), []
     for seed in (int(text) for text in options.seeds.split(",")):
         choices = EPISODES if options.episodes else EVERYTHING
         faults = schedule(seed, options.steps, options.faults, HOLD_S, choices)
         folder = Path(tempfile.mkdtemp(prefix=f"chaos-seed{seed}-", dir=options.keep))
-        # Every other seed trains a version behind, where groups overtake one another.
+        # Every second seed trains with a staleness of one, so that groups overtake one another.
         values = settings(options.base_model.resolve(), options.steps, seed, max_staleness=seed % 2)
         values |= episode_settings() if options.episodes else {}
         console.print(f"seed {seed}: {len(faults)} faults in {options.steps} steps, in {folder}")

@@ -1,4 +1,4 @@
-"""The processes of a run and what can be done to them from outside. Linux."""
+"""Finds the processes of a run and acts on them from outside (Linux)."""
 
 import contextlib
 import ctypes
@@ -16,7 +16,7 @@ _PIDFD_GETFD = 438  # the same on every architecture
 _ESTABLISHED = "01"
 _PROBE_S = 2.0
 _START = 17
-"""Place of `starttime` in /proc/PID/stat after state and parent."""
+"""Index of `starttime` in /proc/PID/stat, counted from the field after state and parent."""
 _ROUTER = "sglang::router"
 """The title that the router gives itself."""
 _MODULES = {
@@ -28,31 +28,31 @@ _MODULES = {
     "environment": ("-m", "services.environment"),
     "trainer": ("-u", "-m", "trainer"),
 }
-"""What follows the interpreter in the command line."""
+"""The command line after the interpreter."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A living process of the run."""
+    """A live process of the run."""
 
     pid: int
     started: int
-    """Ticks since the machine started: with the id it names a process for ever."""
+    """Ticks since boot; together with the id, they identify a process uniquely."""
     parent: int
     state: str
-    """As in `ps`: T is stopped."""
+    """The state letter of `ps`; T is stopped."""
     argv: tuple[str, ...]
     env: dict[str, str]
 
     @property
     def node(self) -> str:
-        """`rollout-server-1`; empty for the runner itself."""
+        """The node, such as `rollout-server-1`; empty for the runner itself."""
         task = self.env.get("SKYPILOT_TASK_ID", "").rpartition("_")[2]
         return f"{task}-{self.env['SKYPILOT_NODE_RANK']}" if task else ""
 
     @property
     def is_launcher(self) -> bool:
-        """What runs a node as init runs a pod: with it goes everything of the node."""
+        """Whether this process runs a node, as init runs a pod: its end is the end of the whole node."""
         return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/local/launcher.py")
 
     @property
@@ -61,10 +61,10 @@ class Process:
 
 
 def processes(mark: str) -> list[Process]:
-    """The living processes that inherited CHAOS_MARK=`mark`, and all below them.
+    """Returns the live processes that inherited CHAOS_MARK=`mark`, and all their descendants.
 
-    A process that gives itself another title (the router) writes it over its environment: it counts by its parent, and what it
-    inherited is taken from there.
+    A process that changes its title (the router) overwrites its environment. It is found through its parent, whose
+    inherited values it gets.
     """
     found: list[Process] = []
     others: list[Process] = []
@@ -72,7 +72,7 @@ def processes(mark: str) -> list[Process]:
     for directory in Path("/proc").iterdir():
         if not directory.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             state, parent, *more = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
             environ = (directory / "environ").read_bytes().split(b"\0")
             argv = (directory / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
@@ -90,7 +90,7 @@ def processes(mark: str) -> list[Process]:
 
 
 def start_of(pid: int) -> int | None:
-    """When this process started, as `Process.started`; None when it has ended."""
+    """Returns the start of this process as `Process.started`, or None if it has ended."""
     try:
         state, _, *more = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -99,7 +99,7 @@ def start_of(pid: int) -> int | None:
 
 
 def find(target: str, running: list[Process]) -> Process | None:
-    """The process that a name of `faults.PROCESSES` means, or the launcher of a node of `faults.NODES`."""
+    """Finds the process for a name in `faults.PROCESSES`, or the launcher of a node in `faults.NODES`."""
     if target == "grader":
         servers = {process.pid for process in running if process.is_grader}
         return next((process for process in running if process.is_grader and process.parent in servers), None)
@@ -109,7 +109,7 @@ def find(target: str, running: list[Process]) -> Process | None:
     if (words := _MODULES.get(target) or _MODULES.get(name)) is None:
         return next((process for process in running if process.is_launcher and process.node == target), None)
     fitting = [process for process in running if process.argv[1 : 1 + len(words)] == words]
-    if target not in _MODULES:  # one of several: trainer ranks are numbered as the nodes, with one process a node
+    if target not in _MODULES:  # one of several; trainer ranks have the node's number, with one process per node
         fitting = [process for process in fitting if process.node.endswith(f"-{rank}")]
     if name == "environment":  # not the process that keeps it alive
         fitting = [process for process in fitting if "ENVIRONMENT_SUPERVISED" in process.env]
@@ -117,7 +117,7 @@ def find(target: str, running: list[Process]) -> Process | None:
 
 
 def health_url(target: str, config: Config, running: list[Process]) -> str | None:
-    """Where to ask whether the target is well; None for a grader and for a trainer rank that serves nothing."""
+    """Returns the target's health URL; None for a grader and for a trainer rank that serves nothing."""
     rollout = config.rollout
     places = {
         "data-server": ("data-server", config.data.port),
@@ -146,18 +146,18 @@ def health_url(target: str, config: Config, running: list[Process]) -> str | Non
 
 
 def healthy(url: str) -> bool:
-    """Whether it answers 200 within two seconds."""
+    """Returns whether the URL answers 200 within two seconds."""
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_S) as answer:  # noqa: S310 - http of this run
+        with urllib.request.urlopen(url, timeout=_PROBE_S) as answer:  # noqa: S310 - an http URL of this run
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
 
 
 def cut_connections(pid: int) -> int:
-    """Shuts down every TCP connection of a process, without its help; how many. Raises OSError where the kernel forbids it.
+    """Shuts down every TCP connection of a process from outside and returns their number.
 
-    Both ends see it: the process that its peer has gone, the peer that the process has.
+    Each end sees the other one disconnect. Raises OSError if the kernel forbids it.
     """
     established = _established()
     call = ctypes.CDLL(None, use_errno=True).syscall
@@ -170,7 +170,7 @@ def cut_connections(pid: int) -> int:
                 copy = call(_PIDFD_GETFD, handle, int(link.name), 0)
                 if copy < 0:
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "pidfd_getfd")
-                with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):  # it may have ended just now
+                with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):  # it may have just ended
                     connection.shutdown(socket.SHUT_RDWR)
                     number += 1
     finally:
@@ -179,7 +179,7 @@ def cut_connections(pid: int) -> int:
 
 
 def _established() -> set[str]:
-    """`socket:[INODE]` of every established TCP connection of this network namespace."""
+    """Returns `socket:[INODE]` for every established TCP connection of this network namespace."""
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(FileNotFoundError):
@@ -191,7 +191,7 @@ def _established() -> set[str]:
 
 
 def send(pid: int, number: signal.Signals) -> bool:
-    """False when the process has gone."""
+    """Sends a signal; returns False if the process has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The invariants can fail: every broken history is found, by the check that it is for."""
+"""The invariants can fail: each broken history is detected by the check responsible for it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +27,7 @@ def group(step: int, i: int, attempt: str = "a") -> dict[str, Any]:
 
 @pytest.fixture
 def good() -> Evidence:
-    """A run whose third step was undone once: trained in attempt a, and again in attempt b."""
+    """Returns a run whose third step was undone once: it was trained in attempt a and again in attempt b."""
     lineage: list[dict[str, Any]] = [
         {"step": step, "groups": [group(step, i, "b" if step >= 3 else "a") for i in range(BATCH)]}
         for step in range(1, STEPS + 1)
@@ -51,7 +51,7 @@ def good() -> Evidence:
     )
 
 
-def test_a_good_run_has_nothing_to_say(good: Evidence) -> None:
+def test_good_run_has_no_violations(good: Evidence) -> None:
     assert violations(good) == []
 
 
@@ -167,7 +167,7 @@ def test_a_broken_history_is_found(good: Evidence, damage: Callable[[Evidence], 
     assert any(each.startswith(f"{check}: ") and words in each for each in found), found
 
 
-def test_what_the_log_names_as_left_out_is_not_missing(good: Evidence) -> None:
+def test_position_logged_as_left_out_is_not_missing(good: Evidence) -> None:
     _next_epoch_instead(good)
     good.cursor += BATCH
     assert any("never trained on" in each for each in violations(good))
@@ -175,14 +175,14 @@ def test_what_the_log_names_as_left_out_is_not_missing(good: Evidence) -> None:
     assert not any("never trained on" in each for each in found), found
 
 
-def test_bounded_staleness_may_be_as_old_as_it_says(good: Evidence) -> None:
+def test_staleness_up_to_the_limit_is_no_violation(good: Evidence) -> None:
     _old_weights(good)
     good.max_staleness = 1
     assert violations(good) == []
 
 
 def episode(number: int, turns: int = 3, steps: int = 3, observed: int = 0) -> Completion:
-    """An episode of turns of two tokens, each with an observation of one token behind it."""
+    """Returns an episode of turns of two tokens, each followed by an observation of one token."""
     mask = np.array([1, 1, observed] * turns, np.int32)[: 3 * turns - 1]
     tokens, logprobs = np.arange(len(mask), dtype=np.int32), -0.5 * mask.astype(np.float32)
     spans = [Turn(3 * i, 3 * i + 2) for i in range(turns)]
@@ -197,7 +197,7 @@ def episode(number: int, turns: int = 3, steps: int = 3, observed: int = 0) -> C
 
 @pytest.fixture
 def played(good: Evidence) -> Evidence:
-    """A run on groups of two episodes."""
+    """Returns a run on groups of two episodes."""
     good.group_size = 2
     for name, (_, position, prompt) in good.stored.items():
         ids = np.array([1], np.int32)
@@ -205,7 +205,7 @@ def played(good: Evidence) -> Evidence:
     return good
 
 
-def test_a_good_run_on_episodes_has_nothing_to_say(played: Evidence) -> None:
+def test_good_run_on_episodes_has_no_violations(played: Evidence) -> None:
     assert violations(played) == []
 
 

@@ -1,4 +1,4 @@
-"""Spot nodes: a rollout node and a trainer node are taken away as a whole and come back. The run loses time, nothing else."""
+"""Spot nodes: a rollout node and a trainer node are preempted and come back. The run loses only time."""
 
 import threading
 import time
@@ -20,8 +20,8 @@ FAULTS = [Fault(4, 0.3, "preempt", "rollout-server-1"), Fault(11, 0.3, "preempt"
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: Path) -> None:
-    # The limits of a usual run: nothing here lasts longer than they.
+def test_preempted_nodes_rejoin_the_run_at_its_current_step(base_model: Path, tmp_path: Path) -> None:
+    # The limits of a usual run, which nothing here exceeds.
     values = {name: value for name, value in settings(base_model, STEPS).items() if not name.endswith("TIMEOUT_S")}
     group = Group(tmp_path, values | {"RLHF_TRAINER__EVAL_SAMPLES": "0"})
     served: dict[str, dict[str, Any]] = {}
@@ -36,7 +36,7 @@ def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: 
     assert [injected.fault for injected in preempted] == FAULTS
     assert all(injected.healthy_s is not None and injected.next_step_s(group) is not None for injected in preempted)
     assert {"rollout-server": 1, "ppo-trainer": 1}.items() <= group.restarts().items()
-    # Both rollout nodes are in traffic again, with weights that were made after the preemption.
+    # Both rollout nodes get traffic again, with weights made after the preemption.
     assert sorted(served) == ["rollout-server-0", "rollout-server-1"]
     assert all(status["registered"] and status["report"]["version"] > FAULTS[0].step for status in served.values())
     assert f"going on after step {FAULTS[1].step // 5 * 5}" in group.output()
@@ -47,7 +47,7 @@ def test_preempted_nodes_come_back_where_the_run_is(base_model: Path, tmp_path: 
 
 
 def _ask_agents(group: Group, served: dict[str, dict[str, Any]]) -> None:
-    """`GET /status` of both agents, as soon as each is in traffic between the two preemptions."""
+    """Records `GET /status` of both agents, as soon as each gets traffic between the two preemptions."""
     limit = time.monotonic() + 500
     first, second = (fault.step for fault in FAULTS)
     while len(served) < 2 and group.step() <= second and time.monotonic() < limit:

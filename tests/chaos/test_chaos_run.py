@@ -1,4 +1,4 @@
-"""The whole local job group under seeded faults of every kind: it ends as if nothing had happened, only later."""
+"""The whole local job group under seeded faults of every kind finishes as if nothing had happened, only later."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The schedule of faults, and what is done to processes, each by itself."""
+"""The schedule of faults, and the actions on processes, tested separately."""
 
 import os
 import signal
@@ -30,14 +30,14 @@ def test_faults_come_in_order_within_the_run_and_only_stops_last(seed: int) -> N
     assert {fault.kind for fault in faults} == {"kill", "stop", "cut", "preempt"}
 
 
-def test_everything_is_done_once_before_anything_is_done_twice() -> None:
+def test_every_fault_occurs_once_before_any_occurs_twice() -> None:
     faults = schedule(3, 400, len(EVERYTHING), HOLD_S)
     assert Counter((fault.kind, fault.target) for fault in faults) == dict.fromkeys(EVERYTHING, 1)
     assert {fault.target for fault in faults} == {*PROCESSES, *NODES}
     assert len({fault.target for fault in faults[:11]}) >= 10, "one target is not hit again and again at first"
 
 
-def test_chaos_of_episodes_hits_all_that_they_run_on() -> None:
+def test_chaos_of_episodes_hits_every_process_they_need() -> None:
     faults = schedule(5, 100, len(EPISODES), HOLD_S, EPISODES)
     assert {fault.target for fault in faults} == {*EPISODE_PROCESSES, "environment-server-1"}
 
@@ -56,7 +56,7 @@ def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0
     return Process(pid, pid, parent, "S", argv, env)
 
 
-def test_names_mean_the_processes_that_do_the_work() -> None:
+def test_names_stand_for_the_processes_that_do_the_work() -> None:
     launched = ("python", "-I", "-S", "/x/jobgroup/local/launcher.py", "10.0", "exec .venv/bin/python -m services.rollout")
     running = [
         process(1, "python", "-m", "jobgroup.local"),

@@ -1,6 +1,6 @@
-"""The targets of the contract: the embedded engine and real SGLang, each asked directly and through the real router.
+"""The targets of the contract: the embedded engine and real SGLang, each called directly and through the real router.
 
-Where there is a GPU, the embedded engine is one more target on it, in float32. Real SGLang is asked when `make sglang-cpu` has
+On a GPU, the embedded engine is an additional target in float32. Real SGLang is a target if `make sglang-cpu` has
 installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that serves the model of
 `tests.support.engines.write_model` with --weight-version 7.
 """
@@ -28,7 +28,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Other weights of the same architecture."""
+    """Writes a model with other weights of the same architecture."""
     return write_model(tmp_path_factory.mktemp("contract") / "other", seed=1)
 
 
@@ -73,13 +73,13 @@ def _url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[*WORKERS, *ROUTERS, *EXTERNAL])
 def target_url(request: pytest.FixtureRequest) -> str:
-    """The URL of one target."""
+    """Returns the URL of a target."""
     return _url(request)
 
 
 @pytest.fixture(params=[*WORKERS, *EXTERNAL])
 def worker_url(request: pytest.FixtureRequest) -> str:
-    """The URL of an engine itself, for the calls the router does not pass on."""
+    """Returns the URL of an engine itself, for calls that the router does not forward."""
     return _url(request)
 
 
@@ -89,7 +89,7 @@ REACHED |= {"sglang_router": ("sglang", "sglang_router"), "gpu_engine": ("gpu_en
 
 @pytest.fixture(params=REACHED)
 def reached(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The URL of an engine, for control calls, and the one by which it is asked: its own or the router's."""
+    """Returns an engine's URL for control calls, and the URL for requests: the engine's own or the router's."""
     worker, asked = (str(request.getfixturevalue(f"{name}_url")) for name in REACHED[request.param])
     return worker, asked
 

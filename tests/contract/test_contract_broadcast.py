@@ -1,4 +1,4 @@
-"""Weights that a trainer broadcasts into a running engine, asked of the engine itself."""
+"""A trainer broadcasts weights into a running engine; the tests call the engine directly."""
 
 import time
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ class Trainer:
         return self.pool.submit(lambda: self.worker.post(path, json=body))
 
     def join_and_send(self, snapshot: HostCopy, **last: object) -> list[httpx.Response]:
-        """The engine joins and gets every bucket; its answers."""
+        """Makes the engine join, sends every bucket and returns the engine's answers."""
         plan = self.group.announcement(snapshot.buckets)
         init = {"master_address": plan.master_address, "master_port": plan.master_port, "rank_offset": 1}
         init |= {"world_size": plan.world_size, "group_name": plan.group, "backend": "gloo"}
@@ -65,7 +65,7 @@ class Trainer:
         answers = []
         for index, (bucket, flat) in enumerate(zip(plan.buckets, snapshot.flats, strict=True)):
             if index == 0:
-                connecting = self.pool.submit(self.group.send, flat)  # it joins first
+                connecting = self.pool.submit(self.group.send, flat)  # sending joins the group first
                 answers.append(joining.result(400))
             body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket", "flush_cache": False}
             taking = self.post("/update_weights_from_distributed", body | (last if bucket is plan.buckets[-1] else {}))
@@ -86,7 +86,7 @@ def trainer(worker: httpx.Client, pool: ThreadPoolExecutor) -> Iterator[Trainer]
 
 
 def snapshot_of(weights: dict[str, Tensor]) -> HostCopy:
-    """In several buckets."""
+    """Returns a copy of the weights in several buckets."""
     snapshot = HostCopy(bucket_bytes=20_000)
     snapshot.fill(weights.items(), 1)
     assert len(snapshot.buckets) > 3
@@ -94,7 +94,7 @@ def snapshot_of(weights: dict[str, Tensor]) -> HostCopy:
 
 
 def held(worker: httpx.Client) -> dict[str, str]:
-    """The checksums of the engine's weights."""
+    """Returns the checksums of the engine's weights."""
     answer = worker.post("/weights_checker", json={"action": "checksum"})
     assert answer.status_code == 200, answer.text
     checksums = answer.json()["ranks"][0]["checksums"]
@@ -103,7 +103,7 @@ def held(worker: httpx.Client) -> dict[str, str]:
 
 
 def expected(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, str]:
-    """The checksums of these weights by the engine's names; SGLang fills the vocabulary up to a multiple of 64 rows."""
+    """Returns the weights' checksums by the engine's names; SGLang pads the vocabulary to a multiple of 64 rows."""
     found = {}
     for name in names:
         fused = next((part for part in PARTS if f".{part}." in name), "")
@@ -116,7 +116,7 @@ def expected(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, str
 
 
 def fuses(names: dict[str, str]) -> bool:
-    """Whether this engine puts parameters together."""
+    """Returns whether this engine fuses parameters."""
     return any(".qkv_proj." in name for name in names)
 
 
@@ -137,7 +137,7 @@ def test_contract_a_session_is_opened_once_and_closed_once(worker: httpx.Client)
     assert [begin(worker), begin(worker), end(worker), end(worker)] == [200, 400, 200, 400]
 
 
-def test_contract_a_group_that_is_not_there_is_400(worker: httpx.Client) -> None:
+def test_contract_unknown_group_is_400(worker: httpx.Client) -> None:
     assert worker.post("/destroy_weights_update_group", json={"group_name": "none"}).status_code == 400
     assert begin(worker) == 200
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
@@ -243,8 +243,8 @@ def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Clie
     assert (answer.status_code, answer.json()["success"]) == (400, False)
 
 
-def test_a_broadcast_that_hangs_is_left_by_destroying_the_group(engine_url: str, pool: ThreadPoolExecutor) -> None:
-    """The embedded engine alone: SGLang answers nothing until the broadcast ends, and its agent starts it again."""
+def test_destroying_the_group_ends_a_hung_broadcast(engine_url: str, pool: ThreadPoolExecutor) -> None:
+    """Only for the embedded engine: SGLang answers nothing until the broadcast ends, so its agent restarts it."""
     with httpx.Client(base_url=engine_url, timeout=60, trust_env=False) as worker:
         trainer, before = Trainer(worker, pool), held(worker)
         begin(worker)
@@ -258,7 +258,7 @@ def test_a_broadcast_that_hangs_is_left_by_destroying_the_group(engine_url: str,
         answer = waiting.result(400)
         assert (answer.status_code, "destroyed meanwhile" in answer.json()["message"]) == (400, True)
         assert end(worker) == 400
-        assert held(worker) == before  # nothing of the session was loaded
+        assert held(worker) == before  # the session loaded nothing
         trainer.group.close()
 
 

@@ -1,4 +1,4 @@
-"""Pause, abort, weights and information, asked of the engine itself."""
+"""Pause, abort, weights and information: control calls made directly to the engine."""
 
 import time
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
     worker.post("/continue_generation", json={})
 
 
-def test_contract_pause_abort_answers_with_what_there_is(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_contract_aborting_pause_answers_with_partial_output(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
     running = long_request(worker, pool, "pause-abort")
     assert worker.post("/pause_generation", json={}).status_code == 200
     answer = running.result(400)

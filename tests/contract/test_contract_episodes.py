@@ -1,7 +1,7 @@
 """Episodes of the environment-server on both engines, behind the real router: a model that calls a tool, its exact tokens.
 
-What was recorded is held against transformers: the chat template writes the same conversation, and the log-probabilities of all
-sampled tokens are those of the model after exactly the tokens before them.
+The recorded episodes are compared with transformers: the chat template renders the same conversation, and every sampled
+token has the model's log-probability after exactly the preceding tokens.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -34,7 +34,7 @@ EPISODES = 16
 
 @pytest.fixture(scope="module")
 def calculating(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that knows the tool."""
+    """Makes a tiny model that knows the tool."""
     directory = tmp_path_factory.mktemp("calculator")
     build(directory, console=Console(quiet=True))
     return directory / "base"
@@ -75,7 +75,7 @@ def request_of(question: str, answer: int, most: int = 60, n: int = EPISODES) ->
 
 
 def check_logprobs(model: Any, sequence: EpisodeSequence) -> None:
-    """Asserts that the sampled tokens alone have log-probabilities, the model's after all tokens before them."""
+    """Asserts that only the sampled tokens have log-probabilities: the model's, given all preceding tokens."""
     ids = torch.tensor([[*sequence.prompt_ids.tolist(), *sequence.token_ids.tolist()]])
     with torch.inference_mode():
         scores = torch.log_softmax(model(ids).logits[0, len(sequence.prompt_ids) - 1 : -1], dim=-1)

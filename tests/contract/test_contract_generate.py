@@ -1,4 +1,4 @@
-"""What every rollout endpoint answers, whether the embedded engine, the router in front of it, or a real SGLang."""
+"""Answers of every rollout endpoint: the embedded engine, the router in front of it, and real SGLang."""
 
 from typing import Any
 
@@ -91,11 +91,11 @@ def test_contract_more_new_tokens_than_the_context_has_are_400_and_the_default_i
 
 def test_contract_an_unknown_sampling_parameter_is_refused(worker: httpx.Client) -> None:
     response = worker.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"temprature": 1}})
-    assert response.status_code in (400, 500)  # SGLang 0.5.21 says no more than 500; later ones say 400 and the name
+    assert response.status_code in (400, 500)  # SGLang 0.5.21 answers a bare 500; later versions name it with 400
 
 
 def test_contract_the_router_drops_an_unknown_sampling_parameter(router: httpx.Client) -> None:
-    """What an engine refuses never arrives there: the settings of a run have to catch a typing error."""
+    """The unknown field never reaches the engine, so the settings of a run must catch a typing error."""
     answer = generate(router, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "temprature": 1})
     assert answer["meta_info"]["completion_tokens"] == 1
 
@@ -119,7 +119,7 @@ def test_contract_openai_chat(target: httpx.Client) -> None:
 
 
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
-    """Both calls; SGLang does not obey it on a CPU."""
+    """In both calls; only the embedded engine is tested, as SGLang ignores the seed on a CPU."""
     native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
     chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 11}
     for path, body in (("/generate", native), ("/v1/chat/completions", chat)):

@@ -1,4 +1,4 @@
-"""Models of many kinds on real SGLang: it holds the weights that were sent, and the learner scores its tokens as it does.
+"""Models of many kinds on real SGLang: it holds the weights that were sent, and the learner scores tokens the same way.
 
 `-s` prints the largest difference of each kind.
 """
@@ -29,16 +29,16 @@ SHAPES: list[dict[str, Any]] = [{}, {"top_p": 0.8, "top_k": 4096}]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, GEMMA])
-async def test_contract_sglang_has_what_was_sent_and_the_learner_scores_as_it_does(
+async def test_contract_sglang_holds_the_sent_weights_and_the_learner_scores_alike(
     kind: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    """Widths that are no multiple of 32, mixtures, and a model with a vision tower; within the window where it has none."""
+    """Covers widths that are not multiples of 32, mixtures and a vision tower, within windows that SGLang lacks."""
     directory = write(kind, tmp_path / "model", **({"sliding_window": 32} if kind == "Mistral" else {}))
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(directory)
     sent, groups = load_file(directory / "model.safetensors"), list[Group]()
     with sglang_process(directory, tmp_path / "log", "7", max_new_tokens=24) as url:
         async with EngineClient("engine", url) as engine, RolloutClient("rollout", url) as client:
-            client.repeats_prompt = True  # as for every SGLang
+            client.repeats_prompt = True  # true for every SGLang
             ranks = await engine.checksums(60)
             for shape in SHAPES:
                 found = await client.generate(PROMPT, n=4, max_new_tokens=24, temperature=1, stop_token_ids=[], shape=shape)

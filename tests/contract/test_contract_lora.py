@@ -1,4 +1,4 @@
-"""LoRA adapters on the engines: a request is answered with the adapter that it names, from first to last, or not at all."""
+"""LoRA adapters on the engines: the adapter named in a request generates the whole answer, or the request fails."""
 
 import shutil
 import time
@@ -33,7 +33,7 @@ FILES = [WeightFile(name="adapter_config.json", size=0, xxh3="0" * 32)]
 
 @pytest.fixture(scope="module", params=["engine", "sglang"])
 def url(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an engine that an agent has started for adapters."""
+    """Starts an engine for adapters as an agent does; yields its URL."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     if request.param == "engine":
         with engine_process(model_dir, log, "--max-context-tokens", "500") as (found, _):
@@ -53,7 +53,7 @@ def adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 @pytest.fixture
 def engine(url: str) -> Iterator[httpx.Client]:
-    """Without adapters before and after."""
+    """Yields a client of the engine, which has no adapters before and after the test."""
 
     def empty() -> None:
         for card in client.get("/v1/models").json()["data"]:
@@ -76,7 +76,7 @@ def generate(engine: httpx.Client, name: str | None, tokens: int = 12) -> httpx.
 
 
 def error_of(model: Path, adapter: Path | None, answer: dict[str, Any]) -> float:
-    """The largest difference between the engine's logprobs and those of the model with this adapter."""
+    """Returns the largest difference between the engine's logprobs and those of the model with this adapter."""
     logprobs = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
     return float(np.abs(np.array(logprobs) - expected_logprobs(model, adapter, PROMPT, answer["output_ids"])).max())
 
@@ -123,7 +123,7 @@ def test_contract_an_adapter_that_was_never_loaded_is_400(engine: httpx.Client, 
 def test_contract_an_unloaded_adapter_whose_files_are_gone_is_400(
     engine: httpx.Client, adapters: list[Path], tmp_path: Path
 ) -> None:
-    """SGLang reads an unloaded adapter again by its path: a path must never hold two adapters."""
+    """SGLang reloads an unloaded adapter from its path, so a path must never hold two adapters."""
     path = Path(shutil.copytree(adapters[0], tmp_path / "gone"))
     load(engine, "gone", path)
     shutil.rmtree(path)
@@ -133,7 +133,7 @@ def test_contract_an_unloaded_adapter_whose_files_are_gone_is_400(
 
 
 def long_request(engine: httpx.Client, pool: ThreadPoolExecutor, name: str) -> "Future[httpx.Response]":
-    """A request of 400 tokens that has begun."""
+    """Starts a request of 400 tokens and waits until it runs."""
     future = pool.submit(generate, engine, name, 400)
     limit = time.monotonic() + 400
     while engine.get("/v1/loads").json()["loads"][0]["num_running_reqs"] == 0:
@@ -145,7 +145,7 @@ def long_request(engine: httpx.Client, pool: ThreadPoolExecutor, name: str) -> "
 async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
     url: str, engine: httpx.Client, adapters: list[Path], model_dir: Path
 ) -> None:
-    """Three versions come while a request of the first runs; the agent unloads the first, which waits for that request."""
+    """Three versions arrive while a request uses the first; the agent unloads the first once that request ends."""
     manifests = [WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(4)]
     async with EngineClient("engine", url) as agent, RolloutClient("rollout", url) as trainer:
         await agent.load_adapter(adapters[0], manifests[0], 2, 60)
@@ -162,7 +162,7 @@ async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
         assert answer["meta_info"]["completion_tokens"] == 400
         assert error_of(model_dir, adapters[0], answer) < 1e-3
         assert await agent.adapters() == {adapter_name("run", i): str(adapters[i]) for i in (1, 2)}
-        assert await agent.weight_version() == "default"  # of the model, which is the same
+        assert await agent.weight_version() == "default"  # the version of the base model, which has not changed
 
 
 async def test_contract_a_lost_answer_loads_and_unloads_nothing_twice(
@@ -192,14 +192,14 @@ async def test_contract_loading_is_repeatable_and_another_runs_adapters_go(
 
 @pytest.fixture
 def relabelled(engine: httpx.Client) -> Iterator[None]:
-    """The engine's own weights are called something else, as after new ones were loaded."""
+    """Renames the version of the engine's own weights, as if new weights had been loaded."""
     for label in ("5", "default"):
         engine.post("/update_weight_version", json={"new_version": label, "abort_all_requests": False})
         if label == "5":
             yield
 
 
-async def test_contract_an_adapter_on_other_weights_than_the_first_is_never_trained_on(
+async def test_contract_adapter_on_weights_other_than_the_first_is_never_trained_on(
     url: str, engine: httpx.Client, adapters: list[Path], relabelled: None
 ) -> None:
     load(engine, "run-v000001", adapters[0])
@@ -212,7 +212,7 @@ async def test_contract_an_adapter_on_other_weights_than_the_first_is_never_trai
 async def test_contract_the_router_passes_the_adapter_on(
     url: str, engine: httpx.Client, adapters: list[Path], model_dir: Path, tmp_path: Path
 ) -> None:
-    """As the trainer asks: a group in one request, with n from the embedded engine and as n prompts from SGLang."""
+    """Asks like the trainer: one request per group, with n for the embedded engine and n prompts for SGLang."""
     load(engine, "routed-v000001", adapters[0])
     with router_process(url, tmp_path / "router.log") as router:
         async with EngineClient("engine", url) as agent, RolloutClient("rollout", router) as trainer:
@@ -227,6 +227,6 @@ async def test_contract_the_router_passes_the_adapter_on(
             with pytest.raises(ServiceError) as refused:
                 await trainer.generate(PROMPT, n=3, max_new_tokens=12, temperature=1, stop_token_ids=[])
             assert refused.value.status == 400
-            # SGLang would wait for ever if it thought that somebody still uses it.
+            # SGLang would wait for ever if it still counted a user of the adapter.
             await agent.request("POST", "/unload_lora_adapter", json={"lora_name": "routed-v000001"}, deadline_s=30)
             assert await agent.adapters() == {}

@@ -1,4 +1,4 @@
-"""What shapes and ends a completion means the same in every engine, directly and through the router."""
+"""Parameters that shape or end a completion have the same effect in every engine, directly and through the router."""
 
 import math
 from typing import Any
@@ -38,8 +38,8 @@ def test_contract_a_shortest_length_keeps_stop_tokens_away(target: httpx.Client)
 
 
 @pytest.mark.parametrize("bounds", [{"top_k": 3}, {"top_k": 50, "top_p": 0.5}, {"top_k": 50, "min_p": 0.3}])
-def test_contract_what_truncation_left_comes_with_the_tokens(worker: httpx.Client, bounds: dict[str, float]) -> None:
-    """Asked directly: sglang-router drops the question."""
+def test_contract_tokens_come_with_the_set_that_truncation_left(worker: httpx.Client, bounds: dict[str, float]) -> None:
+    """The tests call the engine directly because sglang-router drops the field."""
     sampling = {"max_new_tokens": 20, "ignore_eos": True, **bounds}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": True}
     answer = generate(worker, **body)

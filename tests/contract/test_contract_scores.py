@@ -1,4 +1,4 @@
-"""The trainer's own scores of what an engine sampled are the engine's log-probabilities, however the trainer computes them."""
+"""The trainer's scores of sampled tokens equal the engine's log-probabilities, however the trainer computes them."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ STOPS = [2, *range(240, 270)]
 
 
 async def sampled(url: str, temperature: float, repeats: bool = False, **shape: Any) -> list[Group]:
-    """Groups of several prompts, long and short ones, as the collector makes them."""
+    """Samples groups for long and short prompts, as the collector does."""
     rng, groups = np.random.default_rng(0), []
     async with RolloutClient("rollout", url) as client:
         client.repeats_prompt = repeats
@@ -66,7 +66,7 @@ def completions_of(groups: list[Group]) -> list[Completion]:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_contract_the_trainers_scores_are_the_engines(target_url: str, model_dir: Path, temperature: float) -> None:
-    """Padded and packed, in several micro-batches; before an update, and in the update itself."""
+    """Padded and packed, in several micro-batches, before an update and in the update itself."""
     groups = await sampled(target_url, temperature)
     completions = completions_of(groups)
     assert len({len(completion.token_ids) for completion in completions}) > 4
@@ -98,8 +98,8 @@ async def assert_scored_alike(url: str, model_dir: Path, repeats: bool = False, 
     return completions
 
 
-async def test_contract_what_ends_a_completion_changes_no_score(target_url: str, model_dir: Path) -> None:
-    """Stop texts, a shortest length (before which the stop tokens are barred) and an end that is ignored."""
+async def test_contract_end_of_a_completion_changes_no_score(target_url: str, model_dir: Path) -> None:
+    """Covers stop texts, a minimum length (stop tokens are barred before it) and an ignored end of sequence."""
     stopped = await assert_scored_alike(target_url, model_dir, stop=["a", "e"])
     assert "stop" in {completion.finish_reason for completion in stopped}
     assert not any({"a", "e"} & set(completion.text) for completion in stopped)
@@ -112,7 +112,7 @@ async def test_contract_what_ends_a_completion_changes_no_score(target_url: str,
 
 
 @pytest.mark.parametrize("shape", [{"top_k": 5}, {"top_k": 4096, "top_p": 0.8}, {"top_k": 4096, "min_p": 0.1}])
-async def test_contract_what_was_cut_off_has_no_probability_for_the_trainer(
+async def test_contract_truncated_tokens_have_no_probability_for_the_trainer(
     worker_url: str, model_dir: Path, shape: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     repeats = "sglang" in request.node.name
@@ -121,7 +121,7 @@ async def test_contract_what_was_cut_off_has_no_probability_for_the_trainer(
     assert max(completion.kept_counts.max() for completion in completions) > 1
 
 
-async def test_contract_cut_sampling_behind_a_router_that_drops_the_question_is_refused(sglang_router_url: str) -> None:
+async def test_contract_truncated_sampling_is_refused_behind_a_router_without_masks(sglang_router_url: str) -> None:
     with pytest.raises(GenerationFailed, match="does not say which tokens it sampled from") as refused:
         await sampled(sglang_router_url, 1.0, top_p=0.8, top_k=4096)
     assert "rollout.router smg" in str(refused.value.remedy)

@@ -1,4 +1,4 @@
-"""The teacher of distillation behind every engine, asked directly and through the router: it scores as transformers does."""
+"""Every engine as a teacher for distillation, called directly and through the router, scores like transformers."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54, 2]
 async def test_contract_a_teacher_is_accepted_and_scores_the_tokens_that_were_sampled(
     target_url: str, model_dir: Path, request: pytest.FixtureRequest
 ) -> None:
-    """SGLang's own transformers reads this made-up tokenizer otherwise than ours, so only tokens are compared with it."""
+    """SGLang's transformers version reads this artificial tokenizer differently, so only tokens are compared there."""
     async with Teacher(TeacherSection(url=target_url)) as teacher:
         if "sglang" not in request.node.name:
             await teacher.check(AutoTokenizer.from_pretrained(model_dir), 60)

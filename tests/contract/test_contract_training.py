@@ -1,4 +1,4 @@
-"""What the system itself does with an engine, done by its own clients: groups to train on, and new weights from an agent."""
+"""The system's own use of an engine, through its own clients: groups to train on, and new weights from an agent."""
 
 import asyncio
 import shutil
@@ -25,7 +25,7 @@ TOLERANCE = 1e-4
 
 
 def expected_logprobs(model_dir: Path, completion: Completion, temperature: float) -> Float32:
-    """Log-probabilities of the completion's tokens by transformers in float32, of logits divided by the temperature."""
+    """Returns log-probabilities of the completion's tokens by transformers in float32, at this temperature."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
     with torch.inference_mode():
@@ -36,21 +36,21 @@ def expected_logprobs(model_dir: Path, completion: Completion, temperature: floa
 
 
 async def weights_of(url: str) -> Path:
-    """What the engine has loaded now."""
+    """Returns the path of the engine's current weights."""
     async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
         return Path((await client.get("/model_info")).json()["model_path"])
 
 
 @pytest.fixture
 async def engine(worker_url: str, model_dir: Path) -> AsyncIterator[EngineClient]:
-    """The agent's client; afterwards the engine has its first weights again."""
+    """Yields the agent's client; afterwards the engine has its first weights again."""
     async with EngineClient("engine", worker_url) as client:
         yield client
         await client.load(model_dir, "7", 60)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_contract_a_group_as_the_trainer_asks_for_it_has_the_logprobs_of_transformers(
+async def test_contract_group_requested_by_the_trainer_has_the_logprobs_of_transformers(
     target_url: str, model_dir: Path, temperature: float
 ) -> None:
     async with RolloutClient("rollout", target_url) as client:
@@ -68,7 +68,7 @@ async def test_contract_a_group_as_the_trainer_asks_for_it_has_the_logprobs_of_t
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
-async def test_contract_greedy_as_the_evaluation_asks_for_it(target_url: str, model_dir: Path) -> None:
+async def test_contract_greedy_request_of_the_evaluation_repeats(target_url: str, model_dir: Path) -> None:
     async with RolloutClient("rollout", target_url) as client:
         [first], [second] = [
             await client.generate(PROMPT, n=1, max_new_tokens=8, temperature=0, stop_token_ids=[2]) for _ in range(2)
@@ -95,7 +95,7 @@ async def test_contract_a_refused_request_is_an_error_with_the_reason(target_url
 async def test_contract_each_span_has_the_logprobs_of_its_weights(
     reached: tuple[str, str], model_dir: Path, other_model_dir: Path
 ) -> None:
-    """New weights under a running request, as an agent loads them: nothing of the old ones is left in its cache."""
+    """An agent loads new weights during a request: the cache keeps nothing of the old ones."""
     worker_url, url = reached
     sampling = {"max_new_tokens": 240, "temperature": 0.8, "ignore_eos": True}
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
@@ -130,7 +130,7 @@ async def test_contract_weights_are_loaded_as_the_agent_does_it(
         await engine.confirm("102")
 
 
-async def test_contract_a_failed_load_leaves_the_engine_generating_with_what_it_had(
+async def test_contract_failed_load_leaves_the_engine_generating_with_its_old_weights(
     engine: EngineClient, worker_url: str, tmp_path: Path
 ) -> None:
     before, path = await engine.weight_version(), await weights_of(worker_url)

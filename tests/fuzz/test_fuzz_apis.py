@@ -1,7 +1,7 @@
-"""Generated requests, valid ones and broken ones, against every service as a real process: schemathesis over /openapi.json.
+"""schemathesis sends valid and broken requests, generated from /openapi.json, to every service as a real process.
 
-No 5xx but 503 with Retry-After, no hang, answers as they are declared; the service is as healthy afterwards as before.
-`make fuzz` goes on for longer and checks that its memory does not grow.
+The service never hangs, answers as declared, never with 5xx except 503 with Retry-After, and stays healthy. `make fuzz`
+runs longer and checks that the service's memory does not grow.
 """
 
 import os
@@ -19,24 +19,24 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600 + 2 * SECONDS)]
 EXAMPLES = 12
 GROWTH_MB = 60
 NOT_CHECKED = (
-    "not_a_server_error",  # `no_crash` is stricter about 503 and looser nowhere
-    "positive_data_acceptance",  # a schema cannot say that two lists have the same length, or that a group is there
-    "negative_data_rejection",  # "1" is a number to pydantic, and unknown fields are ignored where SGLang ignores them
-    "allow_header_conformance",  # starlette's 405 names the methods of the first route of a path
+    "not_a_server_error",  # `no_crash` is stricter about 503 and otherwise the same
+    "positive_data_acceptance",  # a schema cannot express that two lists have equal lengths or that a group exists
+    "negative_data_rejection",  # pydantic reads "1" as a number, and like SGLang, some calls ignore unknown fields
+    "allow_header_conformance",  # starlette's 405 names the methods of a path's first route only
 )
 _LATER = ("critic", "engine", "agent", "trainer", "reward", "environment")
-"""Have few routes that users call, or take long; only in `make test-all` and `make fuzz`."""
+"""Services with few routes for users, or slow ones; fuzzed only by `make test-all` and `make fuzz`."""
 WAITS = {"engine": ("/pause_generation", "/release_memory_occupation", "/init_weights_update_group")}
-"""Calls after which others wait, as they should."""
+"""Calls that make later calls wait, by design."""
 
 
 def fuzz(service: Service, name: str, seed: int, phases: str, *limits: str) -> None:
-    """One run of schemathesis; fails with its report."""
+    """Runs schemathesis once; fails with its report."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{service.url}/openapi.json", "--seed", str(seed), *limits]
     command += ["--phases", phases, "--mode", "all", "--checks", "all"]
     command += ["--exclude-checks", ",".join(NOT_CHECKED), "--request-timeout", "60", "--continue-on-failure"]
     command += ["--generation-database", "none", "--no-color", "--warnings", "off", "--max-redirects", "0"]
-    command += ["--header", "X-Request-Id: fuzz"]  # without it a POST may come from a web page (tests/security)
+    command += ["--header", "X-Request-Id: fuzz"]  # without it, a POST may come from a web page (tests/security)
     for path in WAITS.get(name, ()):
         command += ["--exclude-path", path]
     environment = os.environ | {"SCHEMATHESIS_HOOKS": "tests.support.schemathesis_hooks", "PYTHONPATH": str(ROOT)}

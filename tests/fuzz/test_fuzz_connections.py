@@ -1,4 +1,4 @@
-"""What no schema says: bytes that are not HTTP, bodies that lie about themselves, clients that are slow, many or never stop."""
+"""Input that no schema describes: bytes that are not HTTP, false lengths, and slow, numerous or endless clients."""
 
 import json
 import re
@@ -54,7 +54,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Small:
-    """A service with three ways to read a body, in a process of its own; its clients have two seconds of time."""
+    """A service in a separate process that reads bodies in three ways; its clients time out after two seconds."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -75,7 +75,7 @@ class Small:
         return False
 
     def exchange(self, *parts: bytes) -> bytes:
-        """What is answered until the connection ends, or the first answer is whole."""
+        """Returns the bytes received until the connection ends or the first answer is complete."""
         with self.connect() as client:
             for part in parts:
                 client.sendall(part)
@@ -96,7 +96,7 @@ class Small:
 
 
 def whole_answer(client: socket.socket) -> bytes:
-    """An answer up to its end, or as much of it as comes."""
+    """Returns a complete answer, or as much of it as arrives."""
     answer, length = bytearray(), None
     with suppress(ConnectionError):
         while length is None or len(answer) < length:
@@ -150,7 +150,7 @@ BAD_JSON = [
 
 
 @pytest.mark.parametrize("body", BAD_JSON, ids=lambda body: repr(body[:20]))
-def test_a_body_that_is_no_json_gets_422_that_names_it(small: Small, body: bytes) -> None:
+def test_body_that_is_not_json_gets_422_that_names_it(small: Small, body: bytes) -> None:
     for path in ("/typed", "/raw"):
         status, answer = small.post(path, body, JSON)
         if path == "/raw" and status == 200:
@@ -161,7 +161,7 @@ def test_a_body_that_is_no_json_gets_422_that_names_it(small: Small, body: bytes
         assert len(error_of(answer)["message"]) < 1000
 
 
-def test_text_that_python_can_read_and_not_write_is_refused_by_both_readers(small: Small) -> None:
+def test_text_that_python_can_read_but_not_write_is_refused_by_both_readers(small: Small) -> None:
     assert small.post("/raw", b'{"a": "\\ud83d\\ude00"}', JSON) == (200, '{"a":"😀"}'.encode())
     for body in (b'"\\ud800"', b'{"\\udc00": 1}', b'["\\ud83d", "\\ude00"]'):
         for path in ("/typed", "/raw"):
@@ -185,7 +185,7 @@ def test_a_compressed_body_is_not_unpacked(small: Small, encoding: str) -> None:
 
 
 BOMBS = [
-    b"\xdd\xff\xff\xff\xff",  # an array of 4 billion, and nothing of it
+    b"\xdd\xff\xff\xff\xff",  # announces an array of 4 billion items and holds none
     b"\xdf\xff\xff\xff\xff",
     b"\xc6\xff\xff\xff\xff",
     b"\xdb\xff\xff\xff\xff",
@@ -202,7 +202,7 @@ BOMBS = [
 
 
 @pytest.mark.parametrize("body", BOMBS, ids=lambda body: repr(body[:12]))
-def test_msgpack_that_promises_more_than_there_is_takes_no_memory(small: Small, body: bytes) -> None:
+def test_msgpack_with_false_lengths_takes_no_memory(small: Small, body: bytes) -> None:
     before = small.memory_mb()
     status, answer = small.post("/packed", body, "Content-Type: application/msgpack")
     assert status == 422
@@ -231,7 +231,7 @@ NO_HTTP = [
 
 
 @pytest.mark.parametrize("sent", NO_HTTP, ids=lambda sent: repr(sent[:40]))
-def test_what_is_no_http_gets_400_in_the_one_error_shape(small: Small, sent: bytes) -> None:
+def test_bytes_that_are_not_http_get_400_in_the_common_error_shape(small: Small, sent: bytes) -> None:
     answer = small.exchange(sent)
     assert answer.startswith(b"HTTP/1.1 4"), answer
     error_of(answer.partition(b"\r\n\r\n")[2])
@@ -268,7 +268,7 @@ def test_headers_without_end_are_cut_off(small: Small, flood: bytes) -> None:
 
 
 def ends(client: socket.socket) -> bool:
-    """Whether the service ends the connection; the timeout of the socket says when it does not."""
+    """Returns whether the service ends the connection; otherwise the socket's timeout raises."""
     with suppress(ConnectionError):
         while client.recv(1 << 16):
             pass
@@ -284,20 +284,20 @@ def ends(client: socket.socket) -> bool:
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: ",
     ],
 )
-def test_a_client_that_does_not_go_on_is_sent_away(small: Small, begun: bytes) -> None:
+def test_client_that_stops_midway_is_disconnected(small: Small, begun: bytes) -> None:
     with small.connect() as client:
         client.sendall(begun)
         assert ends(client)
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{"])
-def test_a_body_that_stands_still_gets_408(small: Small, head: bytes) -> None:
+def test_stalled_body_gets_408(small: Small, head: bytes) -> None:
     status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\n" + head).partition(b"\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 408")
     assert error_of(body)["code"] == "stalled"
 
 
-def test_nor_does_one_that_stops_in_its_second_request(small: Small) -> None:
+def test_client_that_stops_in_its_second_request_is_disconnected(small: Small) -> None:
     with small.connect() as client:
         client.sendall(HEALTH)
         assert whole_answer(client).startswith(b"HTTP/1.1 200")
@@ -309,7 +309,7 @@ def test_nor_does_one_that_stops_in_its_second_request(small: Small) -> None:
     "begun",
     [b"GET /health HTTP/1.1\r\nA: ", b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 1000000\r\n\r\n"],
 )
-def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(small: Small, begun: bytes) -> None:
+def test_client_that_sends_a_byte_now_and_then_is_disconnected(small: Small, begun: bytes) -> None:
     with small.connect() as client:
         client.sendall(begun)
         sent = 0
@@ -321,7 +321,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_sent_away(small: Small, begu
         assert sent < 10_000
 
 
-def test_a_steady_body_has_as_long_as_it_takes(small: Small) -> None:
+def test_steady_body_may_take_as_long_as_it_needs(small: Small) -> None:
     with small.connect() as client:
         client.sendall(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 40002\r\n\r\n[")
         for _ in range(20):
@@ -331,7 +331,7 @@ def test_a_steady_body_has_as_long_as_it_takes(small: Small) -> None:
         assert whole_answer(client).startswith(b"HTTP/1.1 200")
 
 
-def test_who_does_not_read_its_answer_is_sent_away_and_who_does_gets_all(small: Small) -> None:
+def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_all(small: Small) -> None:
     request = b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n"
     assert len(small.exchange(request)) > 50_000_000
     with small.connect() as client:

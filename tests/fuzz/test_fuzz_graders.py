@@ -1,4 +1,4 @@
-"""Any text gets a verdict in linear time; an answer is its own answer, however it is decorated, and not the next number's."""
+"""Any text gets a verdict in linear time; a decorated answer matches itself and never the next number."""
 
 import re
 import time
@@ -121,7 +121,7 @@ def test_the_other_functions_give_every_text_a_number(text: str) -> None:
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(texts)
-def test_thinking_is_what_its_plain_pattern_says(text: str) -> None:
+def test_thinking_matches_its_plain_pattern(text: str) -> None:
     plain = re.compile(r"\A\s*<think>.*?\S.*?</think>.*\S", re.DOTALL)
     assert bool(re.search(THINKING, text, re.DOTALL)) == bool(plain.search(text))
 
@@ -150,8 +150,8 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_time_grows_with_the_text_and_no_faster(name: str) -> None:
-    """Something quadratic would take minutes for the long one."""
+def test_grading_time_is_linear_in_the_text(name: str) -> None:
+    """A quadratic algorithm would take minutes for the long text."""
     text = HOSTILE[name](LONG)
     completions = [[{"role": "assistant", "content": text}]]
     started = time.process_time()
@@ -181,7 +181,7 @@ def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, respons
 
 
 @pytest.mark.integration
-def test_expressions_are_their_own_answer_and_not_another(math: MathRewardFunction) -> None:
+def test_expression_matches_itself_and_no_other(math: MathRewardFunction) -> None:
     expressions = ["x^2+1", "\\sqrt{2}", "(1,2)", "[0,1)", "\\{1,2\\}", "\\frac{\\pi}{3}", "2^{10}", "\\text{east}", "x=3"]
     responses = [[{"role": "assistant", "content": f"\\boxed{{{text}}}"}] for text in expressions]
     assert math(responses, ground_truth=expressions) == [1.0] * len(expressions)

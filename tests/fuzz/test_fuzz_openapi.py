@@ -1,4 +1,4 @@
-"""What every service says of itself at /openapi.json is whole: each call has a text, typed bodies and declared errors."""
+"""Every service's /openapi.json is complete: each call has a description, typed bodies and declared errors."""
 
 import json
 import re
@@ -57,17 +57,17 @@ def test_every_body_has_a_type(description: dict[str, Any]) -> None:
         assert all(item["schema"] for item in content.values()), name
 
 
-def test_every_call_declares_its_errors_in_the_one_shape(description: dict[str, Any]) -> None:
+def test_every_call_declares_its_errors_in_the_common_shape(description: dict[str, Any]) -> None:
     shape = {"$ref": "#/components/schemas/ErrorBody"}
     for name, call in operations(description):
         assert {str(status) for status in EVERYWHERE} <= call["responses"].keys(), name
         for status, answer in call["responses"].items():
             schemas = [item["schema"] for item in answer.get("content", {}).values()]
             if status[0] in "45" and name not in ("GET /health",):
-                assert schemas == [shape] or status == "400", (name, status)  # 400: as SGLang answers
+                assert schemas == [shape] or status == "400", (name, status)  # 400 has SGLang's form
 
 
-def test_what_a_handler_reads_by_hand_is_described_too(description: dict[str, Any]) -> None:
+def test_body_that_a_handler_reads_itself_is_described_too(description: dict[str, Any]) -> None:
     calls = {f"/sessions/{{session}}/v1/{each}": "application/json" for each in ("chat/completions", "responses", "messages")}
     by_hand = calls | {"/groups": "application/msgpack", "/values": "application/msgpack", "/generate": "application/json"}
     for path, kind in by_hand.items():

@@ -1,4 +1,4 @@
-"""Any YAML is a configuration or a ConfigError that names what is wrong; never a traceback, and never for long."""
+"""Any YAML is a valid configuration or raises a ConfigError that names the problem, quickly and without a traceback."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Bytes from others: they decode or are refused by name, at once and in little memory. Of groups: test_common_wire.py."""
+"""Foreign bytes decode or are refused by name, at once and in little memory. Groups are in test_common_wire.py."""
 
 import json
 import struct
@@ -68,7 +68,7 @@ def test_damaged_bytes_of_the_critic_decode_or_are_invalid_input(data: st.DataOb
 @pytest.mark.parametrize(
     "body", [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff\xa1a", b"\x81\xa6groups\xdd\xff\xff\xff\xf0\x90"]
 )
-def test_a_length_that_is_not_there_takes_no_memory(kind: Any, body: bytes) -> None:
+def test_false_length_takes_no_memory(kind: Any, body: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(InvalidInput):
@@ -112,7 +112,7 @@ def test_safetensors_with_a_bad_header_change_nothing(tmp_path: Path, content: b
     before = model.weight.detach().clone()
     (tmp_path / "model.safetensors").write_bytes(content)
     if content == BAD_FILES[-2]:
-        load_into(model, tmp_path)  # whole numbers are numbers
+        load_into(model, tmp_path)  # integers are accepted as numbers
         return
     with pytest.raises(BadWeights):
         load_into(model, tmp_path)
@@ -181,6 +181,6 @@ def test_a_bad_adapter_is_named_and_not_known(tmp_path: Path, config: Any, tenso
     assert adapters.paths() == {}
 
 
-def test_an_error_is_short_and_can_be_sent_whatever_it_is_about() -> None:
+def test_error_about_anything_is_short_and_can_be_sent() -> None:
     error = ServiceError("x" * 100_000, field="\ud800" * 1000, value="\udfff", remedy="\ud800")
     assert len(json.dumps(error.body(), ensure_ascii=False).encode()) < 20_000

@@ -12,5 +12,5 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(scope="session")
 def other_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    """Certificates of an authority that nobody here trusts."""
+    """Makes certificates from an authority that nobody here trusts."""
     return make_certificates(tmp_path_factory.mktemp("other-tls"))

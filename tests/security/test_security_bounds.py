@@ -1,4 +1,4 @@
-"""No body, however many items it has, holds a service or fills its memory."""
+"""No body, however many items it has, blocks a service or fills its memory."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ _BODIES = (control, distributed, openai, protocol)
 
 
 def kinds() -> list[type[Any]]:
-    """Every type on the wire: the schemas, the services' own JSON bodies, and those in SGLang's format."""
+    """Returns every type on the wire: the schemas, the services' JSON bodies, and the bodies in SGLang's format."""
     found: list[type[Any]] = [Wire]
     for kind in found:
         found += [each for each in kind.__subclasses__() if not each.__module__.startswith("tests.")]
@@ -39,7 +39,7 @@ def kinds() -> list[type[Any]]:
 
 
 def unbounded(hint: Any, bounded: bool = False) -> Iterator[Any]:
-    """The lists and mappings in an annotation that nothing bounds."""
+    """Yields the unbounded lists and mappings in an annotation."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner, *marks = arguments
@@ -150,13 +150,13 @@ async def test_many_items_are_refused_with_a_short_error_while_others_are_answer
     life = (app if name != "agent" else create_app("x")).router.lifespan_context(app)
     async with life, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=headers) as http:
         for index, (path, frame) in enumerate((path, frame) for service, path, frame in CALLS if service == name):
-            # One path meets every kind while others ask; the same code reads the bodies of the others.
+            # One path gets every kind of body under concurrent calls; the other paths share its reading code.
             for kind in MANY if index == 0 else ("names", "millions"):
                 work = asyncio.create_task(http.post(path, content=frame % MANY[kind]))
                 between = 0
                 while index == 0 and not work.done():
                     await http.get("/health")
-                    await asyncio.sleep(0)  # in process nothing else lets the other task run
+                    await asyncio.sleep(0)  # lets the other task run
                     between += 1
                 answer = await work
                 where = f"{path} with {kind}"
@@ -166,7 +166,7 @@ async def test_many_items_are_refused_with_a_short_error_while_others_are_answer
                     assert answer.status_code == 413, where
                     assert index or between > 1 or name == "trainer", (
                         f"{where}: nobody was answered meanwhile"
-                    )  # its bodies are small
+                    )  # this service takes small bodies only
 
 
 def test_an_error_formats_no_whole_body() -> None:
@@ -194,7 +194,7 @@ def test_items_are_counted_as_they_are_whatever_texts_hold(value: Any, chunk: in
         assert wire._json_items(json.dumps(value, ensure_ascii=ascii_).encode()) == items(value)
 
 
-def test_long_texts_of_commas_are_no_items() -> None:
+def test_commas_in_long_texts_are_not_counted_as_items() -> None:
     text = '1, 2, [3], {4}, "5", \\' * 200_000
     assert wire.parse_json(json.dumps({"items": [text]}).encode()) == {"items": [text]}
     with pytest.raises(TooLarge, match="JSON body has at most"):

@@ -1,4 +1,4 @@
-"""Both engines behind the real router, with a token and certificates: as an agent starts them, and what strangers get."""
+"""Both engines behind the real router, started by an agent with a token and certificates, and refused strangers."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 
 @dataclass
 class Node:
-    """An engine and its router, running."""
+    """A running engine and its router."""
 
     token: str
     engine: EngineClient
@@ -101,19 +101,19 @@ async def node(
 
 
 def command_lines() -> dict[str, bytes]:
-    """Command lines of every process, as anybody may read them."""
+    """Returns the command lines of all processes, which anybody may read."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             found[path.parent.name] = path.read_bytes()
     return found
 
 
 @asynccontextmanager
 async def stranger(like: Client, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
-    """Knows the certificates, and no token or another one."""
+    """Yields a client that knows the certificates but has no token or a wrong one."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    new = httpx.Limits(max_keepalive_connections=0)  # the router closes a connection when it has refused to read a body
+    new = httpx.Limits(max_keepalive_connections=0)  # the router closes a connection after refusing to read a body
     async with httpx.AsyncClient(base_url=like.base_url, verify=trusted(), headers=headers, timeout=60, limits=new) as http:
         yield http
 
@@ -159,9 +159,9 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
         assert b"[secret]" in (node.logs / "engine.log").read_bytes(), "SGLang logs its arguments"
 
 
-async def test_who_has_another_authority_does_not_talk_to_it(other_certificates: Certificates, certificates: Certificates,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """Over a real socket: the client refuses before it has sent anything, the token least of all."""
+async def test_client_refuses_a_foreign_certificate(other_certificates: Certificates, certificates: Certificates,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Over a real socket, the client refuses before sending anything, above all the token."""
     for name, value in {"API_TOKEN": secrets.token_hex(16), **certificates.env()}.items():
         monkeypatch.setenv(name, value)
     heard: list[bytes] = []

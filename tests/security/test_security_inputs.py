@@ -1,4 +1,4 @@
-"""What comes from outside, from a service, a file or a model, and would do harm if it were believed."""
+"""Input from services, files and models that would do harm if it were trusted."""
 
 import gzip
 import json
@@ -93,7 +93,7 @@ async def test_a_compressed_request_is_not_unpacked() -> None:
     ],
 )
 def test_an_answer_of_a_model_is_never_run(answer: str, tmp_path: Path) -> None:
-    """math-verify gives sympy, and so Python's parser, only what consists of digits and operators."""
+    """math-verify passes only digits and operators to sympy, and so to Python's parser."""
     mark = tmp_path / "mark"
     equivalent("42", answer.replace("MARK", str(mark)))
     assert not mark.exists()
@@ -158,8 +158,8 @@ def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: p
     assert place.url("reward-server", 8002) == "https://reward-server-0.g:8002"
 
 
-def test_strangers_do_not_get_into_the_watch_over_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0's end, in a thread of this process: had a lie been believed, it would have ended the process."""
+def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0's side runs in a thread of this process; believing a lie would end the process."""
     told: list[str] = []
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(Ranks, "broadcast", lambda _self, body: told.extend(body.decode().split()))
@@ -183,7 +183,7 @@ def test_strangers_do_not_get_into_the_watch_over_ranks(monkeypatch: pytest.Monk
 
 
 def ended(sock: socket.socket) -> bool:
-    """Whether the other end hangs up."""
+    """Returns whether the other end closes the connection."""
     sock.settimeout(60)
     try:
         return sock.recv(1) == b""

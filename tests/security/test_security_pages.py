@@ -1,4 +1,4 @@
-"""Without a token: no page that is open in a browser acts on a run, under its own name or another one (DNS rebinding)."""
+"""Without a token, no page open in a browser can act on a run, not even under another host name (DNS rebinding)."""
 
 import re
 import socket
@@ -29,7 +29,7 @@ SIMPLE = [
     JSON | {"host": "evil.example.com"},
     JSON | {"host": "localhost.evil.example.com"},
     JSON | {"host": "127.0.0.1.evil.example.com:80"},
-    JSON | {"host": "reward-server-0.rlhf-math"},  # of no job group
+    JSON | {"host": "reward-server-0.rlhf-math"},  # belongs to no job group
     JSON | {"host": "x@localhost"},
 ]
 
@@ -45,7 +45,7 @@ async def test_no_request_that_a_page_can_send_changes_anything(name: str, base_
                 path = re.sub(r"{[^}]+}", "1", getattr(route, "path", ""))
                 for headers in SIMPLE:
                     if method != "POST" and not headers.keys() & {"origin", "host", "sec-fetch-site"}:
-                        continue  # a browser asks for permission first (CORS), and no service gives it
+                        continue  # a browser asks for permission first (CORS), and no service grants it
                     answer = await http.request(method, path, content=b"{}", headers=headers)
                     assert answer.status_code in (403, 415), f"{method} {path} with {headers}"
                     assert answer.json()["error"]["remedy"], headers
@@ -56,7 +56,7 @@ async def test_no_request_that_a_page_can_send_changes_anything(name: str, base_
             pass  # closes its database
 
 
-async def test_what_is_not_a_page_is_served() -> None:
+async def test_callers_that_are_not_pages_are_served() -> None:
     app = create_app("thing")
     own = socket.gethostname()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
@@ -90,8 +90,8 @@ def test_names_of_the_job_group_are_its_services(monkeypatch: pytest.MonkeyPatch
     assert not served("rlhf-math.evil.com")
 
 
-async def test_with_the_token_every_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page does not have the token; a proxy in front may have a name of its own."""
+async def test_with_the_token_every_host_name_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page does not have the token, and a proxy in front may have its own name."""
     monkeypatch.setenv("API_TOKEN", "correct-horse-battery-staple")
     headers = {"authorization": "Bearer correct-horse-battery-staple", "host": "train.example.com"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app("thing")), base_url="http://x") as http:

@@ -1,4 +1,4 @@
-"""The sources, read as syntax trees: what runs foreign code or opens a shell is where it is known to be, and nowhere else."""
+"""Syntax trees of the sources: calls that run foreign code or open a shell occur only in the known places."""
 
 import ast
 from collections.abc import Iterator
@@ -36,14 +36,14 @@ PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "mars
 
 
 def dotted(node: ast.AST) -> str:
-    """`torch.load` of an expression; `?` stands for what is no name."""
+    """Returns the dotted name of an expression, such as `torch.load`; `?` replaces a part that is not a name."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
 def said(call: ast.Call, name: str) -> object:
-    """A keyword argument's literal; None when it is not there, ... when it is not a literal."""
+    """Returns a keyword argument's literal: None if absent, ... if it is not a literal."""
     for keyword in call.keywords:
         if keyword.arg == name:
             return keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
@@ -51,7 +51,7 @@ def said(call: ast.Call, name: str) -> object:
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """What in a module needs a reason, and its line."""
+    """Yields every construct of a module that needs a reason, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
@@ -85,12 +85,12 @@ def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
             if said(node, keyword) is True:
                 yield keyword, node.lineno
         if last == "from_pretrained" and f".{name}".split(".")[-2].startswith(("AutoModel", "auto")):
-            options = any(keyword.arg is None for keyword in node.keywords)  # **options, made on the lines before
+            options = any(keyword.arg is None for keyword in node.keywords)  # **options, built on the lines before
             if said(node, "use_safetensors") is not True and not options:
                 yield "from_pretrained", node.lineno
 
 
-def test_whatever_runs_foreign_code_is_known() -> None:
+def test_every_call_that_runs_foreign_code_is_known() -> None:
     found: dict[tuple[str, str], list[int]] = {}
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -125,11 +125,11 @@ def test_whatever_runs_foreign_code_is_known() -> None:
         ("import torch.distributed.checkpoint as dcp", "dcp"),
     ],
 )
-def test_it_is_seen(source: str, what: str) -> None:
+def test_dangerous_construct_is_found(source: str, what: str) -> None:
     assert what in [found for found, _ in dangers(ast.parse(source))]
 
 
-def test_what_is_safe_is_not_reported() -> None:
+def test_safe_construct_is_not_reported() -> None:
     source = (
         "torch.load(x, weights_only=True)\nsubprocess.run(x)\nmodel.eval()\nast.literal_eval(x)\nyaml.safe_load(x)\n"
         "re.compile(x)\nload(x, trust_remote_code=config.trust_remote_code)\nself.auto.from_pretrained(x, use_safetensors=True)"

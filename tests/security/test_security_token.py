@@ -1,4 +1,4 @@
-"""With API_TOKEN set nobody gets anything from any service without it."""
+"""With API_TOKEN set, no service answers a call without the token."""
 
 import asyncio
 import io
@@ -44,7 +44,7 @@ async def apps(secret: str, base_model: Path, tmp_path: Path) -> AsyncIterator[d
 
 
 def calls(app: FastAPI) -> Iterator[tuple[str, str]]:
-    """Every method and path of an app, and some that it does not have."""
+    """Yields every method and path of an app, and some that it does not have."""
     for route in app.routes:
         assert isinstance(route, APIRoute | Route), "another kind of route: is it guarded?"
         path = re.sub(r"{[^}]+}", "1", route.path)
@@ -65,11 +65,11 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
                         method, f"http://x{path}", headers={} if header is None else {"authorization": header}
                     )
                     where = f"{name}: {method} {path} with {header}"
-                    if (method, path, header) == ("GET", "/health", None):  # a probe
+                    if (method, path, header) == ("GET", "/health", None):  # probes need no token
                         assert answer.status_code in (200, 503), where
                         assert set(answer.json()) == {"status"}, where
                         continue
-                    if (name, method, header) == ("trainer", "GET", None) and path in PAGES:  # files without data of a run
+                    if (name, method, header) == ("trainer", "GET", None) and path in PAGES:  # no run data
                         assert answer.status_code in (200, 307), where
                         continue
                     assert answer.status_code == 401, where
@@ -80,8 +80,8 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
 
 
 @pytest.mark.integration
-@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # calls of SGLang that have two methods
-async def test_with_the_token_all_is_as_ever(apps: dict[str, FastAPI]) -> None:
+@pytest.mark.filterwarnings("ignore:Duplicate Operation ID")  # SGLang calls with two methods
+async def test_calls_with_the_token_succeed(apps: dict[str, FastAPI]) -> None:
     for name, app in apps.items():
         client = Client(name, "http://x", transport=httpx.ASGITransport(app))
         async with client:
@@ -91,7 +91,7 @@ async def test_with_the_token_all_is_as_ever(apps: dict[str, FastAPI]) -> None:
                 assert TOKEN not in answer.text
 
 
-def test_all_credentials_have_to_be_right() -> None:
+def test_every_credential_must_be_right() -> None:
     right, wrong = (b"authorization", f"Bearer {TOKEN}".encode()), (b"authorization", b"Bearer wrong")
     assert accepts(TOKEN, [right]) is True
     assert accepts(TOKEN, [right, right]) is True
@@ -131,7 +131,7 @@ def test_a_token_that_is_short_or_cannot_be_sent_is_refused_without_being_shown(
     assert value not in str(caught.value)
 
 
-def test_no_token_is_none() -> None:
+def test_missing_token_is_none() -> None:
     assert token({}) is token({"API_TOKEN": ""}) is None
     assert authorization({}) == {}
 
@@ -147,7 +147,7 @@ async def test_waiting_ends_at_once_when_the_token_is_wrong(secret: str) -> None
     assert caught.value.status == 401
 
 
-def test_listening_for_others_without_a_token_is_told(
+def test_listening_on_all_addresses_without_a_token_is_logged(
     caplog: pytest.LogCaptureFixture, secret: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everywhere = ".".join("0000")
@@ -163,7 +163,7 @@ def test_listening_for_others_without_a_token_is_told(
 @pytest.mark.parametrize(
     ("host", "own"), [("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.5", False), ("pod-0", False)]
 )
-def test_what_is_loopback(host: str, own: bool) -> None:
+def test_loopback_hosts_are_recognised(host: str, own: bool) -> None:
     assert is_loopback(host) is own
 
 

@@ -1,4 +1,4 @@
-"""Environments of packages that are not part of this project's own, such as agent frameworks."""
+"""Virtual environments with packages that this project does not depend on, such as agent frameworks."""
 
 import os
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 
 
 def python_of(name: str) -> str:
-    """Returns the interpreter of `.venv-NAME`, or of NAME in $AGENT_VENVS; skips the test where there is none."""
+    """Returns the interpreter of `.venv-NAME`, or of NAME in $AGENT_VENVS; skips the test if there is none."""
     folder = Path(os.environ["AGENT_VENVS"]) / name if "AGENT_VENVS" in os.environ else ROOT / f".venv-{name}"
     python = folder / "bin" / "python"
     if not python.exists():

@@ -1,4 +1,4 @@
-"""An agent of the standard library alone. What it does is the task's prompt."""
+"""An agent that uses only the standard library; the task's prompt names its behaviour."""
 
 import json
 import os

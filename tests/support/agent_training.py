@@ -1,4 +1,4 @@
-"""A few steps of training on an environment, with the tiny model, in this process."""
+"""Trains the tiny model for a few steps on an environment, in this process."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from trainer.observe.run_dir import read_lines
 
 
 def train_on(environment: str, base_model: Path, directory: Path, **columns: str) -> list[dict[str, Any]]:
-    """Returns the metrics of two steps, each checked: tokens were trained, they are the sampled ones, no episode was lost."""
+    """Trains two steps and returns their metrics; checks that each trained only sampled tokens and lost no episode."""
     config = small_run(base_model, directory)
     config.environment.name, config.environment.turns = environment, 6
     config.sampling.max_new_tokens, config.sampling.group_size = 64, 4

@@ -1,4 +1,4 @@
-"""The app of every service, as its process makes it."""
+"""Makes the app of every service as its process does."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ SERVICES = ("data", "reward", "replay", "critic", "environment", "engine", "agen
 
 
 def tiny(model: Path, directory: Path, *more: str) -> Config:
-    """A run of two small steps on the built-in task."""
+    """Returns the configuration of a run with two small steps on the built-in task."""
     words = [
         *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(model)),
         *("--trainer.run_dir", str(directory / "run"), "--state_dir", str(directory / "state")),
@@ -47,7 +47,7 @@ def tiny(model: Path, directory: Path, *more: str) -> Config:
 
 
 def make(service: str, config: Config) -> FastAPI:
-    """The app of one service, not started. The agent's node has not begun; the trainer's has one version of one tensor."""
+    """Makes the app of one service. The agent's node is not started; the trainer has one version of one tensor."""
     body = config.max_body_mb << 20
     if service == "data":
         return create_data_app(config, *(load_split(config.data, split, config.seed)[:50] for split in ("train", "eval")))
@@ -72,7 +72,7 @@ def make(service: str, config: Config) -> FastAPI:
 
 
 def _environment(config: Config, body: int) -> FastAPI:
-    """The environment-server, with engines that always answer the same."""
+    """Makes the environment-server, with engines that always give the same answer."""
     engine, metrics = AnsweringEngine(lambda _: "ok"), Metrics("environment-server")
     stop = engine.tokenizer.eos_token_id
     router = RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(engine.app()))

@@ -1,4 +1,4 @@
-"""A headless Chromium, and what a person would look for on the page."""
+"""A headless Chromium, and queries for what a person would look for on the page."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -28,9 +28,9 @@ class Page:
         self.driver = driver
 
     def open(self, url: str, width: int = 1400, height: int = 1000, dark: bool = False) -> None:
-        """Loads an address in a window of this size."""
+        """Opens an address in a window of this size."""
         self.driver.get("about:blank")
-        self.errors()  # of the test before
+        self.errors()  # discards those of the previous test
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 700}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -41,9 +41,9 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def text(self, selector: str) -> str:
-        """Texts of all elements found, a line each."""
+        """Returns the texts of all matching elements, one per line."""
         script = "return [...document.querySelectorAll(arguments[0])].map((each) => each.innerText).join('\\n')"
-        return str(self.run(script, selector))  # at once: elements come and go
+        return str(self.run(script, selector))  # in one script, because elements come and go
 
     def count(self, selector: str) -> int:
         return len(self.driver.find_elements(By.CSS_SELECTOR, selector))
@@ -52,7 +52,7 @@ class Page:
         self.driver.find_element(By.CSS_SELECTOR, selector).click()
 
     def press(self, *keys: str) -> None:
-        """On whatever has the focus."""
+        """Presses keys on the focused element."""
         for key in keys:
             self.driver.switch_to.active_element.send_keys(getattr(Keys, key, key))
 
@@ -63,18 +63,18 @@ class Page:
         WebDriverWait(self.driver, PATIENCE_S, 0.1).until(told, f"never: {what}; the page says:\n{self.text('body')}")
 
     def errors(self) -> list[str]:
-        """What the console has, of whatever level."""
+        """Returns the console's messages of every level."""
         log: list[dict[str, str]] = self.driver.get_log("browser")  # type: ignore[no-untyped-call]
         return [entry["message"] for entry in log]
 
     def background(self) -> tuple[int, ...]:
-        """The colour behind the page."""
+        """Returns the colour behind the page."""
         colour: str = self.run("return getComputedStyle(document.body).backgroundColor")
         return tuple(int(part) for part in colour[4:-1].split(","))
 
     def charts(self) -> dict[str, dict[str, Any]]:
-        """By title of a visible chart: the values that it says, and how many pixels of its plot have been drawn on, and how
-        many colours have an area of their own."""
+        """Returns for each visible chart, by title, its stated values, the number of drawn pixels and the number of
+        colours that fill an area."""
         found: dict[str, dict[str, Any]] = self.run(_CHARTS)
         return found
 
@@ -111,7 +111,7 @@ return Object.fromEntries(drawn.map((chart) => {
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[Page]:
-    """A browser; skips the test where there is none."""
+    """Starts a browser; skips the test if there is none."""
     browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if browser is None or driver is None:
         pytest.skip("there is no browser: apt-get install chromium chromium-driver")

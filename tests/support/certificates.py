@@ -1,4 +1,4 @@
-"""An authority and a certificate of its own, made by openssl, for every address that a local run may get."""
+"""A certificate authority and its certificate, made with openssl, for every address that a local run may use."""
 
 import subprocess
 from dataclasses import dataclass

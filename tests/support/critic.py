@@ -14,7 +14,7 @@ Start = Callable[[], Forked]
 
 
 def make_sequences(count: int, seed: int = 0) -> list[TokenSequence]:
-    """Random prompts and completions of different lengths."""
+    """Returns random prompts and completions of different lengths."""
     rng = np.random.default_rng(seed)
     return [
         TokenSequence(
@@ -26,7 +26,7 @@ def make_sequences(count: int, seed: int = 0) -> list[TokenSequence]:
 
 
 def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
-    """Random targets; old values around 0 and weights around 1."""
+    """Returns random targets, with old values around 0 and weights around 1."""
     rng = np.random.default_rng(seed + 1)
     return [
         ValueTargets(
@@ -41,7 +41,7 @@ def make_rows(count: int, seed: int = 0) -> list[ValueTargets]:
 
 
 def make_batch(count: int, seed: int = 0) -> Batch:
-    """A batch of the same rows, with the columns that a critic reads."""
+    """Returns a batch of the same rows, with the columns that a critic reads."""
     targets = make_rows(count, seed)
     rows = [
         Row(

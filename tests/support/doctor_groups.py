@@ -35,7 +35,7 @@ QWEN_7B = {
 
 
 def write_group(folder: Path, tasks: Mapping[str, str], env: Mapping[str, object]) -> Path:
-    """A job group; `tasks` maps names to further lines of their documents, `env` is of every task."""
+    """Writes a job group; `tasks` maps names to extra lines of their documents, and `env` applies to every task."""
     envs = json.dumps({key: str(value) for key, value in {"STATE_DIR": folder / "state", **env}.items()})
     documents = [f"name: {name}\nrun: 'true'\nenvs: {envs}\n{more}" for name, more in tasks.items()]
     path = folder / "group.yaml"
@@ -50,7 +50,7 @@ def plan_of(
     task: str | None = None,
     env: Mapping[str, object] | None = None,
 ) -> Plan:
-    """The plan for such a group in the environment `around`; `env` is that of the YAML."""
+    """Returns the plan for such a group in the environment `around`; `env` goes into the YAML."""
     return make(write_group(folder, tasks, env or {}), {}, around or {}, task)
 
 
@@ -62,7 +62,7 @@ def write_model(folder: Path, config: Mapping[str, object]) -> Path:
 
 @contextmanager
 def serving(answers: Mapping[str, Any], *, status: int = 200, ahead_s: float = 0.0, token: str = "") -> Iterator[int]:
-    """A server on 127.0.0.1 that answers GET and HEAD with JSON by path; 404 elsewhere. Its clock is ahead of ours."""
+    """Serves JSON by path to GET and HEAD on 127.0.0.1, and 404 elsewhere; its clock is `ahead_s` ahead of ours."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

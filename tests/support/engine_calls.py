@@ -1,4 +1,4 @@
-"""Calls to an engine that several tests of the contract make."""
+"""Calls to an engine that several contract tests share."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,13 +10,13 @@ PROMPT = [20, 21, 22, 23]
 
 
 def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
-    """A request of 240 tokens that has begun on `worker`; `asked`: another way to it."""
+    """Starts a request of 240 tokens and waits until it runs on `worker`; `asked` is another route to it."""
     body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
     body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
     limit = time.monotonic() + 400
     while time.monotonic() < limit:
         future = pool.submit(lambda: (asked or worker).post("/generate", json=body).json())
-        while not future.done():  # else it was over before this test had a turn on a busy machine
+        while not future.done():  # on a busy machine, the request may end before this check
             if worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
                 return future
     raise AssertionError("the request does not start")

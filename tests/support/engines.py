@@ -1,4 +1,4 @@
-"""A random tiny model, and both engines and the router as real processes, for the tests of the rollout interface."""
+"""A random tiny model, and both engines and the router as real processes, to test the rollout interface."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ from tests.support.ports import free_port
 _P = TypeVar("_P", "subprocess.Popen[bytes]", Forked)
 SGLANG = ROOT / ".venv-sglang"
 PLUGIN = ROOT / "jobgroup" / "sglang-cpu" / "plugin"
-"""The plugin of this checkout, whichever is installed in that environment."""
+"""The plugin of this checkout, regardless of the one installed in that environment."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def write_model(directory: Path, seed: int) -> Path:
-    """A random Qwen2 with a tokenizer of its own."""
+    """Writes a random Qwen2 with its own tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,12 +72,12 @@ def write_model(directory: Path, seed: int) -> Path:
 
 
 def write_adapter(directory: Path, model: Path, seed: int) -> Path:
-    """A LoRA adapter of that model, of rank 4, that changes what it says."""
+    """Writes a LoRA adapter of rank 4 that changes the model's output."""
     from peft import LoraConfig  # slow to import
 
     targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang needs the neighbours of some
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of PEFT's about transformers
+        warnings.simplefilter("ignore", FutureWarning)  # from PEFT, about transformers
         adapted = AutoModelForCausalLM.from_pretrained(model)
         adapted.add_adapter(LoraConfig(r=4, lora_alpha=6, target_modules=targets))
     torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def write_adapter(directory: Path, model: Path, seed: int) -> Path:
 
 
 def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], completion: Sequence[int]) -> Float32:
-    """Log-probabilities in nats of the completion's tokens by transformers and PEFT in float32."""
+    """Returns log-probabilities (nats) of the completion's tokens, computed by transformers and PEFT in float32."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
         from peft import PeftModel
@@ -105,7 +105,10 @@ def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], 
 def start(
     command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 400
 ) -> subprocess.Popen[bytes]:
-    """A process that is ready, or an error with its log. It leads a group and ends with this process."""
+    """Starts a process and returns it once ready; raises an error with its log otherwise.
+
+    The process leads a group and ends with this process.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -131,7 +134,7 @@ def _ready(process: _P, log: Path, ready: Callable[[], bool], limit_s: float = 4
 
 
 def end(process: "subprocess.Popen[bytes] | Forked") -> None:
-    """Ends a process, kindly first, and whatever it has left behind."""
+    """Ends a process, first with SIGTERM, and kills everything it left behind."""
     process.terminate()
     try:
         process.wait(60)
@@ -145,7 +148,7 @@ def end(process: "subprocess.Popen[bytes] | Forked") -> None:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET gives 2xx now."""
+    """Returns whether a GET is answered with 2xx now."""
     try:
         return httpx.get(url, trust_env=False, timeout=5).is_success
     except httpx.TransportError:
@@ -154,7 +157,7 @@ def answers(url: str) -> bool:
 
 @contextmanager
 def engine_process(model: Path, log: Path, *extra: str, port: int | None = None) -> Iterator[tuple[str, Forked]]:
-    """`python -m services.engine`, on the CPU unless `extra` says otherwise; yields its URL and process."""
+    """Runs `python -m services.engine`, on the CPU unless `extra` overrides it; yields its URL and process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *extra]
@@ -166,7 +169,7 @@ def engine_process(model: Path, log: Path, *extra: str, port: int | None = None)
 
 
 def sglang_is_installed() -> bool:
-    """Whether `make sglang-cpu` has come to its end here."""
+    """Returns whether `make sglang-cpu` has completed here."""
     stamp = SGLANG / ".made-from"
     return stamp.is_file() and stamp.read_text().startswith("sglang-cpu ")
 
@@ -175,7 +178,7 @@ def sglang_is_installed() -> bool:
 def sglang_process(
     model: Path, log: Path, version: str, lora: LoraSection | None = None, max_new_tokens: int = 256
 ) -> Iterator[str]:
-    """Real SGLang on this CPU, started with the command and the environment that an agent uses; yields its URL."""
+    """Runs real SGLang on this CPU with the agent's command and environment; yields its URL."""
     port = free_port()
     python = str(SGLANG / "bin" / "python")
     rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
@@ -197,9 +200,9 @@ ROUTERS = ["sglang-router", pytest.param("smg", marks=[needs_smg, pytest.mark.sl
 
 @contextmanager
 def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) -> Iterator[str]:
-    """The real router with the command line of an agent in front of engines; yields its URL when it lists all as healthy.
+    """Runs the real router with the agent's command line; yields its URL once it lists all engines as healthy.
 
-    `settings` are of the rollout section.
+    `settings` belong to the rollout section.
     """
     worker_urls = [worker_url] if isinstance(worker_url, str) else worker_url
     section = RolloutSection(**{"router_port": free_port(), "router_metrics_port": free_port(), **settings})
@@ -219,6 +222,6 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
 
 
 def routed(router_url: str) -> set[str]:
-    """Engines that the router sends requests to."""
+    """Returns the engines to which the router sends requests."""
     workers = httpx.get(f"{router_url}/workers", trust_env=False, timeout=10).json()["workers"]
     return {worker["url"] for worker in workers if worker["is_healthy"]}

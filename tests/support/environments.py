@@ -1,4 +1,4 @@
-"""Environments for tests, and engines that answer by what they are asked."""
+"""Environments for tests, and engines whose answers depend on the prompt."""
 
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +26,7 @@ BASE = "http://in-process"
 
 
 class Calculator:
-    """A class as TRL's `environment_factory` takes it."""
+    """A class that TRL's `environment_factory` accepts."""
 
     def __init__(self) -> None:
         self.sum: int | None = None
@@ -80,7 +80,7 @@ class Guess:
 
 
 class Faulty:
-    """Fails as `prompt` says."""
+    """Fails in the way that `prompt` names."""
 
     release = threading.Event()
     lives = 0
@@ -111,13 +111,13 @@ class Faulty:
 
 @dataclass
 class AnsweringEngine:
-    """Engines behind SGLang's `/generate` that answer a prompt's text by a function, letter by letter."""
+    """Engines behind SGLang's `/generate` that answer a prompt with the letters of a function's result."""
 
     reply: Callable[[str], str]
     tokenizer: Any = field(default_factory=trap_tokenizer)
     asked: list[dict[str, Any]] = field(default_factory=list)
     failures: int = 0
-    """Requests to refuse from now on."""
+    """Number of coming requests to refuse."""
 
     def app(self) -> FastAPI:
         app = FastAPI()
@@ -155,7 +155,7 @@ class Served:
 
 @asynccontextmanager
 async def served(environment: type | str, reply: Callable[[str], str], **settings: Any) -> AsyncIterator[Served]:
-    """Serves a class, or an environment by its name, with engines that answer by `reply`."""
+    """Serves an environment, given as a class or by name, with engines that answer with `reply`."""
     engine = AnsweringEngine(reply)
     name = environment if isinstance(environment, str) else f"python:{environment.__module__}:{environment.__name__}"
     section = EnvironmentSection(name=name, **settings)

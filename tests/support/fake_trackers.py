@@ -1,4 +1,4 @@
-"""Trackers of one's own, as `trackers.names` takes them: one that keeps everything, and all the ways to fail."""
+"""Custom trackers for `trackers.names`: one that records everything, and others that fail in every way."""
 
 import atexit
 import json
@@ -34,21 +34,21 @@ class Keeps:
 
 
 class Hangs(Keeps):
-    """Takes the start, and never another call."""
+    """Starts, then hangs in every call."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         time.sleep(3600)
 
 
 class NeverStarts(Keeps):
-    """Hangs before it says where it is."""
+    """Hangs in its constructor."""
 
     def __init__(self, run: RunInfo) -> None:
         time.sleep(3600)
 
 
 class Raises(Keeps):
-    """Refuses metrics and takes tables."""
+    """Refuses metrics but accepts tables."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         raise ConnectionError(f"no way to {os.environ.get('WANDB_API_KEY')}")
@@ -62,7 +62,7 @@ class Exits(Keeps):
 
 
 class HangsAtExit(Hangs):
-    """Has an exit hook that waits for what never comes."""
+    """Has an exit hook that waits for ever."""
 
     def __init__(self, run: RunInfo) -> None:
         super().__init__(run)
@@ -77,7 +77,7 @@ class Refuses(Keeps):
 
 
 class Waits(Keeps):
-    """Takes no record before there is a file `go`."""
+    """Accepts no record until the file `go` exists."""
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         while not (self.run.directory / "go").exists():

@@ -1,4 +1,4 @@
-"""Tiny random models of families that people train, each with the kind of tokenizer and chat template that it has."""
+"""Tiny random models of the families that people train, each with its family's kind of tokenizer and chat template."""
 
 import json
 from dataclasses import dataclass, field
@@ -43,13 +43,13 @@ class Family:
     """A family: its architecture, and how its tokenizer works."""
 
     kind: str
-    """A kind in `tests.support.tiny_models`, or a model type of transformers."""
+    """A kind of `tests.support.tiny_models`, or a model type of transformers."""
     template: str
     special: tuple[str, ...]
     """Special tokens; the last one ends a turn."""
     bos: str | None = None
     pieces: bool = False
-    """Pieces of SentencePiece with bytes as a fallback, instead of BPE over bytes."""
+    """SentencePiece pieces with byte fallback, instead of BPE over bytes."""
     more: dict[str, Any] = field(default_factory=dict)
 
     def write(self, directory: Path, seed: int = 0) -> Path:

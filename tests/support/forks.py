@@ -1,4 +1,4 @@
-"""Modules run in processes that are forked from one which has imported torch and transformers: a second instead of six."""
+"""Runs modules in forks of a process that has imported torch and transformers: a second per start instead of six."""
 
 import ctypes
 import multiprocessing
@@ -17,14 +17,14 @@ from tests.support.paths import ROOT
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.support.workers.preloaded"])
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MALLOC_ARENA_MAX": "2"}
-"""What the process that forks reads when it imports."""
+"""The environment variables that the forking process reads at import."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """What `python -m MODULE ARGUMENTS` does, in a process that leads a group and ends with this one.
+    """Runs `python -m MODULE ARGUMENTS` in a forked process that leads a group and ends with this one.
 
-    Has the methods of `subprocess.Popen` that tests use.
+    It has the methods of `subprocess.Popen` that tests use.
     """
 
     stdin = None
@@ -38,12 +38,12 @@ class Forked:
         self.pid = int(self._process.pid)
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs; the negative number of the signal that ended it."""
+        """Returns the exit status, None while the process runs, or the negative number of the signal that ended it."""
         status: int | None = self._process.exitcode
         return status
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status; subprocess.TimeoutExpired when it still runs after `timeout` seconds."""
+        """Returns the exit status; raises subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
         self._process.join(timeout)
         status = self.poll()
         if status is None:
@@ -62,7 +62,7 @@ class Forked:
 
 
 def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str) -> None:
-    """The whole life of the forked process. Its output is appended to the file `log`."""
+    """Runs the module in the forked process and appends its output to the file `log`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -31,7 +31,7 @@ class Service:
         self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=60)
 
     def ready(self) -> bool:
-        """Whether it is healthy; an agent whose node has not begun never is."""
+        """Returns whether it is healthy; an agent whose node is not started never is."""
         assert self.process.poll() is None, self.log.read_text()[-3000:]
         try:
             return self.http.get("/health").status_code == (503 if self.name == "agent" else 200)
@@ -45,7 +45,7 @@ class Service:
             time.sleep(0.1)
 
     def memory_mb(self) -> float:
-        """Resident, of the process and its children."""
+        """Returns the resident memory of the process and its children."""
         main = psutil.Process(self.process.pid)
         return float(sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))) / 1e6
 
@@ -61,7 +61,7 @@ class Service:
 
 @contextmanager
 def served(name: str, directory: Path, model: Path) -> Iterator[Service]:
-    """The service `name`, ready."""
+    """Starts the service `name` and waits until it is ready."""
     service = Service(name, directory, model)
     try:
         service.wait()

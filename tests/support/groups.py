@@ -1,4 +1,4 @@
-"""Random groups, and batches and checkpoints of them."""
+"""Random groups, and batches and checkpoints made from them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ VOCABULARY = 300
 
 
 def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0, position: int = 0) -> Group:
-    """A group of random completions of different lengths with the given rewards."""
+    """Returns a group of random completions of different lengths with the given rewards."""
     completions = []
     for reward in rewards:
         length = int(rng.integers(2, 12))
@@ -52,7 +52,7 @@ def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0,
 
 
 def off_policy_groups() -> list[Group]:
-    """Four groups of four, one of equal rewards, sampled by another policy than a new one."""
+    """Returns four groups of four, one with equal rewards, sampled by a different policy than a new one."""
     rng = np.random.default_rng(1)
     rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
     groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
@@ -65,7 +65,7 @@ def off_policy_groups() -> list[Group]:
 
 
 def with_algorithm(config: Config, **settings: Any) -> Config:
-    """A copy with these settings of the algorithm and defaults for the rest; with a teacher where the algorithm needs one."""
+    """Returns a copy with these algorithm settings, defaults for the rest, and a teacher if the algorithm needs one."""
     changed = config.model_copy(deep=True)
     preset = RECIPES[settings.get("name", "grpo")]
     changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **preset, **settings})
@@ -75,12 +75,12 @@ def with_algorithm(config: Config, **settings: Any) -> Config:
 
 
 def batch_of(groups: Sequence[Group], config: Config, step: int = 0) -> Batch:
-    """The batch of fresh groups, without columns."""
+    """Returns the batch of fresh groups, without columns."""
     return Batch.of([TrainingGroup(group) for group in groups], config, step)
 
 
 def known(column: _T | None) -> _T:
-    """A column of a batch, which was computed."""
+    """Returns a batch's column, which must have been computed."""
     assert column is not None
     return column
 
@@ -88,9 +88,9 @@ def known(column: _T | None) -> _T:
 def prepared(
     policy: Policy, groups: Sequence[Group], weights: list[float] | None = None, reference: Reference | None = None
 ) -> Batch:
-    """The batch of these groups as the training loop prepares it for `policy`; a critic's values are random.
+    """Returns the batch of these groups as the training loop prepares it for `policy`; a critic's values are random.
 
-    Without `reference` it is the model that the run began with.
+    The default `reference` is the initial model of the run.
     """
     items = zip(groups, weights or [1.0] * len(groups), strict=True)
     batch = Batch.of([TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step)
@@ -99,7 +99,7 @@ def prepared(
 
 
 def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -> list[Float32]:
-    """What the learner gives the tokens of these groups, before any update, over what each was sampled from."""
+    """Returns the learner's log-probabilities of tokens before any update, relative to each token's sampling set."""
     config = Config(algorithm=AlgorithmSection(rollout_correction="none"))
     config.model.name, config.sampling.temperature = str(model), temperature
     batch = batch_of(groups, config, max(group.weight_version for group in groups))
@@ -107,7 +107,7 @@ def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -
 
 
 def fill(batch: Batch, policy: Policy, reference: Reference) -> None:
-    """Computes the columns of a batch."""
+    """Computes a batch's columns."""
     batch.old_logprobs = policy.logprobs(batch)
     batch.ref_logprobs = reference.logprobs(batch)
     if policy.config.algorithm.needs_critic:
@@ -117,7 +117,7 @@ def fill(batch: Batch, policy: Policy, reference: Reference) -> None:
 
 
 def whole(groups: list[Group], config: Config) -> Batch:
-    """The batch of these groups for a new policy."""
+    """Returns the complete batch of these groups for a new policy."""
     return prepared(Policy(config, Ranks()), groups)
 
 
@@ -129,7 +129,7 @@ def save(
     static: Sequence[Path] = (),
     reference: Reference | None = None,
 ) -> Path:
-    """A complete checkpoint of the policy and a refreshed `reference`. A collective."""
+    """Saves a complete checkpoint of the policy and a refreshed `reference`. A collective call."""
     checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
     parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
     same = identity(policy.config)

@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on a local port: enough of its HTTP API for `datasets` to load parquet files from it."""
+"""A small Hugging Face hub on a local port, with enough of the HTTP API for `datasets` to load parquet files."""
 
 import hashlib
 import io
@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     def _listing(self, files: Mapping[str, bytes], folder: list[str]) -> list[dict[str, Any]]:
-        """What is in a folder: its files and the names of its folders."""
+        """Lists a folder's files and subfolders."""
         inside = {path: path.split("/")[len(folder) :] for path in files if path.split("/")[: len(folder)] == folder}
         folders = {"/".join([*folder, rest[0]]) for rest in inside.values() if len(rest) > 1}
         entries = [self._entry(path, files[path]) for path, rest in inside.items() if len(rest) == 1]
@@ -87,11 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub(files: Mapping[str, Mapping[str, bytes]], silent_after: int | None = None) -> Iterator[str]:
-    """The address of a hub while inside.
+    """Runs a hub inside the context and yields its address.
 
     Args:
-        files: contents by path, by data set.
-        silent_after: from the request after so many on, it takes connections and never answers.
+        files: contents by path, for each data set.
+        silent_after: after this many requests, the hub accepts connections but never answers.
     """
     server = _Hub(files, silent_after)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -1,4 +1,4 @@
-"""What runs in one process leave behind, and an engine that fails in them."""
+"""Reads the results of runs in one process, and makes their engine fail."""
 
 import sqlite3
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def metrics(config: Config) -> list[dict[str, Any]]:
 
 
 def stored(config: Config) -> list[Group]:
-    """Every group in the replay store, in the order of its prompt."""
+    """Returns every group in the replay store, in prompt order."""
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
         blobs = [row[0] for row in db.execute("SELECT data FROM blobs")]
     groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
@@ -33,7 +33,7 @@ def stored(config: Config) -> list[Group]:
 
 
 class Faulty(httpx.AsyncBaseTransport):
-    """Calls to `/generate` numbered in `failing` get `response` instead of the engine's answer."""
+    """Answers calls to `/generate` whose numbers are in `failing` with `response` instead of the engine's answer."""
 
     def __init__(self, app: FastAPI, failing: set[int], response: Callable[[], httpx.Response]) -> None:
         self.inner, self.failing, self.response, self.calls = httpx.ASGITransport(app), failing, response, 0

@@ -1,4 +1,4 @@
-"""An environment outside the checkout that the wheel is installed in."""
+"""An environment outside the checkout with the wheel installed."""
 
 import os
 import subprocess
@@ -14,10 +14,10 @@ class Installed:
     bin: Path
     site_packages: Path
     folder: Path
-    """A working directory that is no checkout and has a foreign package `services`."""
+    """A working directory that is not a checkout and has a foreign package `services`."""
 
     def run(self, *command: str, timeout_s: float = 400) -> subprocess.CompletedProcess[str]:
-        """Runs a program of the environment in `folder`."""
+        """Runs one of the environment's programs in `folder`."""
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
         env = inherited | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         words = [str(self.bin / command[0]), *command[1:]]

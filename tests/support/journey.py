@@ -1,4 +1,4 @@
-"""What the journeys share: one person's way through the product, with the time that each part of it takes."""
+"""Shared code of the journeys: each follows one person through the product and times every part."""
 
 import os
 import re
@@ -16,22 +16,22 @@ LIMIT_S = 400
 
 
 class Journey:
-    """A journey in a folder of its own. `pytest -s` shows the seconds of its parts."""
+    """A journey in its own folder. `pytest -s` shows the seconds of each part."""
 
     def __init__(self, who: str, folder: Path) -> None:
         self.who, self.folder = who, folder
         self.env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        (folder / ".venv").symlink_to(sys.prefix)  # commands of the docs begin with .venv/bin/python
+        (folder / ".venv").symlink_to(sys.prefix)  # commands in the docs begin with .venv/bin/python
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Prints how long it takes."""
+        """Prints the duration of a part."""
         start = time.monotonic()
         yield
         print(f"{self.who}: {name}: {time.monotonic() - start:.1f} s", flush=True)
 
     def run(self, command: str, cwd: Path | None = None) -> str:
-        """Runs a command of the shell, which has to succeed; returns what it printed."""
+        """Runs a shell command, which must succeed, and returns its output."""
         words, place = ["bash", "-ec", command], cwd or self.folder
         done = subprocess.run(words, cwd=place, env=self.env, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
@@ -39,7 +39,7 @@ class Journey:
 
     @contextmanager
     def dashboard(self, *runs: Path) -> Iterator[str]:
-        """The address of `python -m trainer.dashboard` over these directories."""
+        """Runs `python -m trainer.dashboard` for these directories; yields its address."""
         words = [sys.executable, "-m", "trainer.dashboard", *map(str, runs), "--port", str(free_port())]
         with subprocess.Popen(words, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -50,5 +50,5 @@ class Journey:
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """The language and the text of every block of code on a page of the docs."""
+    """Returns the language and the text of every code block on a page of the docs."""
     return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Agents written as the documentation of their libraries says: `python library_agents.py KIND`."""
+"""Agents written as in the documentation of their libraries: `python library_agents.py KIND`."""
 
 # mypy: ignore-errors
 
@@ -50,7 +50,7 @@ def messages() -> str:
 
 
 def agents() -> str:
-    """The framework `openai-agents`, with its own loop and its default API."""
+    """Runs the framework `openai-agents` with its own loop and its default API."""
     from agents import Agent, ModelBehaviorError, Runner, function_tool
 
     @function_tool
@@ -67,12 +67,12 @@ def agents() -> str:
 
     try:
         return asyncio.run(run())
-    except ModelBehaviorError:  # an answer was cut
+    except ModelBehaviorError:  # an answer was truncated
         return ""
 
 
 def smol() -> str:
-    """The framework `smolagents`: its agent of tool calls."""
+    """Runs the tool-calling agent of the framework `smolagents`."""
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
     @tool

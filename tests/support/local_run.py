@@ -1,4 +1,4 @@
-"""A small job group run by the real runner in processes of its own."""
+"""A small job group, run by the real runner in separate processes."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ LIMIT_S = 400
 
 
 class LocalRun:
-    """`python -m jobgroup.local` in a folder of its own; every process of it carries a mark in its environment."""
+    """Runs `python -m jobgroup.local` in its own folder; every process carries a mark in its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.logs = folder, folder / "logs"
@@ -34,30 +34,30 @@ class LocalRun:
         return self.process
 
     def finish(self) -> tuple[int, str, str]:
-        """(exit status, stdout, stderr) when the runner has ended."""
+        """Waits for the runner's end and returns (exit status, stdout, stderr)."""
         assert self.process is not None
         out, err = self.process.communicate(timeout=LIMIT_S)
         return self.process.returncode, (out or b"").decode(), err.decode()
 
     def run(self, text: str, *arguments: str) -> tuple[int, str, str]:
-        """Start and finish."""
+        """Starts the runner and waits for its end."""
         self.start(text, *arguments)
         return self.finish()
 
     def log(self, node: str) -> str:
-        """The log file of a node; empty when it is not there yet."""
+        """Returns the log of a node; empty if there is none yet."""
         path = self.logs / f"{node}.log"
         return path.read_text() if path.exists() else ""
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Waits until something has happened; fails after five minutes."""
+        """Waits until the condition holds; fails after five minutes."""
         limit = time.monotonic() + LIMIT_S
         while not condition():
             assert time.monotonic() < limit, "it did not happen"
             time.sleep(0.02)
 
     def marked(self) -> list[psutil.Process]:
-        """The processes of this run that are alive, the runner included."""
+        """Returns the live processes of this run, the runner included."""
         found = []
         for process in psutil.process_iter():
             try:

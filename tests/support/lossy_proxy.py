@@ -1,4 +1,4 @@
-"""A proxy on a real socket that loses answers: the request reaches the service, then the connection is cut."""
+"""A proxy on a real socket that loses answers: it forwards the request to the service, then closes the connection."""
 
 import asyncio
 from collections import Counter
@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 
 
 class LossyProxy:
-    """Loses the first answer to every call (method and path, without the query) whose service has done its work by then."""
+    """Loses the first answer to every call (method and path, without the query) after the service has done the work."""
 
     def __init__(self, port: int) -> None:
         self._service, self.port = port, 0
         self.forwarded: Counter[str] = Counter()
-        """Requests that the service answered, by call."""
+        """Number of requests that the service answered, by call."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:
-        """The URL of the proxy."""
+        """Runs the proxy and yields its URL."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         async with server:
             yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -42,7 +42,7 @@ class LossyProxy:
 
 
 async def _message(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """First line and all bytes of a request or an answer that has a Content-Length or no body."""
+    """Reads the first line and all bytes of a request or an answer that has a Content-Length or no body."""
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 
 def marked(mark: str, words: str = "") -> list[int]:
-    """Ids of the processes that inherited `mark` and have `words` in their command line."""
+    """Returns the ids of the processes that inherited `mark` and have `words` in their command line."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
@@ -12,6 +12,6 @@ def marked(mark: str, words: str = "") -> list[int]:
                 command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if command and words in command and mark.encode() in (directory / "environ").read_bytes():
                     found.append(int(directory.name))
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process ended meanwhile
                 continue
     return found

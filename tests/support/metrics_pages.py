@@ -1,4 +1,4 @@
-"""The real `/metrics` pages of every app, and the table of docs/reference/metrics.md that is made of them.
+"""The real `/metrics` pages of every app, and the table in docs/reference/metrics.md that is generated from them.
 
 `python -m tests.support.metrics_pages` writes the table into the document.
 """
@@ -45,14 +45,14 @@ class Family:
 
 
 def parse(page: str) -> dict[str, Family]:
-    """The metrics of a page by name, from its HELP and TYPE lines, without the times at which counters began (`_created`)."""
+    """Parses a page's metrics by name from its HELP and TYPE lines, without counters' start times (`_created`)."""
     texts = dict(re.findall(r"^# HELP (\S+) ?(.*)$", page, re.MULTILINE))
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
     return {name: Family(name, kinds[name], texts.get(name, "")) for name in kinds if not name.endswith("_created")}
 
 
 async def page(service: str, model: Path, directory: Path) -> dict[str, Family]:
-    """The metrics of a service's own page, with their labels."""
+    """Returns the metrics of a service's page, with their labels."""
     app = make(service, tiny(model, directory / service))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         found = parse((await client.get("/metrics")).raise_for_status().text)
@@ -61,12 +61,12 @@ async def page(service: str, model: Path, directory: Path) -> dict[str, Family]:
 
 
 async def pages(model: Path, directory: Path) -> dict[str, dict[str, Family]]:
-    """The metrics of every service."""
+    """Returns the metrics of every service."""
     return {service: await page(service, model, directory) for service in SERVICES}
 
 
 def table(found: Mapping[str, Mapping[str, Family]]) -> str:
-    """All metrics in Markdown: first those that every service has, then the others of each."""
+    """Formats all metrics in Markdown: first those common to all services, then the others of each."""
     common = set.intersection(*(set(families) for families in found.values()))
     lines = ["### Every service\n", *_rows([found["data"][name] for name in common])]
     for service, title in TITLES.items():
@@ -88,7 +88,7 @@ def _cell(text: str) -> str:
 
 
 def documented() -> str:
-    """The table as it stands in the document."""
+    """Returns the table in the document."""
     match = _TABLE.search(DOCUMENT.read_text(encoding="utf-8"))
     assert match, f"{DOCUMENT} has no table"
     return match[0]

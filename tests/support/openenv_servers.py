@@ -1,4 +1,4 @@
-"""OpenEnv servers, written as OpenEnv's documentation says: `uvicorn tests.support.openenv_servers:echo`."""
+"""OpenEnv servers, written as in OpenEnv's documentation: `uvicorn tests.support.openenv_servers:echo`."""
 
 # mypy: ignore-errors
 
@@ -30,7 +30,7 @@ class Heard(Observation):
 
 
 class Echo(Environment):
-    """Ends after two messages; each gives a reward."""
+    """Ends after two messages, each with a reward."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,4 +1,4 @@
-"""Environments for models that know no tools, and one for a model that hardly knows its tool."""
+"""Environments for models without tools, and one for a model that hardly knows its tool."""
 
 import asyncio
 import itertools
@@ -9,7 +9,7 @@ from examples.tool_calculator.calculator import Calculator
 INSISTS = "python:tests.support.own_environments:Insists"
 PONDERS = "python:tests.support.own_environments:Ponders"
 OPEN_SESSION = "a-session-whose-name-is-known"
-"""A session that the environment-server of sweeps has open from the start, as that of an episode."""
+"""A session that the environment-server of sweeps keeps open from the start, like an episode's."""
 
 
 class Insists:
@@ -32,7 +32,7 @@ class Insists:
 
 
 class Ponders(Insists):
-    """Takes its time, and counts its turns in the reward, so that what was recorded can be compared with what happened."""
+    """Takes its time and counts its turns in the reward, so that tests can compare the record with reality."""
 
     async def step(self, messages: list[dict[str, Any]]) -> str | None:  # type: ignore[override]
         """Asks three times, slowly."""

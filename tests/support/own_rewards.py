@@ -8,7 +8,7 @@ from services.reward.functions import RewardFunction
 
 
 class KeywordReward(RewardFunction):
-    """A user's own, in the style of the documentation: reads another column of the data set."""
+    """A user's own function in the style of the documentation; reads another column of the data set."""
 
     @property
     def name(self) -> str:
@@ -20,7 +20,7 @@ class KeywordReward(RewardFunction):
 
 
 class Moody(RewardFunction):
-    """Does what the completion says: raises, hangs, dies, returns nonsense, prints; else half a point."""
+    """Does what the completion says: raises, hangs, dies, returns nonsense or prints; otherwise scores 0.5."""
 
     name = "moody"
 
@@ -39,7 +39,7 @@ class Moody(RewardFunction):
 
 
 class TooFew(RewardFunction):
-    """Returns fewer numbers than it was asked for."""
+    """Returns too few numbers."""
 
     name = "too_few"
 
@@ -48,7 +48,7 @@ class TooFew(RewardFunction):
 
 
 class NeedsArguments(RewardFunction):
-    """Cannot be made by the reward-server."""
+    """The reward-server cannot construct it."""
 
     name = "needs_arguments"
 
@@ -60,9 +60,9 @@ class NeedsArguments(RewardFunction):
 
 
 class NotAFunction:
-    """No RewardFunction at all."""
+    """Not a RewardFunction."""
 
 
 def plain_length(completions: list[str]) -> list[float | None]:
-    """A plain function, which is not meant for empty completions."""
+    """A plain function that does not apply to empty completions."""
     return [len(text) or None for text in completions]

@@ -1,4 +1,4 @@
-"""Updates written a second time, from the papers' formulas: plain torch, float64, full logits, row by row.
+"""A second implementation of the update, from the papers' formulas: plain torch, float64, full logits, row by row.
 
 Nothing here calls the trainer's own code. Sources: PPO (arXiv:1707.06347), dual clip (1912.09729), GAE (1506.02438), GRPO
 (2402.03300), Dr. GRPO (2503.20783), RLOO (2402.14740), REINFORCE++ (2501.03262), OPO (2505.23585), GSPO (2507.18071), CISPO
@@ -22,18 +22,18 @@ from common.schemas import Completion, Group
 
 @dataclass
 class Row:
-    """A completion, and what it is trained with."""
+    """A completion and the values used to train on it."""
 
     prompt: Tensor
     tokens: Tensor
     sampled: Tensor
-    """[L] log-probabilities under the policy that counts as the one that sampled it."""
+    """[L] log-probabilities under the policy treated as the sampler."""
     start: Tensor
     """[L] log-probabilities under the policy before the update."""
     reference: Tensor | None
     advantage: Tensor
     returns: Tensor | None
-    """[L] the critic's targets."""
+    """[L] targets of the critic."""
     weight: float
     counts: bool
     current: bool
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass
 class Mini:
-    """One mini-batch: its loss and gradient, and columns [tokens] over the rows that have a gradient."""
+    """A mini-batch: its loss and gradient, and the columns [tokens] of the rows that contribute to the gradient."""
 
     loss: float
     gradient: Mapping[str, Tensor]
@@ -49,14 +49,14 @@ class Mini:
 
 
 class PaperUpdate:
-    """The update of `model` on `groups` under `config`.
+    """Computes the update of `model` on `groups` under `config`.
 
     Args:
         model, reference: the policy before the update, and the reference model.
-        weights: importance weight of each group; `reused` whether it was trained on before.
-        values: [L] of the critic for every completion.
-        kl_coef: the coefficient as adapted so far.
-        step: weight version of the policy.
+        weights: the importance weight of each group; `reused` tells whether it was trained on before.
+        values: the critic's values [L] for every completion.
+        kl_coef: the KL coefficient, as adapted so far.
+        step: the weight version of the policy.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PaperUpdate:
         self._advantages([completion for group in groups for completion in group.completions], len(groups), values)
 
     def score(self, model: nn.Module, prompt: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of a completion alone."""
+        """Returns the log-probabilities and entropies of the completion's tokens only."""
         logits = model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
         logs = torch.log_softmax(logits / self.config.sampling.temperature, -1)
         return logs[torch.arange(len(tokens)), tokens], -(logs.exp() * logs).sum(-1)
@@ -167,7 +167,7 @@ class PaperUpdate:
                 row.advantage = row.advantage - self.config.teacher.coef * gap
 
     def _gdpo(self, completions: Sequence[Completion], shaped_by: Sequence[Sequence[float]], first: int) -> Tensor:
-        """The sum of the group's normalised rewards; the batch's standard deviation is divided by later."""
+        """Returns the sum of the group's normalised rewards, not yet divided by the batch's standard deviation."""
         names = completions[0].components
         parts = [[float(c.components[name] or 0) for c in completions] for name in names]
         weights = [self.config.reward.weights.get(name, 1) for name in names] + [1] * len(shaped_by)
@@ -183,7 +183,7 @@ class PaperUpdate:
         self.model.load_state_dict({name: tensor.double() for name, tensor in parameters.items()}, strict=False)
 
     def mini(self, indices: Sequence[int]) -> Mini:
-        """The loss over the rows at `indices` under the parameters loaded."""
+        """Computes the loss on the rows at `indices` with the loaded parameters."""
         settings, total = self.algorithm, sum(parameter.sum() * 0 for parameter in self.model.parameters())
         rows = [self.rows[i] for i in indices]
         tokens = sum(len(row.tokens) for row in rows)
@@ -211,7 +211,7 @@ class PaperUpdate:
         return Mini(total.item(), gradient, {name: torch.cat([part[name] for part in parts]) for name in names})
 
     def _row(self, row: Row) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss per token of a row, and its columns."""
+        """Returns the loss per token of a row, and its columns."""
         settings, advantage = self.algorithm, row.advantage
         logprobs, entropy = self.score(self.model, row.prompt, row.tokens)
         decoupled = settings.rollout_correction in ("truncate", "mask")
@@ -277,7 +277,7 @@ class PaperUpdate:
         return loss, {name: column.detach() for name, column in columns.items()}
 
     def metrics(self, minis: Sequence[Mini], norms: Sequence[float]) -> dict[str, Any]:
-        """The metrics of an update that computed `minis` and applied gradients of these norms."""
+        """Returns the metrics of an update that computed `minis` and applied gradients with these norms."""
         every = {name: torch.cat([mini.columns[name] for mini in minis if mini.columns]) for name in minis[0].columns}
         first = minis[0].columns
         if not every:
@@ -296,7 +296,7 @@ class PaperUpdate:
         }
 
     def next_kl_coef(self, kl: float) -> float:
-        """The coefficient after a batch whose KL to the reference per token is `kl`."""
+        """Returns the coefficient after a batch whose KL to the reference is `kl` per token."""
         if self.algorithm.kl_target is None:
             return self.kl_coef
         error = min(max(kl / self.algorithm.kl_target - 1, -0.2), 0.2)
@@ -306,14 +306,14 @@ class PaperUpdate:
 def adamw(
     parameters: Mapping[str, Tensor], gradients: Sequence[Mapping[str, Tensor]], rate: float, config: Config
 ) -> dict[str, Tensor]:
-    """The parameters after AdamW steps (arXiv:1711.05101) on gradients clipped to a norm, in float64."""
+    """Returns the parameters after AdamW steps (arXiv:1711.05101) with gradients clipped by norm, in float64."""
     settings, now = config.trainer, {name: tensor.double() for name, tensor in parameters.items()}
     (b1, b2), eps = settings.adam_betas, 1e-8
     mean, square = ({name: torch.zeros_like(tensor) for name, tensor in now.items()} for _ in range(2))
     for step, found in enumerate(gradients, 1):
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in found.values()))
         for name in now:
-            gradient = found.get(name, torch.zeros_like(now[name])).double()  # none where no row has an advantage
+            gradient = found.get(name, torch.zeros_like(now[name])).double()  # no gradient if no row has an advantage
             clipped = gradient * min(1.0, settings.max_grad_norm / (norm + 1e-6))
             mean[name] = b1 * mean[name] + (1 - b1) * clipped
             square[name] = b2 * square[name] + (1 - b2) * clipped**2

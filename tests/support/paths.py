@@ -1,8 +1,8 @@
-"""Where things are."""
+"""Paths of the checkout and its data."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""
 SHARED_DATA = ROOT.parent / "shared" / "data"
-"""Data sets that may lie beside the checkout."""
+"""Data sets that may be next to the checkout."""

@@ -1,4 +1,4 @@
-"""Several real ranks of a worker, on this machine."""
+"""Runs several real ranks of a worker on this machine."""
 
 import os
 import socket
@@ -9,13 +9,13 @@ from tempfile import TemporaryDirectory
 from tests.support.forks import Forked
 
 LIMIT_S = 600.0
-"""Less than pytest's own limit, so that a test that takes too long leaves no rank behind."""
+"""Less than pytest's own limit, so that a slow test leaves no rank behind."""
 
 
 def run_ranks(count: int, worker: str, *arguments: str) -> None:
-    """Runs a module of `tests.support.workers` on `count` ranks over gloo, with the environment that torchrun gives them.
+    """Runs a module of `tests.support.workers` on `count` ranks over gloo, with torchrun's environment.
 
-    Raises RuntimeError with the output of all ranks when one fails or LIMIT_S is over; the others are killed then.
+    If a rank fails or LIMIT_S is over, kills the others and raises RuntimeError with the output of all ranks.
     """
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Runs for the tests of the rollout viewer: of synthetic groups, and lines as `groups.jsonl` has them."""
+"""Runs for the tests of the rollout viewer, with synthetic groups and lines in the form of `groups.jsonl`."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 
 def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prompt: str = "How many?", **more: Any) -> Group:
-    """A group of completions whose tokens are 3 to 9."""
+    """Returns a group of completions with the tokens 3 to 9."""
     texts = texts or [f"text {i}" for i in range(len(rewards))]
     completions = [
         Completion(
@@ -33,14 +33,14 @@ def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prom
 
 
 def trained(item: Group, shift: float = 0.01) -> RecordedGroup:
-    """With advantages, and log-probabilities that differ by `shift`."""
+    """Returns the group with advantages, and with log-probabilities that differ by `shift`."""
     rewards = item.rewards - item.rewards.mean()
     advantages = [np.full(7, reward, np.float32) for reward in rewards]
     return RecordedGroup(item, advantages, [completion.logprobs + np.float32(shift) for completion in item.completions])
 
 
 def record(directory: Path, steps: Sequence[Sequence[RecordedGroup]], keep_bytes: int = 1 << 30, done: int = 0) -> None:
-    """Steps from `done` + 1 on."""
+    """Records steps from `done` + 1 on."""
     directory.mkdir(parents=True, exist_ok=True)
     recorder = GroupRecorder(directory, keep_bytes, done)
     for step, items in enumerate(steps, done + 1):
@@ -49,7 +49,7 @@ def record(directory: Path, steps: Sequence[Sequence[RecordedGroup]], keep_bytes
 
 
 def entry(number: int, **more: Any) -> dict[str, Any]:
-    """A group as its line has it."""
+    """Returns a group in the form of its line."""
     rewards = [float(number % 5 > i) for i in range(4)]
     made = {
         "id": f"group-{number}",

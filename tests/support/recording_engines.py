@@ -1,4 +1,4 @@
-"""Engines that keep every request they get and answer at once."""
+"""Engines that record every request and answer at once."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from trainer.server import BackgroundServer
 
 
 class Recorder:
-    """An engine that keeps what it is asked and answers at once."""
+    """An engine that records every request and answers at once."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class Recorder:
 
 @contextmanager
 def recorders(count: int) -> Iterator[tuple[list[Recorder], list[str]]]:
-    """So many of them over sockets; yields them and their URLs."""
+    """Serves `count` engines over sockets; yields them and their URLs."""
     with ExitStack() as stack:
         made = [Recorder() for _ in range(count)]
         servers = [stack.enter_context(BackgroundServer(each.app, "127.0.0.1", 0)) for each in made]

@@ -18,7 +18,7 @@ def make_group(
     tokens: int = 3,
     prompt_id: str = "p1",
 ) -> Group:
-    """A group of completions with these rewards; a reward above 0 means that the answer is right."""
+    """Returns a group of completions with these rewards; a reward above 0 means a right answer."""
     completions = [
         Completion(
             token_ids=np.arange(tokens, dtype=np.int32) + i,

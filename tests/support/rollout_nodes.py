@@ -1,4 +1,4 @@
-"""Rollout nodes as real processes, on loopback addresses of their own."""
+"""Rollout nodes as real processes, each on its own loopback address."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ TRAINER_PORT = 8004
 
 
 def names(count: int) -> dict[str, LocalHost]:
-    """Loopback addresses that no other run on this machine has."""
+    """Returns loopback addresses that no other run on this machine uses."""
     block = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 256}"
     hosts = {f"{ROLLOUT}-{i}.{GROUP}": LocalHost(f"{block}.{10 + i}") for i in range(count)}
     return hosts | {f"{TRAINER}-0.{GROUP}": LocalHost(f"{block}.20"), f"{REWARD}-0.{GROUP}": LocalHost(f"{block}.30")}
@@ -63,7 +63,7 @@ def flip_last_byte(path: Path) -> None:
 
 
 class Node:
-    """`python -m services.rollout` with its agent's HTTP."""
+    """A `python -m services.rollout` process, with access to its agent's HTTP API."""
 
     def __init__(self, rank: int, count: int, state_dir: Path, model: Path, **settings: str) -> None:
         self.rank = rank
@@ -103,7 +103,7 @@ class Node:
         return psutil.Process(self.status()["engine_pid"]).children()[0]
 
     def end(self) -> None:
-        """Whatever the test left."""
+        """Ends every process that the test left."""
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
@@ -114,7 +114,7 @@ class Node:
 
 
 class Cluster:
-    """Two nodes or another `count`, the trainer's weight server, and versions to publish."""
+    """`count` nodes, the trainer's weight server, and versions to publish."""
 
     def __init__(self, directory: Path, count: int = 2, **settings: str) -> None:
         self.directory = directory
@@ -128,7 +128,7 @@ class Cluster:
         self.nodes = [Node(rank, count, directory, self.model, **settings) for rank in range(count)]
 
     def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
-        """Random weights of the same shapes; with `spoil` one byte differs from what the manifest says."""
+        """Publishes random weights of the same shapes; with `spoil`, one byte differs from the manifest."""
         target = self.board.directory / f"v{version:06d}"
         shutil.rmtree(self.board.directory, ignore_errors=True)
         shutil.copytree(self.model, target)
@@ -142,20 +142,20 @@ class Cluster:
         return manifest
 
     def flip_byte(self, version: int) -> None:
-        """Spoils the weights, or repairs them."""
+        """Damages the weights, or repairs damaged ones."""
         flip_last_byte(self.board.directory / f"v{version:06d}" / "model.safetensors")
 
     def reports(self) -> list[WorkerReport]:
         return sorted(self.board.workers(), key=lambda report: report.name)
 
     def all_serve(self, run_id: str, version: int) -> bool:
-        """All nodes said so to the trainer and are in the router."""
+        """Returns whether all nodes report this version to the trainer and are in the router."""
         said = [(report.state, report.run_id, report.version) for report in self.reports()]
         urls = {node.engine_url for node in self.nodes}
         return said == [("ready", run_id, version)] * len(urls) and self.routed() == urls
 
     def routed(self) -> set[str]:
-        """Engines that the router sends traffic to."""
+        """Returns the engines to which the router sends requests."""
         with contextlib.suppress(httpx.TransportError):
             answer = httpx.get(self.nodes[0].router_url + "/workers", timeout=5, trust_env=False).json()
             return {worker["url"] for worker in answer["workers"] if worker["is_healthy"]}
@@ -171,7 +171,7 @@ async def until(condition: Callable[[], bool], what: str, cluster: Cluster) -> N
 
 
 async def generate(rollout: RolloutClient) -> int:
-    """The weight version of a short completion, asked for through the router."""
+    """Requests a short completion through the router and returns its weight version."""
     completions = await rollout.generate([5, 6, 7], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[])
     return completions[0].weight_version
 

@@ -1,4 +1,4 @@
-"""Run directories as a trainer leaves them, made up: long ones, half written ones, ones of other versions."""
+"""Synthetic run directories as a trainer leaves them: long, half-written, or from other versions."""
 
 import json
 import math
@@ -9,7 +9,7 @@ STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
-    """A line of `metrics.jsonl`."""
+    """Returns a line of `metrics.jsonl`."""
     reward = 1 - math.exp(-step / 40)
     return {
         "time": 1.8e9 + step,
@@ -31,7 +31,7 @@ def line(step: int, **more: Any) -> dict[str, Any]:
 
 
 def evaluation(step: int, accuracy: float) -> dict[str, Any]:
-    """A line of `evaluations.jsonl`."""
+    """Returns a line of `evaluations.jsonl`."""
     answer = {"prompt_id": "p", "prompt": "1 + 1?", "ground_truth": "2", "response": "</script>2", "correct": step > 0}
     summary = {"step": step, "accuracy": accuracy, "standard_error": 0.02, "num_samples": 256, "pass_at_k": None, "k": 8}
     return {"time": 1.8e9 + step, **summary, "answers": [answer]}
@@ -43,7 +43,7 @@ def write(path: Path, lines: list[dict[str, Any]], mode: str = "w") -> None:
 
 
 def make_run(directory: Path, steps: int, **more: Any) -> Path:
-    """A run of so many steps, with `more` in every line."""
+    """Writes a run of this many steps, with `more` in every line."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {"state_dir": str(directory / "state"), "trainer": {"max_staleness": 0, "batch_size": 32}}
     (directory / "config.json").write_text(json.dumps(config))

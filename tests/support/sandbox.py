@@ -1,4 +1,4 @@
-"""The sandbox for tests; where it does not work they are skipped with its own reason."""
+"""The sandbox for tests; if it does not work, they are skipped with its own reason."""
 
 import contextlib
 import time
@@ -37,7 +37,7 @@ def run(code: CodeRewardFunction, source: str, expected: str = "contained\n") ->
 
 
 def contained(code: CodeRewardFunction, attempts: list[str]) -> list[str]:
-    """The attempts that succeeded; each is an expression that must raise OSError."""
+    """Returns the attempts that succeeded; each is an expression that must raise OSError."""
     source = "import ctypes, multiprocessing, os, socket, subprocess, fcntl, termios, time\n"
     source += "libc = ctypes.CDLL(None, use_errno=True)\n"
     source += "def denied(result):\n    if result < 0: raise OSError(ctypes.get_errno(), 'denied')\n    return result\n"

@@ -1,4 +1,4 @@
-"""What schemathesis has to know of these services (SCHEMATHESIS_HOOKS): msgpack, "not now", and waits that are wanted."""
+"""Hooks that teach schemathesis about these services (SCHEMATHESIS_HOOKS): msgpack, 503 as "not now", long waits."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ from schemathesis import Case, CheckContext, DeserializationContext, HookContext
 from tests.support.own_environments import INSISTS, OPEN_SESSION
 
 _SMALLEST = {"wait_s": 0.05, "n": 2, "deadline_s": 5.0}
-"""Long waits and large batches are served as asked: they are no hangs, and would only take time here."""
+"""Limits for waits and batches, which services grant as asked: long ones are not hangs but would take time here."""
 
 
 @schemathesis.serializer("application/msgpack")
 def as_msgpack(_: SerializationContext, value: Any) -> bytes:
     try:
         packed = msgpack.packb(value)
-    except (OverflowError, ValueError, TypeError):  # numbers and texts that only JSON can say
+    except (OverflowError, ValueError, TypeError):  # numbers and texts that only JSON can express
         packed = msgpack.packb(repr(value))
     assert isinstance(packed, bytes)
     return packed
@@ -28,7 +28,7 @@ def from_msgpack(_: DeserializationContext, response: Response) -> Any:
 
 
 def _with_lists(value: Any) -> Any:
-    """Raw arrays as lists, as in JSON; what numbers they hold is checked elsewhere."""
+    """Replaces raw arrays by lists, as in JSON; other tests check their numbers."""
     if isinstance(value, dict):
         return {key: _with_lists(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def _with_lists(value: Any) -> Any:
 
 @schemathesis.hook
 def before_call(_: HookContext, case: "Case[Any]", kwargs: dict[str, Any]) -> None:
-    if "/sessions/" in case.path:  # the others are refused before anything is read
+    if "/sessions/" in case.path:  # otherwise the call is refused before its body is read
         case.path_parameters["session"], case.headers["authorization"] = OPEN_SESSION, f"Bearer {OPEN_SESSION}"
     if case.path == "/episodes" and isinstance(case.body, dict) and isinstance(task := case.body.get("task"), dict):
         task["env"] = INSISTS
@@ -60,7 +60,7 @@ def _shorten(value: Any) -> None:
 
 @schemathesis.check
 def no_crash(_: CheckContext, response: Response, case: "Case[Any]") -> None:
-    """5xx is 503, with the word when to come back; `/health` says 503 for "not healthy"."""
+    """The only 5xx is 503, with the time to retry; `/health` answers 503 for "not healthy"."""
     if response.status_code >= 500 and case.path != "/health":
         assert response.status_code == 503, response.text
         assert response.headers["retry-after"] == ["1"]
@@ -68,7 +68,7 @@ def no_crash(_: CheckContext, response: Response, case: "Case[Any]") -> None:
 
 @schemathesis.check
 def one_error_shape(_: CheckContext, response: Response, case: "Case[Any]") -> None:
-    """Every error has a code and a message, and what a client sent comes back shortened."""
+    """Every error has a code and a message, and quotes client input in shortened form."""
     if response.status_code >= 400 and case.path != "/health" and response.status_code != 400:
         error = response.json()["error"]
         assert {"code", "message"} <= error.keys()

@@ -1,4 +1,4 @@
-"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]`: a picture of the page, for the docs."""
+"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]` takes a screenshot for the docs."""
 
 import argparse
 import tempfile
@@ -9,7 +9,7 @@ from tests.support.browser import chromium
 
 
 def main() -> None:
-    """Takes the picture once charts are there and the services were asked twice, so that rates are known."""
+    """Takes the picture once the charts exist and the services were polled twice, so that rates are known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL`: a service alone in a process, until SIGTERM."""
+"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL` runs one service in a process until SIGTERM."""
 
 import sys
 from contextlib import asynccontextmanager
@@ -14,9 +14,9 @@ SMALL = ("--algorithm.name", "ppo", "--reward.math_timeout_s", "0.5", "--max_bod
 
 
 def fuzzed(service: str, directory: Path, model: Path) -> FastAPI:
-    """The app with small limits; state is in `directory`."""
+    """Makes the app with small limits and its state in `directory`."""
     app = make(service, tiny(model, directory, *SMALL, "--replay.capacity", "2000"))
-    if service == "agent":  # of a node that never begins: its engine and router have tests of their own
+    if service == "agent":  # its node never starts: engine and router have their own tests
 
         @asynccontextmanager
         async def life(_: FastAPI):  # type: ignore[no-untyped-def]

@@ -7,7 +7,7 @@ from trainer.sft.rows import Row
 
 
 def random_rows(count: int, seed: int) -> list[Row]:
-    """Rows of different lengths, in some of which a passage between two answers is not learned."""
+    """Returns rows of different lengths; in some, a passage between two answers is not learned."""
     rng, rows = np.random.default_rng(seed), list[Row]()
     for n in range(count):
         length = int(rng.integers(4, 12))

@@ -16,7 +16,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
 _NEAR = 3e-5
-"""A hundredth of what three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
+"""A hundredth of a weight's change in three updates: AdamW divides a gradient near 0 by its own rounded size."""
 SETTINGS = {
     "trainer.learning_rate": "1e-3",
     "trainer.warmup_steps": "0",
@@ -38,7 +38,7 @@ def run_cases(count: int, directory: Path, cases: dict[str, dict[str, Any]]) -> 
 
 
 class One:
-    """What one process comes to in three updates, and the checkpoint after two of them."""
+    """The results of three updates in one process, and the checkpoint after the second."""
 
     def __init__(self, policy_dir: Path, directory: Path) -> None:
         config = Config.model_validate(nested(SETTINGS | {"model.name": str(policy_dir)}))

@@ -7,7 +7,7 @@ from common.sections import RolloutSection
 
 
 def small_run(policy_dir: Path, directory: Path) -> Config:
-    """Settings that train the model of `policy_dir` and keep everything in `directory`."""
+    """Returns settings that train the model in `policy_dir` and keep everything in `directory`."""
     config = Config(rollout=RolloutSection(engine="embedded"))
     config.model.name = str(policy_dir)
     config.trainer.learning_rate = 1e-3

@@ -1,8 +1,9 @@
-"""A stand-in for SGLang 0.5.21 that records its control calls and refuses what SGLang would refuse.
+"""A stand-in for SGLang 0.5.21 that records its control calls and refuses the same calls as SGLang.
 
-The fields and their types are those of SGLang's request classes, and so is the order of a session: `begin`, updates, `end`, and
-no flush of the cache while requests run. Memory is released while paused, and taken back once: where SGLang's process would end
-(an assertion, `set.remove`, work without memory) `ended` has the reason. `recorded` has every call with its body.
+The fields and their types come from SGLang's request classes, and so does the order of a session: `begin`, updates,
+`end`, and no flush of the cache while requests run. Memory is released in a pause and resumed once. Where SGLang's
+process would end (an assertion, `set.remove`, work without memory), `ended` holds the reason. `recorded` holds every
+call with its body.
 """
 
 from pathlib import Path
@@ -87,7 +88,7 @@ class _UnloadAdapter(_Body):
 
 
 class StrictSGLang:
-    """The engine; its requests run unless it is paused."""
+    """The engine; its requests run except in a pause."""
 
     def __init__(self, checksums: dict[str, str]) -> None:
         self.recorded: list[dict[str, Any]] = []
@@ -98,7 +99,7 @@ class StrictSGLang:
         self._adapters: dict[str, str] = {}
         self.ended, self.offloaded = "", set[str]()
         self.refused = ""
-        """A call that fails."""
+        """Path of a call that must fail."""
         self.app = FastAPI()
         calls: dict[str, tuple[type[_Body], Any]] = {
             "/pause_generation": (_Pause, self._pause),

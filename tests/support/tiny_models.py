@@ -1,4 +1,4 @@
-"""Tiny random models of many kinds, and the names that the hub's files have for them."""
+"""Tiny random models of many kinds, and the parameter names in the hub's files of these kinds."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("mixtral", {"num_local_experts": 3}),
 }
 GEMMA = "Gemma 3 4B"
-"""Text and images, as the larger models of Gemma 3 are."""
+"""A model for text and images, like the larger Gemma 3 models."""
 
 _DENSE = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 _MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -69,7 +69,7 @@ _VISION_LAYER = [
 
 
 def hub_names(kind: str) -> set[str]:
-    """The names in the files of the models of this kind on the hub, for the sizes here."""
+    """Returns the parameter names in the hub's files of this kind of model, at the sizes used here."""
     if kind == GEMMA:
         found = {f"language_model.{name}" for name in hub_names("Gemma 3 text")}
         found |= {f"multi_modal_projector.{name}" for name in ("mm_input_projection_weight", "mm_soft_emb_norm.weight")}
@@ -85,7 +85,7 @@ def hub_names(kind: str) -> set[str]:
 
 
 def make(kind: str, seed: int = 0, implementation: str | None = None, **more: Any) -> Any:
-    """A model whose logits differ much from token to token; `kind` may also be any model type of transformers."""
+    """Makes a model whose logits differ widely between tokens; `kind` may also be any model type of transformers."""
     torch.manual_seed(seed)
     if kind == GEMMA:
         text = SIZES | KINDS["Gemma 3 text"][1] | {"model_type": "gemma3_text"}
@@ -104,9 +104,9 @@ def make(kind: str, seed: int = 0, implementation: str | None = None, **more: An
 
 
 def write(kind: str, directory: Path, seed: int = 0, **more: Any) -> Path:
-    """The files of such a model as the hub has them."""
+    """Writes the files of such a model in the hub's form."""
     make(kind, seed, **more).save_pretrained(directory)
-    if kind == GEMMA:  # the hub's files are older than transformers' names of the vision tower
+    if kind == GEMMA:  # the hub's files predate transformers' current names of the vision tower
         file = directory / "model.safetensors"
         tensors = {_older(name): tensor for name, tensor in load_file(file).items()}
         save_file(tensors, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""A tokenizer that tokenises its own text otherwise than a model samples it, chat templates, and engines with a script."""
+"""A tokenizer that tokenises text differently from the sampled tokens, chat templates, and scripted engines."""
 
 import string
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from services.environment.template import Template
 
 END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _MERGES = [("a", "b"), ("b", "a"), ("ab", "ab"), ("\n", "\n"), ("=", "="), ("o", "k")]
-"""`aba` is ab a or a ba; a line end that the template writes would merge with one before it."""
+"""`aba` tokenises as ab a or a ba; a newline from the template would merge with a preceding one."""
 
 
 def _chatml(answer: str) -> str:
-    """Returns a template as Qwen's are, with the expression `answer` for the text of an answer."""
+    """Returns a template like Qwen's, with the expression `answer` for the text of an answer."""
     lines = [
         "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}",
         "{{ '<|im_end|>\\n' }}{% endif %}{% for message in messages %}",
@@ -37,12 +37,12 @@ def _chatml(answer: str) -> str:
 
 
 CHATML = _chatml("message.content")
-"""As Qwen2.5 writes conversations."""
+"""Qwen2.5's form of conversations."""
 STRIPS = _chatml(
     "('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if loop.last and message.reasoning_content else '') "
     "+ message.content.split('</think>')[-1].lstrip('\\n')"
 )
-"""As Qwen3: thoughts are kept in the newest answer alone."""
+"""Like Qwen3's template, keeps thoughts only in the newest answer."""
 
 
 def trap_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -58,13 +58,13 @@ def trap_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 
 def letters(tokenizer: PreTrainedTokenizerFast, text: str, end: bool = True) -> list[int]:
-    """Returns a token for every character, which no tokenizer would make of the text, and the end of the turn."""
+    """Returns one token per character, unlike any tokenizer, and the end of the turn."""
     ids: list[int] = tokenizer.convert_tokens_to_ids(list(text))
     return [*ids, tokenizer.eos_token_id] if end else ids
 
 
 class ScriptedEngine:
-    """Answers calls with given tokens, in order, and records what it was asked. An exception in the script is raised."""
+    """Answers calls with the given tokens in order and records the calls. Raises an exception found in the script."""
 
     def __init__(self, script: Sequence[list[int] | ServiceError], stop: int) -> None:
         self._script, self._stop = list(script), stop
@@ -90,7 +90,7 @@ def trap_session(
     limits: EpisodeLimits | None = None,
     most: int = 400,
 ) -> tuple[Session, ScriptedEngine, PreTrainedTokenizerFast]:
-    """Returns a session whose engine answers with the letters of the texts of `script`."""
+    """Returns a session whose engine answers with the texts of `script`, letter by letter."""
     tokenizer = trap_tokenizer(template)
     answers = [letters(tokenizer, each) if isinstance(each, str) else each for each in script]
     engine = ScriptedEngine(answers, tokenizer.eos_token_id)

@@ -1,6 +1,7 @@
-"""Plain kernels for CPUs of torch's attention over variable lengths, so that the path of GPUs runs here.
+"""Plain CPU kernels for torch's variable-length attention, so that the GPU code path runs on a CPU.
 
-They compute what `torch.nn.attention.varlen.varlen_attn` documents, one segment at a time, and check what a GPU's kernel needs.
+They compute `torch.nn.attention.varlen.varlen_attn` as documented, one segment at a time, and check the needs of GPU
+kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from torch.nn.attention import varlen
 
 @cache
 def install() -> None:
-    """Registers them for `torch_attn::_varlen_attn` and its gradient, once in a process."""
+    """Registers the kernels for `torch_attn::_varlen_attn` and its gradient, once per process."""
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
 
@@ -33,12 +34,12 @@ def _segments(
 
 
 def _heads(states: Tensor, heads: int) -> Tensor:
-    """[tokens, kv heads, size] as [heads, tokens, size]."""
+    """Expands [tokens, kv heads, size] to [heads, tokens, size]."""
     return states.repeat_interleave(heads // states.shape[1], 1).transpose(0, 1)
 
 
 def _probabilities(query: Tensor, key: Tensor, scale: float | None, window: Sequence[int], is_causal: bool) -> Tensor:
-    """[heads, queries, keys]; the last query and the last key are of one token."""
+    """Returns [heads, queries, keys]; the last query and the last key belong to the same token."""
     behind, ahead = window[0], 0 if is_causal else window[1]
     place = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1]
     distance = torch.arange(key.shape[1]) - place

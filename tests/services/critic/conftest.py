@@ -18,7 +18,7 @@ from tests.support.forks import Forked
 
 @pytest.fixture
 def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
-    """Settings of a small critic, as command-line arguments."""
+    """Returns the settings of a small critic as command-line arguments."""
     return [
         *("--model.name", str(policy_dir), "--state_dir", str(tmp_path / "state"), "--algorithm.name", "ppo"),
         *("--critic.learning_rate", "1e-3"),
@@ -33,7 +33,7 @@ def config(settings: list[str]) -> Config:
 
 @pytest.fixture
 async def app(config: Config) -> AsyncIterator[FastAPI]:
-    """The service in this process, its lifespan entered."""
+    """Runs the service in this process."""
     config.max_body_mb = 1
     app = create_critic_app(config)
     async with app.router.lifespan_context(app):
@@ -42,7 +42,7 @@ async def app(config: Config) -> AsyncIterator[FastAPI]:
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[CriticClient]:
-    """The client that the trainer uses."""
+    """Yields the client that the trainer uses."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with CriticClient("critic-server", "http://critic", transport=transport, deadline_s=60) as client:
         yield client
@@ -56,7 +56,7 @@ def port() -> int:
 
 @pytest.fixture
 def start(port: int, settings: list[str], tmp_path: Path) -> Iterator[Start]:
-    """Starts the service as a process; every process it started is gone afterwards."""
+    """Starts the service as a process; ends every process it started."""
     started: list[Forked] = []
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))

@@ -1,4 +1,4 @@
-"""The critic-server over HTTP: whose critic it is, what it refuses, what it keeps."""
+"""The critic-server over HTTP: which run owns the critic, which calls it refuses, which checkpoints it keeps."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def values(client: CriticClient) -> np.ndarray[Any, Any]:
 
 
 async def refused(client: CriticClient, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
-    """Status and error of a call that does not succeed."""
+    """Returns the status and the error of a call that must fail."""
     response = await client.http.post(path, timeout=30, **body)
     assert not response.is_success
     return response.status_code, response.json()["error"]
@@ -40,7 +40,7 @@ def steps(config: Config) -> list[str]:
     return sorted(path.name for path in (config.state_dir / "critic").iterdir())
 
 
-async def test_a_run_is_that_of_a_critic_in_process(client: CriticClient, config: Config) -> None:
+async def test_run_equals_one_with_a_critic_in_process(client: CriticClient, config: Config) -> None:
     local = Critic(config, Ranks())
     await client.restore("a", 0)
     assert not (await values(client)).any()
@@ -85,7 +85,7 @@ async def test_a_repeated_update_is_applied_once(client: CriticClient) -> None:
     assert (await client.status()).step == 1
 
 
-async def test_another_critic_than_the_one_that_is_meant_is_a_conflict(client: CriticClient) -> None:
+async def test_call_meant_for_another_critic_is_a_conflict(client: CriticClient) -> None:
     with pytest.raises(ServiceError, match=r"the critic is not that of any run, not at step 0 of run a") as error:
         await client.update("a", 0, seed=0, rows=make_rows(2))
     assert (error.value.status, error.value.field, error.value.value) == (409, "run_id", "a")
@@ -107,7 +107,7 @@ async def test_another_critic_than_the_one_that_is_meant_is_a_conflict(client: C
     assert len(await client.values(SEQUENCES, "a", 1)) == len(SEQUENCES)
 
 
-async def test_restore_begins_anew_or_goes_on_from_what_was_saved(client: CriticClient, config: Config) -> None:
+async def test_restore_begins_anew_or_continues_from_a_checkpoint(client: CriticClient, config: Config) -> None:
     await client.restore("a", 0)
     for step in range(2):
         await client.update("a", step, seed=step, rows=make_rows(6, seed=step))
@@ -121,11 +121,11 @@ async def test_restore_begins_anew_or_goes_on_from_what_was_saved(client: Critic
         assert (await client.restore("c", 2, saved_by="a")).run_id == "c"
         assert np.array_equal(await values(client), at_two)
     again = await client.update("c", 2, seed=2, rows=make_rows(6, seed=2))
-    assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # sums are rounded by where in memory their terms lie
+    assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # rounding of sums depends on memory layout
     np.testing.assert_allclose(await values(client), at_three, rtol=1e-5, atol=1e-6)
 
 
-async def test_what_was_not_saved_cannot_be_restored_and_changes_nothing(client: CriticClient) -> None:
+async def test_restoring_an_unsaved_step_fails_and_changes_nothing(client: CriticClient) -> None:
     await client.restore("a", 0)
     await client.update("a", 0, seed=0, rows=make_rows(6))
     await client.save("a", 1, keep=1)
@@ -143,7 +143,7 @@ async def test_the_last_checkpoints_written_stay(client: CriticClient, config: C
     await client.restore("a", 0)
     for step in range(4):
         await client.update("a", step, seed=0, rows=make_rows(2))
-        (config.state_dir / "critic" / "step_000099.partial").mkdir(parents=True)  # of a save that was interrupted
+        (config.state_dir / "critic" / "step_000099.partial").mkdir(parents=True)  # left by an interrupted save
         for _ in range(2):  # repeating it changes nothing
             await client.save("a", step + 1, keep=3)
     assert steps(config) == ["step_000002", "step_000003", "step_000004"]
@@ -155,7 +155,7 @@ async def test_the_last_checkpoints_written_stay(client: CriticClient, config: C
     assert steps(config) == ["step_000001"]
 
 
-async def test_an_update_that_fails_midway_leaves_nobodys_critic(
+async def test_update_that_fails_midway_leaves_a_critic_without_a_run(
     client: CriticClient, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("learning.optimizer.MAX_SKIPPED_UPDATES", 0)
@@ -249,7 +249,7 @@ async def test_bad_input_is_named_and_changes_nothing(client: CriticClient) -> N
 
 
 async def test_values_survive_the_wire_whatever_their_type(app: FastAPI, client: CriticClient) -> None:
-    """A caller may have computed in float64."""
+    """A caller may compute in float64."""
     await client.restore("a", 0)
     rows = make_rows(3)
     expected = await client.update("a", 0, seed=0, rows=rows)

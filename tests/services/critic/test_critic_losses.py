@@ -1,4 +1,4 @@
-"""The value loss against numbers computed by hand."""
+"""The value loss compared with numbers computed by hand."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def test_without_a_clip_it_is_half_the_squared_error() -> None:
 
 
 def test_with_a_clip_hand_computed() -> None:
-    """Inside the range the error counts; beyond it, towards the return, the bounded error; away from it, the error."""
+    """The error counts inside the range, and beyond it away from the return; towards the return, the bounded error."""
     result = value_loss(VALUES, OLD, RETURNS, 0.2)
     # v: 1.0 (moved 0.1) | 0.5 → 0.2: (0.2 − 1)² > (0.5 − 1)² | 0.5 → 0.2: 0.04 < 0.25 | −0.4 → −0.2: 0.64 > 0.36 | unmoved
     assert result.loss.tolist() == pytest.approx([2.0, 0.32, 0.125, 0.32, 0.0])

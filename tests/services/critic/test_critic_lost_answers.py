@@ -1,4 +1,4 @@
-"""Every call to the critic-server whose first answer is lost is repeated, and its work is done once."""
+"""A call to the critic-server whose answer is lost is repeated, but its work is done only once."""
 
 import numpy as np
 

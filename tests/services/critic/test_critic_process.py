@@ -1,4 +1,4 @@
-"""The real process: killed and started again, asked while it computes, and started on a model that is not there."""
+"""The real process: killed and restarted, called while it computes, and started with a missing model."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ async def metric(client: CriticClient, name: str) -> float:
     return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"{name} "))
 
 
-async def test_after_kill_9_it_says_so_and_goes_on_from_what_was_saved(start: Start, port: int) -> None:
+async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(start: Start, port: int) -> None:
     process = start()
     async with client_of(port) as client:
         await client.restore("a", 0)  # the client waits for the start
@@ -47,7 +47,7 @@ async def test_after_kill_9_it_says_so_and_goes_on_from_what_was_saved(start: St
         for now, then in zip(await client.values(make_sequences(5)), saved, strict=True):
             assert np.array_equal(now, then)
         again = await client.update("b", 2, seed=2, rows=make_rows(6, seed=2))
-        assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # as far as two processes round alike
+        assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # two processes may round differently
 
 
 async def test_health_answers_while_it_computes(start: Start, port: int) -> None:
@@ -90,7 +90,7 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(s
         assert await metric(client, 'rlhf_http_requests_refused_total{limit="requests"}') >= 5, "every call, at first"
 
 
-def test_a_model_that_is_not_there_ends_with_2_and_its_name(port: int, settings: list[str]) -> None:
+def test_missing_model_ends_the_process_with_2_and_its_name(port: int, settings: list[str]) -> None:
     command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port), "--critic.model", "/nowhere"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 2

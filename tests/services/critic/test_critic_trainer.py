@@ -1,4 +1,4 @@
-"""What the training loop calls: the critic in its own process, and the one behind HTTP."""
+"""The value functions that the training loop calls: a critic in its own process, and one behind HTTP."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_a_local_critic_goes_on_from_its_checkpoint(config: Config, tmp_path: Pa
     assert files[0].read_bytes() == files[1].read_bytes()
     values, expected = (known(function.values(make_batch(4))) for function in (again, one))
     for mine, theirs in zip(values, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-7)  # rounding depends on where in memory the weights are
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-7)  # rounding depends on memory layout
     metrics = [asdict(update(function, make_batch(6, seed=1), seed=1)) for function in (again, one)]
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
 
@@ -64,7 +64,7 @@ def test_a_checkpoint_of_a_run_without_a_critic_is_refused(config: Config, tmp_p
 
 @contextmanager
 def served(port: int) -> Iterator[tuple[CriticClient, LoopThread]]:
-    """A client of the critic-server on `port`, and the loop it lives in."""
+    """Yields a client of the critic-server on `port`, and its event loop."""
     with LoopThread() as loop:
         client = CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
         yield client, loop
@@ -79,7 +79,7 @@ def remote(config: Config, place: tuple[CriticClient, LoopThread], run_id: str) 
 
 
 def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:
-    """One update after the other, each with the old values that the function itself gives."""
+    """Makes successive updates, each with the function's own old values."""
     metrics = []
     for seed in batches:
         batch = make_batch(7, seed)
@@ -91,7 +91,7 @@ def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:
 def test_a_critic_server_gives_what_the_trainer_would_compute_itself(
     start: Start, port: int, config: Config, tmp_path: Path
 ) -> None:
-    """Also through a checkpoint, a killed server, and the attempt that goes on from the checkpoint."""
+    """Also with a checkpoint, a killed server, and an attempt that continues from the checkpoint."""
     local = restored(LocalCritic(config, Ranks()))
     expected = learn(local, range(4))
     process = start()

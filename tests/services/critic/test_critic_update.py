@@ -1,4 +1,4 @@
-"""The critic: what it computes, and that it does not depend on how the batch is cut or on being saved in between."""
+"""The critic's computations, which do not depend on how the batch is split or on a save in between."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -49,7 +49,7 @@ def test_the_first_values_are_exactly_zero(config: Config) -> None:
 
 
 def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Config) -> None:
-    """Padding, cutting and selecting against the plain forward of every row alone."""
+    """Compares padded, split and selected rows with a plain forward pass of each row alone."""
     critic = trained(config)
     sequences = make_sequences(7)
     config.trainer.micro_batch_tokens = 40
@@ -121,7 +121,7 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
     "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
 )
 def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path, cut: list[str]) -> None:
-    """Copies, with mini-batches of one row, which leave a rank without any; and shards, with as many passes on either rank."""
+    """Replicas with mini-batches of one row, which leave one rank idle, and shards with equal passes on both ranks."""
     config.algorithm.mini_batches = int(cut[1])
     one = trained(config, batches=2)
     run_ranks(2, "critic_ranks", str(tmp_path), *settings, *cut)
@@ -131,7 +131,7 @@ def test_two_processes_give_the_update_of_one(config: Config, settings: list[str
     np.testing.assert_allclose(shared[0], np.concatenate(one.values(make_sequences(7))), atol=2e-5)
 
 
-def test_a_saved_critic_goes_on_exactly(config: Config, tmp_path: Path) -> None:
+def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
     critic = trained(config, batches=2)
     critic.save(tmp_path)
     again = Critic(config, Ranks(), tmp_path)
@@ -141,11 +141,11 @@ def test_a_saved_critic_goes_on_exactly(config: Config, tmp_path: Path) -> None:
     rows = make_rows(9, seed=5)
     assert_same(parameters(again), parameters(critic), 0)
     first, second = (asdict(each.update(rows, seed=5)) for each in (critic, again))
-    assert first == pytest.approx(second, rel=1e-5)  # sums are rounded by where in memory their terms lie
+    assert first == pytest.approx(second, rel=1e-5)  # rounding of sums depends on memory layout
     assert_same(parameters(again), parameters(critic), 1e-6)
 
 
-def test_a_checkpoint_that_is_damaged_or_missing_is_named(config: Config, tmp_path: Path) -> None:
+def test_damaged_or_missing_checkpoint_is_named(config: Config, tmp_path: Path) -> None:
     trained(config).save(tmp_path / "saved")
     (tmp_path / "saved" / "critic_state.json").write_bytes(b"x" * 100)
     for directory in (tmp_path / "saved", tmp_path / "none"):
@@ -180,7 +180,7 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "opt"])
 def test_a_decoder_without_a_token_classifier_can_be_a_critic(kind: str, config: Config, tmp_path: Path) -> None:
-    """The value head is ours. The body is the language model's, and the checkpoint has the names of other critics."""
+    """We add the value head; the body is the language model's, and the checkpoint uses other critics' names."""
     assert kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
     shape = AutoConfig.for_model(kind, vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)

@@ -1,4 +1,4 @@
-"""The calls of the data-server, as clients make them."""
+"""The calls of the data-server, made by its clients."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -122,7 +122,7 @@ async def test_metrics_count_prompts(client: DataClient) -> None:
     assert 'route="/prompts",status="200"' in page
 
 
-async def test_task_and_columns_are_there_only_where_the_data_has_them(tmp_path: Path) -> None:
+async def test_task_and_columns_are_present_only_if_the_data_has_them(tmp_path: Path) -> None:
     mixed = [Prompt(id="a", prompt="p", ground_truth="1", task="code", columns={"tests": [1]}), TRAIN[0]]
     app = create_data_app(config(tmp_path), mixed, EVAL)
     async with DataClient("data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20) as client:

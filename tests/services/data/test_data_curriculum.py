@@ -1,4 +1,4 @@
-"""Which prompts a curriculum draws: chances worked out by hand, and streams that survive kills, seeks and repeats."""
+"""The prompts that a curriculum draws: hand-calculated chances, and streams that survive kills, seeks and repeats."""
 
 import math
 import random
@@ -40,12 +40,12 @@ def known(source: PromptStream) -> CurriculumStats:
 
 
 def rate(prompt_id: str) -> float:
-    """A fixed difficulty of every prompt: p0 is never solved, p4 half of the time, p8 always."""
+    """Returns the fixed pass rate of a prompt: p0 is never solved, p4 half of the time, p8 always."""
     return min(1.0, int(prompt_id[1:]) / 8)
 
 
 def steps(source: PromptStream, first: int, last: int, size: int = 4) -> list[list[str]]:
-    """What a trainer does: a batch, then its pass rates."""
+    """Acts like a trainer: draws a batch, then reports its pass rates."""
     batches = []
     for step in range(first, last):
         batch = ids(source, size, f"draw-{step}")
@@ -140,22 +140,22 @@ def test_medium_prompts_come_more_often_and_all_keep_coming(tmp_path: Path) -> N
     drawn = Counter(name for batch in steps(source, 0, 150) for name in batch)
     assert set(drawn) == {f"p{n}" for n in range(SIZE)}
     assert min(drawn["p3"], drawn["p4"], drawn["p5"]) > 3 * max(drawn["p0"], drawn["p8"], drawn["p11"])
-    assert drawn["p0"] >= 600 * 0.25 // SIZE  # its part of the free draws
+    assert drawn["p0"] >= 600 * 0.25 // SIZE  # its share of the free draws
     now = known(source)
     assert (now.known, now.drawn_freely + now.drawn_by_difficulty) == (SIZE, 600)
     assert now.mean_pass_rate == pytest.approx(sum(rate(f"p{n}") for n in range(SIZE)) / SIZE)
 
 
-def test_a_prompt_that_is_out_waits_for_its_pass_rate_and_not_for_ever(tmp_path: Path) -> None:
+def test_drawn_prompt_waits_for_its_pass_rate_but_not_for_ever(tmp_path: Path) -> None:
     source = stream(tmp_path, difficulty=Difficulty(free_share=1e-9))
     first = ids(source, SIZE)
     source.report([(name, 0.5) for name in first[:3]], "three")
     drawn = ids(source, 3)
-    assert set(drawn) == set(first[:3])  # each once, though each alone has a chance of a third
+    assert set(drawn) == set(first[:3])  # once each, although each has a chance of a third
     assert known(source).drawn_by_difficulty == 3
-    ids(source, SIZE - 3)  # nothing is left to draw by difficulty: the plain stream goes on
+    ids(source, SIZE - 3)  # nothing is left to draw by difficulty, so the plain stream continues
     assert known(source).drawn_freely == SIZE + SIZE - 3
-    ids(source, 2 * SIZE)  # their groups may have been dropped
+    ids(source, 2 * SIZE)  # their groups may have been dropped, so they return
     assert known(source).drawn_by_difficulty > 3
 
 
@@ -164,7 +164,7 @@ def test_pass_rates_are_smoothed(tmp_path: Path) -> None:
     for number, value in enumerate((1.0, 0.0, 1.0, 1.0)):
         source.report([("p3", value)], f"r{number}")
     now = known(source)
-    assert (now.known, now.mean_pass_rate) == (1, 1 - 0.25 * 0.75**2)  # the weight of the one that failed
+    assert (now.known, now.mean_pass_rate) == (1, 1 - 0.25 * 0.75**2)  # the weight of the failed attempt
 
 
 def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
     assert known(source).known == 1
 
 
-def test_draws_and_pass_rates_are_there_after_a_restart(tmp_path: Path) -> None:
+def test_draws_and_pass_rates_survive_a_restart(tmp_path: Path) -> None:
     whole = steps(stream(tmp_path / "whole"), 0, 30)
-    cut = [steps(stream(tmp_path / "cut"), n, n + 5) for n in range(0, 30, 5)]  # never closed: as after a kill
+    cut = [steps(stream(tmp_path / "cut"), n, n + 5) for n in range(0, 30, 5)]  # never closed, as after a kill
     assert [batch for part in cut for batch in part] == whole
     again = stream(tmp_path / "cut")
     assert ids(again, 4, "draw-29") == whole[29]
@@ -200,11 +200,11 @@ def test_several_processes_on_one_state_draw_one_stream(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("back", [0, 2, 9, 14])
 def test_seek_goes_back_to_what_was_known_there(tmp_path: Path, back: int) -> None:
-    """A trainer that resumes from the checkpoint of a step gets the prompts that an unbroken run gets after that step."""
+    """A trainer resuming from a step's checkpoint gets the same prompts after that step as an unbroken run."""
     whole = steps(stream(tmp_path / "whole"), 0, 25)
     source = stream(tmp_path / "broken")
     assert steps(source, 0, 15) == whole[:15]
-    ids(source, 4)  # drawn for a step that was never finished
+    ids(source, 4)  # drawn for a step that never finished
     source.seek(4 * back)
     assert source.stats().position == 4 * back
     for step in range(back, 25):
@@ -233,11 +233,11 @@ def test_reset_forgets_everything(tmp_path: Path) -> None:
     assert steps(source, 0, 20) == first
 
 
-def test_what_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+def test_failed_write_changes_nothing(tmp_path: Path) -> None:
     whole = steps(stream(tmp_path / "whole"), 0, 12)
     source = stream(tmp_path / "full")
     assert steps(source, 0, 8) == whole[:8]
-    source._db.execute("PRAGMA query_only = ON")  # as a disk that refuses writes
+    source._db.execute("PRAGMA query_only = ON")  # like a disk that refuses writes
     with pytest.raises(NotReady):
         source.take(4)
     with pytest.raises(NotReady):
@@ -246,7 +246,7 @@ def test_what_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
     assert steps(source, 8, 12) == whole[8:]
 
 
-def test_a_plain_stream_has_no_tables_and_no_pass_rates(tmp_path: Path) -> None:
+def test_plain_stream_has_no_tables_and_no_pass_rates(tmp_path: Path) -> None:
     plain = PromptStream(prompts(), 0, tmp_path / "plain")
     names = {name for (name,) in plain._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     assert names == {"identity", "cursors", "answers"}
@@ -267,7 +267,7 @@ def test_every_position_has_one_prompt_whatever_happens(
     """Positions are handed out in order without gaps or repeats, and a repeated request gets what it got."""
     state = tmp_path_factory.mktemp("state")
     source, chance = stream(state), random.Random(1)
-    source._db.execute("PRAGMA synchronous = OFF")  # only to be fast
+    source._db.execute("PRAGMA synchronous = OFF")  # only for speed
     handed: dict[int, str] = {}
     position = 0
     for number, (call, argument) in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Data sets of one's own: further columns, tasks, chats, and a function over the rows."""
+"""A user's own data sets: extra columns, tasks, chats, and a function applied to the rows."""
 
 import datetime
 import json
@@ -138,7 +138,7 @@ def test_chats(tmp_path: Path, messages: list[dict[str, Any]], prompt: str, answ
         ([{"role": "user", "content": [{"type": "image", "url": "u"}]}], "not a text"),
     ],
 )
-def test_what_is_not_a_chat_with_one_problem(tmp_path: Path, chat: object, message: str) -> None:
+def test_chat_without_exactly_one_problem_is_refused(tmp_path: Path, chat: object, message: str) -> None:
     text = refused(lambda: one_row(tmp_path, {"chat": chat}, messages_field="chat"))
     assert message in text
     assert "train.jsonl, line 1" in text
@@ -187,7 +187,7 @@ def test_the_operator_names_the_function_by_its_import_path(tmp_path: Path, monk
         (["--data.hub_config", "socratic"], "data.hub_config"),
     ],
 )
-def test_settings_that_nothing_reads_are_refused(arguments: list[str], setting: str) -> None:
+def test_unused_settings_are_refused(arguments: list[str], setting: str) -> None:
     assert f"{setting} is set but not read" in refused(lambda: load(arguments, {}))
 
 

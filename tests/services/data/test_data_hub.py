@@ -1,4 +1,4 @@
-"""Data sets of the hub: the library's own code against a small hub on this machine, and hubs that do not answer."""
+"""Data sets of the hub: the library's own code with a small hub on this machine, and hubs that do not answer."""
 
 import os
 import re
@@ -51,7 +51,7 @@ HUB = {
 
 
 def run(loader: str, endpoint: str, home: Path) -> tuple[list[str], str, float]:
-    """(lines, error, seconds) of loading in a process of its own, which has the address of the hub from its environment."""
+    """Loads in a separate process with the hub's address in its environment; returns (lines, error, seconds)."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "HF_"))}
     env = kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     begin = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(tmp_path
         _, error, seconds = run("GSM8KLoader().load('train')", url, tmp_path)
     assert "openai/gsm8k cannot be loaded" in error
     assert "use a copy in files: --data.source PATH" in error
-    assert seconds < REACH_S + 80  # the library alone takes minutes; a busy machine needs many for the start of a process
+    assert seconds < REACH_S + 80  # the library alone takes minutes; a busy machine starts a process slowly
 
 
 def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) -> None:
@@ -103,6 +103,6 @@ def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) ->
     assert seconds < 80
 
 
-def test_names_of_the_hub() -> None:
+def test_names_of_the_hub_are_recognised() -> None:
     assert all(map(is_hub_name, ("openai/gsm8k", "a-b/c_d.e", "A/1")))
     assert not any(map(is_hub_name, ("gsm8k", "a/b/c", "/a/b", "./a", "a/b.jsonl", "../b", "a/", "", "a b/c")))

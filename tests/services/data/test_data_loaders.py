@@ -1,4 +1,4 @@
-"""Every source loads whole, or stops the start with the file, the row, the column and the remedy."""
+"""Every source loads completely, or the start fails with the file, the row, the column and the remedy."""
 
 import csv
 import json
@@ -166,12 +166,12 @@ def test_a_table_with_a_wrong_shape_is_refused(tmp_path: Path) -> None:
     assert "not a list of rows" in refused(tmp_path)
 
 
-def test_same_ids_are_refused(tmp_path: Path) -> None:
+def test_duplicate_ids_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"id": "a", **ROWS[0]}, {"id": "a", **ROWS[1]}])
     assert "two problems have the id 'a'" in refused(tmp_path)
 
 
-def test_wrong_places_are_named(tmp_path: Path) -> None:
+def test_wrong_sources_and_splits_are_named(tmp_path: Path) -> None:
     assert "no such file or directory" in refused(tmp_path / "absent.jsonl")
     assert "gsm8k, math, tiny, the path" in refused("gsm8")
     assert "it has nothing" in refused(tmp_path)

@@ -1,4 +1,4 @@
-"""GSM8K and MATH: every answer of the real files, level and subject filters, nested braces."""
+"""GSM8K and MATH: every answer of the real files, filters by level and subject, nested braces."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def problems(loader: MATHLoader) -> str:
 
 @needs_gsm8k
 def test_all_gsm8k_answers_are_the_right_numbers() -> None:
-    """Against the plainest reading there is: what follows `####`, its commas removed, as an int."""
+    """Compares with the plainest reading: the integer after `####`, without commas."""
     loader, found, commas, negative = GSM8KLoader(source=SHARED_DATA / "gsm8k"), 0, [], []
     for split in ("train", "test"):
         lines = (SHARED_DATA / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -75,7 +75,7 @@ def test_a_gsm8k_answer_that_is_no_number_stops_the_loading(tmp_path: Path) -> N
 
 @needs_math
 def test_all_500_solutions_of_math_give_their_answers() -> None:
-    """Read from the solutions alone. A regular expression to the next brace is wrong for 103 of them."""
+    """The answers come from the solutions alone. A regular expression up to the next brace is wrong for 103 of them."""
     rows = [json.loads(line) for line in (SHARED_DATA / "math500" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
     wrong = 0
     for row in rows:
@@ -104,7 +104,7 @@ def test_levels_in_every_spelling(value: object, level: int) -> None:
 
 
 @pytest.mark.parametrize("value", [True, None, "Level ?", "Level", "", "5th", 2.5, "Level 5 of 5", [5]])
-def test_what_is_not_a_level(value: object) -> None:
+def test_invalid_level_is_refused(value: object) -> None:
     assert level_number(value) is None
 
 

@@ -1,4 +1,4 @@
-"""The real process: what stops its start, and what a kill in the middle of everything leaves behind."""
+"""The real process: the errors that stop its start, and its state after a kill at any moment."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ def command(state: Path, *arguments: str) -> list[str]:
 
 
 def start_fails(state: Path, *arguments: str, **env: str) -> str:
-    """Starts it, sees it end with status 2, and returns what it says."""
+    """Starts the process, expects status 2 and returns its error output."""
     done = subprocess.run(
         command(state, *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=400
     )
@@ -65,7 +65,7 @@ def client_of(port: int) -> DataClient:
 
 
 def test_trap_failed_data_set_stops_the_start(tmp_path: Path) -> None:
-    """The ancestor served five toy sums when its data set did not load."""
+    """The ancestor served five toy sums if its data set did not load."""
     (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 2?"}\n', "utf-8")
     (tmp_path / "test.jsonl").write_text('{"question": "3 + 3?", "answer": "6"}\n', "utf-8")
     text = start_fails(tmp_path / "state", "--data.source", str(tmp_path))
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 async def pull(client: DataClient, name: str, received: dict[int, str]) -> None:
-    """Takes batches until the first epoch is over; notes which prompt came from which position."""
+    """Takes batches until the first epoch is over; records the prompt of every position."""
     for number in range(10_000):
         batch = await client.prompts(64, f"{name}-{number}")
         for offset, prompt in enumerate(batch.prompts):
@@ -144,7 +144,7 @@ async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(t
 
 
 async def curriculum_steps(client: DataClient, first: int, last: int) -> list[list[str]]:
-    """Batches of 8, each with its pass rates reported; the last letter of an id is its difficulty."""
+    """Draws batches of 8 and reports their pass rates; the last letter of an id is its difficulty."""
     batches = []
     for step in range(first, last):
         batch = [prompt.id for prompt in (await client.prompts(8, f"draw-{step}")).prompts]
@@ -164,7 +164,7 @@ async def test_a_curriculum_goes_on_through_kills_as_if_there_were_none(tmp_path
         for part in range(3):
             with server(tmp_path / "cut", port, *settings) as process:
                 await wait_healthy([client], 60)
-                repeats = await curriculum_steps(client, max(0, 4 * part - 1), 4 * part)  # answers that were lost on the way
+                repeats = await curriculum_steps(client, max(0, 4 * part - 1), 4 * part)  # after lost answers
                 assert repeats == cut[-1:]
                 cut += await curriculum_steps(client, 4 * part, 4 * part + 4)
                 process.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A training run in miniature over the real service: problems of known difficulty, answers by chance, pass rates reported."""
+"""A miniature training run over the real service: problems of known difficulty, random answers, reported pass rates."""
 
 from collections import Counter
 from pathlib import Path
@@ -17,14 +17,14 @@ from services.data.app import create_data_app
 pytestmark = pytest.mark.integration
 
 SOLVED = {"hard": 0.02, "medium": 0.5, "easy": 0.98}
-"""Chance of a right answer."""
+"""The chance of a right answer to each problem."""
 EACH, BATCH, GROUP, STEPS = 40, 16, 8, 150
 TRAIN = [Prompt(id=f"{kind}-{n}", prompt=f"{kind} {n}", ground_truth="1") for n in range(EACH) for kind in SOLVED]
 EVAL = [Prompt(id="e", prompt="held-out", ground_truth="1")]
 
 
 async def simulate(state_dir: Path, curriculum: Any, seed: int) -> tuple[list[str], dict[str, Any]]:
-    """(every prompt id in the order it was drawn, the last statistics)"""
+    """Returns (every prompt id in the order drawn, the last statistics)."""
     config = Config(state_dir=state_dir, seed=seed, data=DataSection(source="tiny", curriculum=curriculum))
     app = create_data_app(config, TRAIN, EVAL)
     answers, drawn = np.random.default_rng(seed), list[str]()
@@ -54,13 +54,13 @@ async def test_medium_problems_are_preferred_and_all_are_visited(tmp_path: Path,
     assert sorted(drawn[:first]) == sorted(prompt.id for prompt in TRAIN)  # unknown ones first
     later = drawn[first:]
     found = shares(later)
-    # A fifth is drawn freely and a third of that is medium; of the rest nearly all is: 0.8 + 0.2 / 3 = 0.87, less what
-    # one right or wrong answer among eight makes of an easy or hard problem.
+    # A fifth is drawn freely, a third of that is medium, and so is nearly all of the rest: 0.8 + 0.2 / 3 = 0.87. The
+    # share is a little lower because one right or wrong answer in eight makes an easy or hard problem look medium.
     assert found["medium"] > 0.7
     assert found["hard"] > 0.2 / 3 / 2
     assert found["easy"] > 0.2 / 3 / 2
     free = stats["curriculum"]["drawn_freely"]
-    assert set(later[: 6 * first]) == {prompt.id for prompt in TRAIN}  # at a free share of a fifth, five passes are one
+    assert set(later[: 6 * first]) == {prompt.id for prompt in TRAIN}  # five passes draw one free pass
     assert free + stats["curriculum"]["drawn_by_difficulty"] == stats["position"] == STEPS * BATCH
     assert stats["curriculum"]["known"] == first
     again, _ = await simulate(tmp_path / "again", "difficulty", seed)

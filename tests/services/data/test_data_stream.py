@@ -1,4 +1,4 @@
-"""The order is a pure function of seed and position; the cursor survives everything."""
+"""The order of prompts is a pure function of seed and position, and the cursor survives everything."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ def test_a_seed_gives_one_order(tmp_path: Path) -> None:
 
 
 def test_the_order_never_changes_between_versions() -> None:
-    """A cursor on disk is only right while these stay as they are."""
+    """A cursor on disk stays valid only while the order stays the same."""
     assert permutation(0, 0, 8).tolist() == GOLDEN_0
     assert permutation(2**40, 3, 8).tolist() == GOLDEN_1
 
@@ -66,9 +66,9 @@ def test_every_step_is_synced_to_disk_before_it_is_answered(tmp_path: Path) -> N
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL: a commit waits for the disk
 
 
-def test_the_cursor_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_cursor_survives_a_restart(tmp_path: Path) -> None:
     whole = ids(PromptStream(prompts(), 0, tmp_path / "whole"), 30)
-    first = ids(PromptStream(prompts(), 0, tmp_path / "cut"), 12)  # not closed: as after a kill
+    first = ids(PromptStream(prompts(), 0, tmp_path / "cut"), 12)  # not closed, as after a kill
     assert first + ids(PromptStream(prompts(), 0, tmp_path / "cut"), 18) == whole
 
 
@@ -103,7 +103,7 @@ def test_concurrent_repeats_of_one_request_are_one_batch(tmp_path: Path) -> None
 
 def test_old_requests_are_forgotten_and_recent_ones_kept(tmp_path: Path) -> None:
     stream = PromptStream(prompts(), 0, tmp_path)
-    stream._db.execute("PRAGMA synchronous = OFF")  # only to make many requests fast
+    stream._db.execute("PRAGMA synchronous = OFF")  # only to speed up many requests
     for n in range(REMEMBERED_REQUESTS + 5):
         stream.take(1, request_id=f"r{n}")
     assert stream.take(1, request_id="r5").position == 5
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         ("database disk image is malformed", "remove the file"),
     ],
 )
-def test_a_file_that_is_whole_is_never_to_be_removed(why: str, remedy: str) -> None:
+def test_remedy_never_removes_an_intact_file(why: str, remedy: str) -> None:
     assert cure(why, "remove the file").startswith(remedy)
 
 
@@ -190,7 +190,7 @@ def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_cursor_that_cannot_be_stored_hands_out_nothing(tmp_path: Path) -> None:
     stream = PromptStream(prompts(), 0, tmp_path)
     before = ids(stream, 5)
-    stream._db.execute("PRAGMA query_only = ON")  # as a disk that refuses writes
+    stream._db.execute("PRAGMA query_only = ON")  # like a disk that refuses writes
     with pytest.raises(NotReady, match="cannot be stored"):
         stream.take(5)
     stream._db.execute("PRAGMA query_only = OFF")

@@ -1,4 +1,4 @@
-"""Worked answers from every kind of source, whole; what cannot be learned from is refused with file, row and column."""
+"""Worked answers from every kind of source are kept whole; unusable rows are refused with file, row and column."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models with sliding windows, capped scores and sinks: the engine's numbers against transformers', beyond the window."""
+"""Models with sliding windows, capped scores and sinks: the engine equals transformers, even beyond the window."""
 
 import random
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ def running(model: Model, max_running: int = 12) -> Iterator[Engine]:
 
 
 def prompts() -> list[list[int]]:
-    """Shorter than the window, as long, one longer, and several times as long."""
+    """Returns prompts shorter than the window, as long, one longer, and several times as long."""
     rng = random.Random(1)
     return [[rng.randrange(10, 280) for _ in range(length)] for length in (3, WINDOW, WINDOW + 1, 5 * WINDOW, 1)]
 
@@ -118,7 +118,7 @@ def test_embedded_greedy_beyond_the_window_equals_generate(kind: str, tmp_path: 
         assert tokens == output[0, len(job.prompt) :].tolist()
 
 
-def test_embedded_attention_that_is_not_there_is_refused_at_the_start(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_embedded_unavailable_attention_is_refused_at_the_start(tmp_path: Path, tokenizer_dir: Path) -> None:
     directory = write(tmp_path / "model", tokenizer_dir, "gemma3")
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"use_bidirectional_attention": false', '"use_bidirectional_attention": true'))

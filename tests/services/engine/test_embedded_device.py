@@ -1,6 +1,6 @@
-"""The engine on a device that is not the host's memory: where its tensors are, what waits for them, and recorded steps.
+"""The engine on a device other than the CPU: the placement of its tensors, synchronisation, and recorded steps.
 
-There is no GPU in CI: tensors on `meta` refuse the same, a mix with tensors on the CPU and a read of a number.
+CI has no GPU, so the tests use tensors on `meta`. Like a GPU's, they refuse to mix with CPU tensors and to be read.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def jobs() -> list[GenerationJob]:
-    """Rows that come and go, of several lengths, some greedy or truncated."""
+    """Returns jobs of several lengths, some greedy or truncated, so that rows come and go."""
     options: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 0.6}, {}]
     return [
         GenerationJob(str(i), list(range(10, 13 + 9 * i)), SamplingParams(30 + 7 * i, seed=i, **each), n=3)
@@ -52,7 +52,7 @@ def generated(model: Model, max_running: int) -> list[tuple[list[int], list[floa
 
 
 def again(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Records nothing: runs the step on the same tensors again."""
+    """Records nothing; runs the step again on the same tensors."""
     return step
 
 
@@ -64,7 +64,7 @@ def refuse(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def test_embedded_recorded_steps_generate_the_same(
     model_dir: Path, record: Callable[..., Callable[[], Tensor]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Padded rows and columns, the fixed cache of a GPU, and a model that cannot be recorded."""
+    """Covers padded rows and columns, a GPU's fixed cache, and a model that cannot be recorded."""
     plain = generated(Model(model_dir, 256), 12)
     model = Model(model_dir, 256)
     model.graphs = StepGraphs(model._step, record, model.device)
@@ -87,7 +87,7 @@ def test_embedded_recorded_steps_generate_the_same(
 
 
 class Cuda:
-    """What recording needs of `torch.cuda`, without a GPU: the current stream, and whose memory a record is in."""
+    """The parts of `torch.cuda` that recording needs, without a GPU: the current stream and each record's memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: object = MagicMock()
@@ -110,7 +110,7 @@ class Cuda:
 
     @contextmanager
     def graph(self, _graph: object, **options: Any) -> Iterator[None]:
-        """As in torch 2.13: a record that breaks off does not return to the stream from before."""
+        """As in torch 2.13, an aborted recording does not restore the previous stream."""
         self.records.append(options)
         before, self.current = self.current, options["stream"]
         yield
@@ -120,7 +120,7 @@ class Cuda:
 
 
 def test_embedded_records_share_memory_until_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses (`use_count > 0`) the memory of graphs that are all gone, and another engine may replay beside this one."""
+    """torch refuses (`use_count > 0`) memory whose graphs are all gone, and another engine may replay concurrently."""
     cuda, step = Cuda(monkeypatch), MagicMock()
     main = cuda.current
     for _ in range(2):
@@ -130,11 +130,11 @@ def test_embedded_records_share_memory_until_they_are_forgotten(monkeypatch: pyt
     assert [each["pool"] for each in cuda.records] == [0, 0, 1, 1]
     assert [each["stream"] for each in cuda.records] == [cuda.records[0]["stream"]] * 2 + [cuda.records[2]["stream"]] * 2
     assert {each["capture_error_mode"] for each in cuda.records} == {"thread_local"}
-    assert step.call_count == 8  # each once before it is recorded
+    assert step.call_count == 8  # each step runs once before it is recorded
     assert cuda.current is main
 
 
-def test_embedded_a_record_that_breaks_off_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_aborted_recording_restores_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = Cuda(monkeypatch)
     main, cuda.breaks = cuda.current, "operation failed due to a previous error during capture"
     with pytest.raises(RuntimeError, match="previous error"):
@@ -176,7 +176,7 @@ def test_embedded_a_step_stays_on_its_device_and_waits_for_nothing(
         decoder.cache.move([0], [2])
         decoder.cache.zero([1])
         decoder.cache.release()
-        assert decoder.cache.layers[0].keys.shape == (8, 2, 256, 8)  # fixed: graphs know its address
+        assert decoder.cache.layers[0].keys.shape == (8, 2, 256, 8)  # fixed, because graphs know its address
 
 
 def test_embedded_logits_of_a_model_in_bfloat16_are_not_rounded(model_dir: Path) -> None:
@@ -192,7 +192,7 @@ def test_embedded_logits_of_a_model_in_bfloat16_are_not_rounded(model_dir: Path)
 
 
 def test_embedded_a_step_reads_its_result_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state goes up in one copy, and the only read is of the sampled tokens and log-probabilities."""
+    """The state is uploaded in one copy, and only the sampled tokens and log-probabilities are read."""
     reads: list[tuple[int, ...]] = []
     cpu = Tensor.cpu
 
@@ -207,4 +207,4 @@ def test_embedded_a_step_reads_its_result_once(model_dir: Path, monkeypatch: pyt
         model.prefill([[1, 2]], [0, 0], 0)
         found = model.decode(Inputs(np.array([[5.0, 6], [2, 2], [1, 1], [1, 1], [0.5, 0.1], [9, 9], [0, 0]]), plain=True))
     assert found.shape == (2, 2)
-    assert reads == [(2, 2)]  # that `_step` reads nothing is shown above, on another device
+    assert reads == [(2, 2)]  # the test above shows that `_step` reads nothing

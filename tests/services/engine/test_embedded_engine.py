@@ -1,4 +1,4 @@
-"""The engine itself: its numbers against transformers, its batch, its pauses, its weights."""
+"""The embedded engine: its numbers compared with transformers', its batches, pauses and weights."""
 
 import random
 import time
@@ -63,7 +63,7 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def plain_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
-    """Log-probabilities of tokens after a prompt by one plain forward pass."""
+    """Returns the log-probabilities of tokens after a prompt, from one plain forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
@@ -259,7 +259,7 @@ def test_embedded_a_full_queue_refuses(engine: Engine) -> None:
     run(engine, job([20], max_new_tokens=1))
 
 
-def test_embedded_a_crash_answers_everybody_and_is_reported(model_dir: Path) -> None:
+def test_embedded_crash_answers_every_caller_and_is_reported(model_dir: Path) -> None:
     crashed: list[bool] = []
     broken = Engine(Model(model_dir, 256), max_running=4, on_crash=lambda: crashed.append(True))
     broken.model.decode = None  # type: ignore[method-assign, assignment]
@@ -273,6 +273,6 @@ def test_embedded_a_crash_answers_everybody_and_is_reported(model_dir: Path) -> 
         broken.submit([job([20])])
 
 
-def test_embedded_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_embedded_directory_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model-path"):
         Model(tmp_path, 256)

@@ -1,4 +1,4 @@
-"""The engine's HTTP side as a real process: many at once, clients that go away, bad input."""
+"""The engine's HTTP API in a real process: many concurrent requests, clients that disconnect, bad input."""
 
 import asyncio
 import contextlib
@@ -182,7 +182,7 @@ def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:
 
 
 def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None:
-    """A supervisor sees it at once; nobody waits for an engine that is gone."""
+    """The supervisor notices at once, so nobody waits for a dead engine."""
     model, port = write_model(tmp_path / "model", seed=0), free_port()
     code = "import services.engine.model as m; m.Model.decode = None;from services.engine.__main__ import main; main()"
     command = [sys.executable, "-c", code, "--model-path", str(model), "--port", str(port)]
@@ -197,8 +197,8 @@ def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None
         end(process)
 
 
-def test_embedded_gpus_that_are_assigned_and_unusable_end_the_process_with_the_reason(tmp_path: Path) -> None:
-    """Status 78, upon which the agent ends instead of starting the engine again."""
+def test_embedded_assigned_but_unusable_gpus_end_the_process_with_the_reason(tmp_path: Path) -> None:
+    """The status is 78, on which the agent ends instead of restarting the engine."""
     model, log = write_model(tmp_path / "model", seed=0), tmp_path / "log"
     given = {"SKYPILOT_JOBGROUP_NAME": "group", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}
     process = Forked("services.engine", "--model-path", str(model), log=log, env=os.environ | given)

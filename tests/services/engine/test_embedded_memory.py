@@ -1,4 +1,4 @@
-"""An engine that gives its memory to a trainer: the calls of SGLang, and what it refuses where SGLang would end."""
+"""An engine that gives its memory to a trainer: SGLang's calls, and refusals where SGLang would exit."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +26,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Engine:
-    """With weights in memory of their own and a KV cache of a fixed size, as on a GPU."""
+    """Returns an engine whose weights have their own memory and whose KV cache has a fixed size, as on a GPU."""
     engine = Engine(Model(directory, 64), max_running=4)
     for parameter in engine.model.module.parameters():
         parameter.data = parameter.data.clone()
@@ -49,7 +49,7 @@ async def _ids(client: EngineClient) -> Any:
 
 
 def _held(engine: Engine) -> tuple[int, int]:
-    """Bytes of KV cache and weights."""
+    """Returns the bytes of KV cache and weights."""
     cache, weights = engine.model.cache.tensors(), engine.model.module.state_dict().values()
     kv, model = ({t.untyped_storage().nbytes() for t in tensors} for tensors in (cache, weights))
     return sum(kv), sum(model)
@@ -75,7 +75,7 @@ async def test_requests_wait_while_it_sleeps_and_run_afterwards(engine: Engine, 
     long = BODY | {"sampling_params": {"max_new_tokens": 50, "temperature": 0.0}}
     running = asyncio.create_task(client.http.post("/generate", json=long))
     await _until(lambda: engine.running > 0)
-    await client.sleep(["kv_cache", "weights"], LIMIT_S)  # while it runs: it is queued again
+    await client.sleep(["kv_cache", "weights"], LIMIT_S)  # the running request is queued again
     waiting = asyncio.create_task(client.http.post("/generate", json=BODY))
     await _until(lambda: engine.waiting == 2)
     assert not running.done()
@@ -99,7 +99,7 @@ async def test_only_the_cache_sleeps_where_adapters_are_served(
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - it has no event
+    while not condition():  # noqa: ASYNC110 - the engine has no event
         await asyncio.sleep(0)
 
 
@@ -109,18 +109,18 @@ async def _refused(client: EngineClient, path: str, body: object) -> str:
     return response.text
 
 
-async def test_what_would_end_sglang_is_refused(engine: Engine, client: EngineClient, directory: Path) -> None:
+async def test_calls_that_would_end_sglang_are_refused(engine: Engine, client: EngineClient, directory: Path) -> None:
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     assert "was not released" in await _refused(client, resume, {"tags": ["kv_cache"]})
     assert "tags" in await _refused(client, release, {"tags": ["everything"]})
-    assert (await client.http.post(release, json={})).json() is None  # both
+    assert (await client.http.post(release, json={})).json() is None  # takes both kinds of memory
     assert "released already" in await _refused(client, release, {"tags": ["weights"]})
     assert "needs" in await _refused(client, "/continue_generation", {})
     assert "memory of the weights is released" in await _refused(
         client, "/update_weights_from_disk", {"model_path": str(directory)}
     )
     await client.http.post(resume, json={})
-    assert "load the weights" in await _refused(client, "/continue_generation", {})  # they hold no numbers
+    assert "load the weights" in await _refused(client, "/continue_generation", {})  # the weights hold no values
     await client.load(directory, "1", LIMIT_S)
     assert len(await _ids(client)) == 6
 
@@ -143,7 +143,7 @@ async def test_bad_weights_leave_the_engine_asleep(client: EngineClient, tmp_pat
     assert await client.is_paused()
 
 
-def test_a_cache_that_grows_is_simply_empty(directory: Path) -> None:
+def test_growing_cache_is_simply_emptied(directory: Path) -> None:
     model = Model(directory, 64)
     model.reserve(4)
     assert model.storages("kv_cache") == []

@@ -1,4 +1,4 @@
-"""Completions in several requests to the embedded engine: equal to one request, cut in time, thoughts ended."""
+"""Completions split over several requests to the embedded engine: same result as one request, time limits, thoughts."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -45,7 +45,7 @@ async def test_embedded_slices_in_time_are_as_one_request(client: RolloutClient,
 
 
 async def test_embedded_a_completion_is_cut_in_time(client: RolloutClient, model: Model) -> None:
-    """The time is over after the first request, of 64 tokens."""
+    """The time is up after the first request of 64 tokens."""
     options = GREEDY | {"n": 3, "temperature": 1.0, "sampling_seed": 1}
     found = await client.generate(PROMPT, **options, shape={"ignore_eos": True}, pace=Pace(model.tokenizer, timeout_s=1e-9))
     assert [(len(each.token_ids), each.finish_reason) for each in found] == [(64, "length")] * 3

@@ -1,4 +1,4 @@
-"""Sampling: the right distribution, the right log-probabilities, numbers that depend on seed and position alone."""
+"""Sampling: the right distribution and log-probabilities, and random numbers that depend only on seed and position."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ ROWS = 20_000
 def drawn(
     logits: torch.Tensor, temperature: torch.Tensor | float, top_p: torch.Tensor | float, uniform: torch.Tensor | float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and log-probabilities."""
+    """Returns sampled tokens and their log-probabilities."""
     state = torch.zeros(len(FIELDS), len(logits), dtype=torch.float64)
     for field, value in enumerate((temperature, top_p, uniform, torch.inf, 0.0), 2):
         state[field] = value
@@ -35,7 +35,7 @@ def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> N
         torch.testing.assert_close(logprobs, wanted.log()[tokens], atol=1e-6, rtol=1e-6)
 
 
-def test_embedded_sampling_never_draws_what_has_no_probability() -> None:
+def test_embedded_sampling_never_draws_an_impossible_token() -> None:
     logits = torch.full((ROWS, 1000), -1e30)
     logits[:, 501] = 0.0
     tokens, logprobs = draw(logits)
@@ -92,7 +92,7 @@ def test_embedded_sampling_random_numbers_are_uniform_and_a_function_of_key_and_
 
 
 def kept_by_hand(probs: list[float], top_p: float, top_k: int, min_p: float) -> set[int]:
-    """The definition, token by token: likeliest first, while all bounds hold."""
+    """Applies the definition token by token: keeps the likeliest tokens while all bounds hold."""
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
     found, mass = set(), 0.0
     for place, token in enumerate(order):
@@ -104,7 +104,7 @@ def kept_by_hand(probs: list[float], top_p: float, top_k: int, min_p: float) -> 
 
 
 def test_embedded_sampling_keeps_and_draws_what_the_definition_keeps() -> None:
-    """Random distributions and bounds. Log-probabilities are relative to what is kept; barred tokens are as if not there."""
+    """Random distributions and bounds; log-probabilities are relative to the kept tokens, without barred ones."""
     rng = np.random.default_rng(5)
     bounds = [(1.0, 9, 0.0), (0.8, 40, 0.0), (1.0, 40, 0.2), (0.9, 6, 0.05), (0.05, 40, 0.0), (1.0, 2, 0.0)]
     for _ in range(20):
@@ -114,7 +114,7 @@ def test_embedded_sampling_keeps_and_draws_what_the_definition_keeps() -> None:
         state[2], state[3], state[5], state[6] = temperature, *(torch.tensor(each) for each in zip(*bounds, strict=True))
         state[4] = torch.tensor(rng.uniform(size=len(bounds)))
         state[7:] = torch.tensor(barred)[:, None]
-        state[9, 0] = -1  # a row with fewer
+        state[9, 0] = -1  # a row with fewer barred tokens
         found = sample(logits.expand(len(bounds), -1), state, False, 40)
         for row, (top_p, top_k, min_p) in enumerate(bounds):
             free = logits.double() / temperature

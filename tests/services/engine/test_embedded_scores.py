@@ -1,4 +1,4 @@
-"""The embedded engine as a teacher: log-probabilities of prompts, in SGLang's form, beside requests that generate."""
+"""The embedded engine as a teacher: log-probabilities of prompts in SGLang's form, alongside generating requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,7 +39,7 @@ async def connected(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def ask(model_dir: Path, *bodies: dict[str, Any]) -> list[Any]:
-    """The answers to requests that are sent at once."""
+    """Sends requests concurrently and returns their answers."""
 
     async def run() -> list[Any]:
         async with connected(Engine(Model(model_dir, 256), max_running=8, weight_version="7")) as client:
@@ -54,13 +54,13 @@ def scoring(rows: Any, start: int = 0, **more: Any) -> dict[str, Any]:
 
 
 def test_scores_are_those_of_transformers_in_sglangs_form(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "SCORED_LOGITS", 300 * 12)  # parts of one or two rows
+    monkeypatch.setattr(requests, "SCORED_LOGITS", 300 * 12)  # scores one or two rows at a time
     (status, answers), (_, one) = ask(model_dir, scoring(ROWS, 1), scoring(ROWS[0]))
     assert (status, len(answers)) == (200, 4)
     for row, answer in zip(ROWS, answers, strict=True):
         pairs = answer["meta_info"]["input_token_logprobs"]
         assert [token for _, token, _ in pairs] == row[1:]
-        assert pairs[0][0] is None  # SGLang does not look before the start
+        assert pairs[0][0] is None  # SGLang gives no score for the first token
         np.testing.assert_allclose(
             [pair[0] for pair in pairs[1:]], expected_logprobs(model_dir, None, row[:2], row[2:]), atol=2e-5
         )

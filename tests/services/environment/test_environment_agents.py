@@ -1,4 +1,4 @@
-"""Programs as agents: real processes and servers, three ways of a reward, failures that are not zeros, nothing left behind."""
+"""Programs as agents: real processes and servers, three ways to give a reward, unrewarded failures, no leftovers."""
 
 import asyncio
 import sys
@@ -54,7 +54,7 @@ async def test_a_program_gives_its_reward_by_a_file_or_a_call(monkeypatch: pytes
             assert (episode.answer, episode.metrics["turns"], len(episode.sequences)) == ("3", 1, 1)
 
 
-async def test_without_a_reward_the_answer_is_still_to_be_graded_unless_others_have_one() -> None:
+async def test_answer_without_a_reward_is_left_to_be_graded_unless_others_have_one() -> None:
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "nothing")
         assert (episode.status, episode.reward, episode.answer) == ("ok", None, "3")
@@ -90,7 +90,7 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
         assert "the engines did not answer" in episode.detail
 
 
-async def test_a_limit_is_a_stop_reason_also_where_the_program_fails_of_it() -> None:
+async def test_limit_is_a_stop_reason_even_if_it_makes_the_program_fail() -> None:
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "limits", turns=3)
         assert (episode.status, episode.stop_reason, episode.metrics["turns"]) == ("ok", "turns", 3)
@@ -105,18 +105,18 @@ def noted(pids: Path) -> list[int]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - nobody tells of the end of somebody else's process
+    while not holds():  # noqa: ASYNC110 - the end of another process raises no event
         await asyncio.sleep(0.01)
 
 
 async def gone(pids: Path, count: int) -> None:
-    """Waits until processes have ended."""
+    """Waits until `count` noted processes have ended."""
     found = noted(pids)
     assert len(found) == count
     await until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in found))
 
 
-async def test_nothing_is_left_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_leaves_no_process_or_session_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "GRACE_S", 0.1)
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (("leaves", "ok", 2, 60), ("lingers", "ok", 1, 60), ("hangs", "timeout", 2, 3)):

@@ -1,4 +1,4 @@
-"""Episodes over HTTP: classes as TRL takes them, several turns, failures that are not zeros, and requests sent again."""
+"""Episodes over HTTP: TRL's environment classes, several turns, failures that are never a zero, repeated requests."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def calculates(text: str) -> str:
-    """Answers with the tool, then with what it said."""
+    """Calls the tool first, then answers with the tool's result."""
     return "so it is 3" if "<tool_response>" in text else call("add", a=1, b=2)
 
 
@@ -67,14 +67,14 @@ async def test_several_turns_without_tools() -> None:
         assert len(episode.sequences[0].turns) == 3
 
 
-async def test_without_get_reward_the_answer_is_still_to_be_graded() -> None:
+async def test_answer_without_get_reward_is_left_to_be_graded() -> None:
     async with served(Ungraded, lambda _: "7") as server:
         (episode,) = await server.client.episodes(request_for(server.service.environment.name))
         assert (episode.status, episode.reward, episode.answer) == ("ok", None, "7")
 
 
 class Ungraded:
-    """Has a problem alone."""
+    """Has a problem but no reward."""
 
     def reset(self) -> None:
         """Begins."""
@@ -93,7 +93,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize(("sampled", "told"), TOLD.values(), ids=TOLD)
-async def test_what_is_wrong_with_a_call_is_told_to_the_model(sampled: str, told: str) -> None:
+async def test_model_is_told_what_is_wrong_with_its_call(sampled: str, told: str) -> None:
     answers = iter([sampled, call("add", a=1, b=2), "3"])
     async with served(Calculator, lambda _: next(answers)) as server:
         (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
@@ -124,7 +124,7 @@ async def test_an_environment_that_died_is_run_again() -> None:
         assert (episode.status, episode.reward, Faulty.lives) == ("ok", 1.0, 1)
 
 
-async def test_an_engine_that_fails_is_died_not_a_zero() -> None:
+async def test_engine_failure_has_status_died_and_no_reward() -> None:
     async with served(Calculator, calculates) as server:
         server.engine.failures = 3
         (episode,) = await server.client.episodes(request_for(NAMES[Calculator]))
@@ -156,7 +156,7 @@ async def test_a_limit_is_a_stop_reason_with_a_reward(limits: dict[str, Any], re
         assert episode.sequences[0].finish_reason == "length", "so algorithm.mask_truncated decides whether it is trained"
 
 
-async def test_an_observation_of_ten_megabytes_is_the_end_of_the_context() -> None:
+async def test_observation_of_ten_megabytes_ends_the_context() -> None:
     async with served(Faulty, lambda _: call("huge")) as server:
         (episode,) = await server.client.episodes(request_for(NAMES[Faulty], "x"))
         assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 1.0)
@@ -199,7 +199,7 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
             await server.client.delete("r1")
 
 
-async def test_who_still_waits_for_a_deleted_request_is_told_so() -> None:
+async def test_waiting_caller_is_told_that_its_request_was_deleted() -> None:
     async with served(Faulty, lambda _: call("wait")) as server:
         Faulty.release.clear()
         waiting = asyncio.create_task(server.service.episodes(request_for(NAMES[Faulty])))
@@ -213,10 +213,10 @@ async def test_who_still_waits_for_a_deleted_request_is_told_so() -> None:
 
 
 class Graded(Guess):
-    """Gives a reward for every guess."""
+    """Rewards every guess."""
 
     def get_turn_rewards(self) -> list[Any]:
-        """Refuses a guess of 9."""
+        """Returns a reward for every turn, or an invalid value for some problems."""
         if self.wanted == "9":
             return [0.5]
         return [0.25 * i for i in range(self.guesses)] if self.wanted != "8" else [math.nan] * self.guesses
@@ -278,7 +278,7 @@ async def test_messages_that_cannot_begin_an_episode_are_an_error_with_the_field
         assert "task.messages[0].role" in episode.detail
 
 
-async def test_what_is_served_is_listed() -> None:
+async def test_served_environment_is_listed() -> None:
     async with served(Calculator, calculates) as server:
         (listed,) = (await server.http.get("/environments")).json()
         assert [tool["function"]["name"] for tool in listed["tools"]] == ["add", "broken"]
@@ -289,11 +289,11 @@ async def test_what_is_served_is_listed() -> None:
 
 
 class NoReset:
-    """Lacks the one method that there must be."""
+    """Lacks the only mandatory method."""
 
 
 class Undescribed:
-    """Has a tool that no model could use."""
+    """Has a tool without a description."""
 
     def reset(self) -> None:
         """Begins."""

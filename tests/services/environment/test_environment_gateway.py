@@ -1,4 +1,4 @@
-"""The gateway's three APIs: a conversation with a tool in each, keys, streams, and calls after the end."""
+"""The gateway's three APIs: a conversation with a tool in each, keys, streams, and calls to ended sessions."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -33,7 +33,7 @@ async def post(server: Served, session: Session, path: str, body: Any, key: str 
 
 
 def one_sequence(server: Served, session: Session) -> None:
-    """Asserts that the conversation was recorded as one sequence of the sampled tokens."""
+    """Asserts that the conversation was recorded as a single sequence of the sampled tokens."""
     session.close()
     (sequence,) = session.sequences()
     tokenizer = server.engine.tokenizer
@@ -137,7 +137,7 @@ async def test_a_forged_key_is_refused_before_anything_is_read(key: str | None) 
         assert server.engine.asked == []
 
 
-async def test_a_session_that_never_was_and_one_that_ended() -> None:
+async def test_unknown_and_ended_sessions_are_refused() -> None:
     async with opened() as (server, session):
         body = {"messages": [{"role": "user", "content": "x"}]}
         headers = {"authorization": "Bearer other"}
@@ -210,7 +210,7 @@ async def test_with_a_token_of_the_run_programs_need_only_their_session(monkeypa
             assert answer.status_code == 401, "a session's key opens nothing else"
 
 
-async def test_engines_that_fail_are_an_error_that_clients_try_again() -> None:
+async def test_engine_failure_is_an_error_that_clients_retry() -> None:
     async with opened() as (server, session):
         server.engine.failures = 1
         body = {"messages": [{"role": "user", "content": "x"}]}
@@ -287,7 +287,7 @@ ODD: tuple[Any, ...] = (
 
 
 def mutations(value: Any) -> Iterator[Any]:
-    """Yields `value` with one of its parts replaced by something odd, or left out."""
+    """Yields copies of `value` in which one part is replaced by an odd value or left out."""
     yield from ODD
     if isinstance(value, dict):
         for name, item in value.items():
@@ -300,7 +300,7 @@ def mutations(value: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("path", WHOLE)
-async def test_no_body_whatever_is_odd_in_it_is_a_crash(path: str) -> None:
+async def test_odd_body_never_crashes_the_gateway(path: str) -> None:
     async with opened() as (server, _):
         session = server.service.open_session(request_for(NAME, turns=10**6, sampled_tokens=10**9))
         assert (await post(server, session, path, WHOLE[path])).status_code == 200

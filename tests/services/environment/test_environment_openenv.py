@@ -1,4 +1,4 @@
-"""OpenEnv's protocol, spoken by servers of our own: what is away, full, lost or wrong is never a reward."""
+"""OpenEnv's protocol, spoken by test servers: an absent, full, lost or wrong server never gives a reward."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ TEXT = {"properties": {"message": {"type": "string"}, "metadata": {"type": "obje
 
 
 class Server:
-    """Answers as its test says, by the kind of a message."""
+    """Answers each kind of message as its test defines."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers, self.told, self.open, self.schema, self.full = answers, list[Any](), 0, dict(TEXT), 0
@@ -54,7 +54,7 @@ class Server:
         if found == "end":
             return False
         if found == "hang":
-            await socket.receive()  # until the client has gone
+            await socket.receive()  # until the client disconnects
             return False
         await (socket.send_str(found) if isinstance(found, str) else socket.send_json(found))
         return True
@@ -74,7 +74,7 @@ async def play(server: Server, **limits: Any) -> Episode:
     try:
         async with served(name, lambda _: "3") as here:
             (episode,) = await here.client.episodes(request_for(name, **limits))
-            while server.open:  # noqa: ASYNC110 - the server notices it by itself
+            while server.open:  # noqa: ASYNC110 - the server notices the disconnect by itself
                 await asyncio.sleep(0.01)
             return episode
     finally:
@@ -127,7 +127,7 @@ async def test_a_failure_has_a_reason_and_no_reward(fault: str) -> None:
     assert detail in episode.detail
 
 
-async def test_a_server_that_is_away() -> None:
+async def test_absent_server_gives_no_reward() -> None:
     name = "openenv:ws://127.0.0.1:1"
     async with served(name, lambda _: "3") as here:
         (episode,) = await here.client.episodes(request_for(name))

@@ -1,4 +1,4 @@
-"""Sequences and masks of sessions, counted by hand: no token of an answer is ever tokenised again."""
+"""The sequences and masks that sessions record, checked by hand: no answer is ever tokenised again."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ async def ask(session: Session, chat: list[dict[str, Any]], tools: list[dict[str
 
 
 def sent_back(answer: Answer, **changes: Any) -> dict[str, Any]:
-    """Returns the answer as a program sends it in its next call: arguments as text, thoughts left out."""
+    """Returns the answer as a program sends it back in its next call: arguments as text, without thoughts."""
     message = {name: value for name, value in answer.message.fields.items() if name != "reasoning_content"}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [
@@ -43,7 +43,7 @@ def sent_back(answer: Answer, **changes: Any) -> dict[str, Any]:
 
 
 def is_sequence(found: EpisodeSequence, prompt: list[int], parts: list[tuple[list[int], int]]) -> None:
-    """Asserts that a sequence is exactly these tokens: a prompt, then (tokens, mask) in turn."""
+    """Asserts that a sequence consists of exactly these tokens: a prompt, followed by (tokens, mask) pairs."""
     assert found.prompt_ids.tolist() == prompt
     assert found.token_ids.tolist() == [token for ids, _ in parts for token in ids]
     assert found.mask.tolist() == [mask for ids, mask in parts for _ in ids]
@@ -57,7 +57,7 @@ def is_sequence(found: EpisodeSequence, prompt: list[int], parts: list[tuple[lis
     assert found.weight_versions[-1][2] == len(found.token_ids)
 
 
-async def test_a_second_turn_keeps_the_sampled_tokens_though_their_text_has_others() -> None:
+async def test_second_turn_keeps_sampled_tokens_though_their_text_tokenises_differently() -> None:
     session, engine, tokenizer = trap_session(["abab", "ok"])
     first = await ask(session, [user("ab")])
     assert first.message.content == "abab"
@@ -231,7 +231,7 @@ async def test_other_tools_are_another_sequence() -> None:
     assert len(session.sequences()) == 2
 
 
-async def test_a_tool_call_that_is_no_json_stays_in_the_text() -> None:
+async def test_tool_call_that_is_not_json_stays_in_the_text() -> None:
     text = '<tool_call>\n{"name": "add", "arguments": {"a": }\n</tool_call>'
     session, _, _ = trap_session([text, "ok"])
     first = await ask(session, [user("x")], TOOLS)
@@ -279,7 +279,7 @@ async def test_an_answer_is_cut_where_the_context_ends() -> None:
     assert session.stop_reason == "context"
 
 
-async def test_a_huge_observation_is_the_end_of_the_context_and_is_not_tokenised() -> None:
+async def test_huge_observation_ends_the_context_and_is_not_tokenised() -> None:
     session, engine, _ = trap_session(["ok", "ok"], limits=EpisodeLimits(context=1000))
     first = await ask(session, [user("x")])
     for size in (900_000, 10_000_000):
@@ -289,7 +289,7 @@ async def test_a_huge_observation_is_the_end_of_the_context_and_is_not_tokenised
     assert len(engine.asked) == 1
 
 
-async def test_a_closed_session_answers_nothing_and_cancels_what_is_under_way() -> None:
+async def test_closed_session_answers_nothing_and_cancels_running_calls() -> None:
     waits = asyncio.Event()
 
     class Stuck(ScriptedEngine):

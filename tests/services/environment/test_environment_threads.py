@@ -1,4 +1,4 @@
-"""Methods that hang: their thread is counted and replaced, and the server says so when there are too many."""
+"""Methods that hang: their threads are counted and replaced, and the server reports too many of them."""
 
 import asyncio
 import sys
@@ -14,7 +14,7 @@ from tests.support.environments import request_for, served
 
 
 class Hangs:
-    """Has tools that do what no tool should do."""
+    """Has tools that misbehave."""
 
     release = threading.Event()
     hanging: ClassVar[list[int]] = []
@@ -56,7 +56,7 @@ def released() -> Iterator[None]:
     Hangs.release.set()
 
 
-async def test_a_call_that_hangs_keeps_its_thread_and_not_its_place(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hung_call_keeps_its_thread_but_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
     said, numbers = "done", iter(range(9))
 
     async with served(Hangs, lambda _: said, workers=2) as server:
@@ -95,7 +95,7 @@ async def test_a_call_that_hangs_keeps_its_thread_and_not_its_place(caplog: pyte
 
 
 @pytest.mark.parametrize(("tool", "told"), [("leave", "SystemExit: enough"), ("exhaust", "StopIteration")])
-async def test_an_exception_that_would_end_more_than_the_call_is_told_to_the_model(tool: str, told: str) -> None:
+async def test_model_is_told_of_an_exception_that_would_end_more_than_the_call(tool: str, told: str) -> None:
     replies = iter([call(tool), "done"])
     async with served(Hangs, lambda _: next(replies)) as server:
         (episode,) = await server.client.episodes(request_for(NAME, deadline_s=60))
@@ -103,7 +103,7 @@ async def test_an_exception_that_would_end_more_than_the_call_is_told_to_the_mod
         assert told in episode.sequences[0].text
 
 
-async def test_threads_are_used_again_and_no_more_calls_run_at_once_than_may() -> None:
+async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded() -> None:
     threads, seen, running, most = Threads(3), set[int](), 0, 0
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A service takes on so much at a time, refuses the rest cheaply, and stays visible and healthy meanwhile."""
+"""A service accepts a bounded load, refuses the rest cheaply, and stays observable and healthy meanwhile."""
 
 import asyncio
 import socket
@@ -38,7 +38,7 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """The port of a real process that takes on four requests and four of the largest bodies."""
+    """Yields the port of a real process that accepts four requests and four of the largest bodies at once."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         found = int(sock.getsockname()[1])
     process = subprocess.Popen([sys.executable, "-c", SERVICE, str(found)], cwd=ROOT)
@@ -79,9 +79,9 @@ async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visib
     assert await metric(client, 'requests_refused_total{limit="requests"}') == 20
     assert await metric(client, "requests_in_progress_limit") == 4
     assert await metric(client, "request_bodies_bytes") == 400
-    for task in first[:1]:  # a client that goes away gives its place back
+    for task in first[:1]:  # a client that disconnects frees its place
         task.cancel()
-    await client.request("POST", "/open")  # refused until then, and repeated
+    await client.request("POST", "/open")  # refused until then, so the client retries
     for answer in await asyncio.gather(*first[1:]):
         assert answer.json() == {"size": 100}
     assert (await client.request("POST", "/hold", content=b"y")).json() == {"size": 1}
@@ -90,8 +90,8 @@ async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visib
 
 
 @pytest.mark.integration
-async def test_a_refused_body_is_not_waited_for(client: Client, port: int) -> None:
-    """The answer is there although not a byte of the body is."""
+async def test_refusal_does_not_wait_for_the_body(client: Client, port: int) -> None:
+    """The answer arrives before a byte of the body is sent."""
     tasks = [asyncio.create_task(client.http.post("/hold", timeout=60)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -136,7 +136,7 @@ async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(app: 
         tasks = [asyncio.create_task(http.post("/hold", content=b"x" * 1000)) for _ in range(3)]
         tasks.append(asyncio.create_task(http.post("/hold", content=chunks(600))))
         async with asyncio.timeout(30):
-            while app.state.load.body_bytes < 3600:  # noqa: ASYNC110 - it has no event
+            while app.state.load.body_bytes < 3600:  # noqa: ASYNC110 - the service has no event
                 await asyncio.sleep(0.01)
         for content in (b"x" * 401, chunks(500)):
             answer = await http.post("/hold", content=content)

@@ -1,4 +1,4 @@
-"""Work for a client that has gone, or of a service that stops, is cancelled; any other is finished."""
+"""Work for a disconnected client, or in a stopping service, is cancelled; other work is finished."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ class Connection:
 
 
 class Work:
-    """Goes on until it is cancelled."""
+    """Runs until it is cancelled."""
 
     def __init__(self) -> None:
         self.started, self.cancelled = asyncio.Event(), False
@@ -60,7 +60,7 @@ async def test_work_is_cancelled_when_its_client_has_gone() -> None:
     assert (caught.value.status, work.cancelled) == (499, True)
 
 
-async def test_a_service_that_stops_ends_only_what_says_so() -> None:
+async def test_stopping_service_cancels_only_work_that_allows_it() -> None:
     connection, work, longer = Connection(), Work(), Work()
     finished = asyncio.create_task(cancel_on_disconnect(connection.request, longer.run()))
     waiting = asyncio.create_task(cancel_on_disconnect(connection.request, work.run(), drain=True))

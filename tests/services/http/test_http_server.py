@@ -1,4 +1,4 @@
-"""What every service answers: health, metrics, one error shape for everything that goes wrong, and a clean end."""
+"""Common behaviour of every service: health, metrics, a single error shape and a clean shutdown."""
 
 import asyncio
 import signal
@@ -58,7 +58,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, str]:
-    """Checks the one error shape and returns what is in it."""
+    """Checks the common error shape and returns the error."""
     assert answer.status_code == status
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
@@ -81,7 +81,7 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
     assert answer.headers["allow"] == "POST"
 
 
-async def test_a_crash_is_a_500_that_tells_no_secret_and_the_service_lives(http: httpx.AsyncClient) -> None:
+async def test_crash_is_a_500_without_secrets_and_the_service_survives(http: httpx.AsyncClient) -> None:
     error = error_of(await http.get("/things/crash"), 500, "internal")
     assert error["message"] == "internal error: RuntimeError"
     assert (await http.get("/health")).status_code == 200
@@ -148,7 +148,7 @@ async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncCl
     error_of(await http.post("/raw", content=chunks(10), headers=JSON), 422, "invalid_input")
 
 
-async def test_health_says_why_not() -> None:
+async def test_health_states_why_the_service_is_unhealthy() -> None:
     reasons: list[str | None] = ["loads the data", None]
     app = make_app(not_ready=lambda: reasons[0])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing") as http:
@@ -198,7 +198,7 @@ async def test_flush_waits_for_what_it_calls_and_fails_with_it() -> None:
     assert done == ["slow", "quick"]
 
 
-async def test_the_life_of_the_service_is_entered_and_left() -> None:
+async def test_lifespan_of_the_service_is_entered_and_left() -> None:
     steps: list[str] = []
 
     @asynccontextmanager
@@ -230,7 +230,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_small_answers_are_sent_at_once() -> None:
-    """Without it every answer on a kept connection waits 40 ms for the other side's acknowledgement."""
+    """With Nagle's algorithm, every answer on a kept connection would wait 40 ms for an acknowledgement."""
     with (
         listen("127.0.0.1", 0) as sock,
         socket.create_connection(sock.getsockname()),
@@ -285,7 +285,7 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
             process.send_signal(signal.SIGTERM)
             while (reason := await client.unhealthy_reason()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert "draining" in reason or "Error" in reason  # the socket closes a moment after the signal
+            assert "draining" in reason or "Error" in reason  # the socket closes shortly after the signal
             assert (await in_flight).json() == {"status": "finished"}
         assert await asyncio.to_thread(process.wait, 30) == 0
 
@@ -335,7 +335,7 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
             assert (await client.http.post("/work", json={"a": 1})).json() == {"a": 1}
 
 
-async def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(caplog: pytest.LogCaptureFixture) -> None:
     app = create_app("small")
 
     @app.post("/raw")

@@ -1,4 +1,4 @@
-"""Groups, buffers and clients for the tests of the replay buffer."""
+"""Fixtures for the tests of the replay buffer: groups, the service and its client."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,13 +20,13 @@ def _make_group() -> MakeGroup:
 
 @pytest.fixture
 def config() -> ReplaySection:
-    """Settings of the service under test; a test may override this fixture."""
+    """Returns the settings of the service under test; a test may override this fixture."""
     return ReplaySection(capacity=1000, lease_s=600)
 
 
 @pytest.fixture
 async def app(config: ReplaySection, tmp_path: Path) -> AsyncIterator[FastAPI]:
-    """The service in this process, its lifespan entered."""
+    """Runs the service in this process."""
     app = create_replay_app(config, tmp_path, max_body_bytes=1 << 20)
     async with app.router.lifespan_context(app):
         yield app
@@ -34,7 +34,7 @@ async def app(config: ReplaySection, tmp_path: Path) -> AsyncIterator[FastAPI]:
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[ReplayClient]:
-    """The client everything in the system uses."""
+    """Returns the client that the system itself uses."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with ReplayClient("replay-buffer", "http://replay", transport=transport, deadline_s=30) as client:
         yield client

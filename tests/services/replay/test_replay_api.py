@@ -1,4 +1,4 @@
-"""What people and the ancestor's clients call, and everything that must be refused."""
+"""The calls made by people and by the ancestor's clients, and the requests that must be refused."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ JSON = {"content-type": "application/json"}
 MSGPACK = {"content-type": wire.MSGPACK}
 
 
-def test_joined_groups_are_what_wire_encodes(make_group: MakeGroup) -> None:
+def test_joined_groups_equal_the_wire_encoding(make_group: MakeGroup) -> None:
     groups = [make_group(f"g{i}", i) for i in range(20)]
     for some in ([], groups[:1], groups):
         assert join([wire.encode(group) for group in some], evicted=3) == wire.encode_groups(some, evicted=3)
@@ -71,8 +71,8 @@ async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(client:
         for seed in range(100):
             body = {"batch_size": 1, "prioritized": prioritized, "seed": seed}
             rewards[prioritized] += (await client.request("POST", "/sample", json=body)).json()["experiences"][0]["reward"]
-    assert 20 <= rewards[False] <= 47  # a third
-    assert 72 <= rewards[True] <= 97  # 1.1 of 1.3
+    assert 20 <= rewards[False] <= 47  # expected: a third
+    assert 72 <= rewards[True] <= 97  # expected: 1.1 / 1.3
 
 
 async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, make_group: MakeGroup) -> None:
@@ -91,7 +91,7 @@ async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, 
 
 
 def broken(make_group: MakeGroup, where: str, value: object) -> dict[str, object]:
-    """A good group as JSON with one field of it or of its first completion replaced."""
+    """Returns a good group as JSON, with one field of the group or of its first completion replaced."""
     content = wire.group_json(make_group("a"))
     target = content if where in content else content["completions"][0]
     target[where] = value
@@ -180,12 +180,14 @@ async def test_nan_and_infinity_are_refused(client: ReplayClient, make_group: Ma
 
 
 @pytest.mark.parametrize("metadata", [{"x": b"\xff"}, {"x": float("nan")}, {"x": Ext(5, b"x")}, {b"x": 1}])
-async def test_metadata_must_be_showable(client: ReplayClient, make_group: MakeGroup, metadata: dict[str, object]) -> None:
+async def test_metadata_must_be_representable_as_json(
+    client: ReplayClient, make_group: MakeGroup, metadata: dict[str, object]
+) -> None:
     group = make_group("a")
     group.metadata = metadata
     response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
-    extension = any(isinstance(value, Ext) for value in metadata.values())  # refused before it is unpacked
+    extension = any(isinstance(value, Ext) for value in metadata.values())  # refused before unpacking
     assert response.json()["error"]["field"] == ("body" if extension else "groups[0].metadata")
 
 
@@ -269,7 +271,7 @@ async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: Re
     assert {group.id for group in taken} == {"a", "big"}
 
 
-async def test_sqlite_s_own_reason_is_told(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_sqlite_error_is_reported(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
     app.state.worker.buffer.store.db.execute("PRAGMA query_only = 1")
     response = await client.http.post("/groups", content=wire.encode_groups([make_group("a")]), headers=MSGPACK)
     error = response.json()["error"]

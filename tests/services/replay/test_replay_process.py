@@ -1,4 +1,4 @@
-"""The real process: killed in the middle of things, stopped, started on a damaged file."""
+"""The real process: killed at any moment, stopped, and started on a damaged file."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def port() -> int:
 
 @pytest.fixture
 def start(port: int, tmp_path: Path) -> Iterator[Start]:
-    """Starts the service; every process it started is gone afterwards."""
+    """Starts the service; ends every process it started."""
     started: list[subprocess.Popen[bytes]] = []
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
@@ -212,7 +212,7 @@ def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
     first.close()
 
 
-def test_the_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, make_group: MakeGroup) -> None:
+def test_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, make_group: MakeGroup) -> None:
     path = tmp_path / "replay" / "replay.db"
     stored(path, make_group)
     copy = shutil.copy(path, tmp_path / "copy.db")
@@ -228,7 +228,7 @@ def test_the_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, 
 
 
 def killed(place: Path, make_group: MakeGroup) -> Path:
-    """A store as a kill leaves it: 160 groups were acknowledged, and most are in the log alone."""
+    """Leaves a store as a kill does: 160 groups were acknowledged, most of them only in the log."""
     buffer = ReplayBuffer(ReplaySection(), place / "living" / "replay.db")
     for i in range(160):
         buffer.add([make_group(f"g{i}", tokens=50)])
@@ -246,15 +246,15 @@ def flip_a_byte(log: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_a_byte, truncate, empty, Path.unlink])
-def test_what_a_damaged_log_loses_is_counted_and_nothing_goes_on_without_it(
+def test_changes_lost_with_a_damaged_log_are_counted_and_stop_the_start(
     damage: Callable[[Path], None], tmp_path: Path, make_group: MakeGroup
 ) -> None:
     path = killed(tmp_path, make_group)
     damage(path.with_name("replay.db-wal"))
-    for _ in range(2):  # a restart says it again
+    for _ in range(2):  # a second start reports it again
         with pytest.raises(ConfigError, match=r"acknowledged changes are gone, with \d+ of 160 groups") as error:
             ReplayBuffer(ReplaySection(), path)
-    path.with_name("replay.db.count").unlink()  # as the error says
+    path.with_name("replay.db.count").unlink()  # the remedy in the error
     buffer = ReplayBuffer(ReplaySection(), path)
     assert f"with {160 - buffer.stats()['fresh']} of 160 groups" in str(error.value)
     buffer.add([make_group("new")])
@@ -262,7 +262,7 @@ def test_what_a_damaged_log_loses_is_counted_and_nothing_goes_on_without_it(
     ReplayBuffer(ReplaySection(), path).close()
 
 
-def test_a_kill_loses_no_count_and_a_store_that_was_moved_away_is_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_kill_loses_no_count_and_a_removed_store_is_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
     path = killed(tmp_path, make_group)
     buffer = ReplayBuffer(ReplaySection(), path)
     assert buffer.stats()["fresh"] == 160
@@ -273,7 +273,7 @@ def test_a_kill_loses_no_count_and_a_store_that_was_moved_away_is_not_missed(tmp
     buffer.close()
 
 
-def test_a_store_of_before_the_counts_is_read(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_store_older_than_the_counts_is_read(tmp_path: Path, make_group: MakeGroup) -> None:
     path = tmp_path / "replay.db"
     stored(path, make_group)
     path.with_name("replay.db.count").unlink()

@@ -1,4 +1,4 @@
-"""The queue side: stored once, handed out exactly once, leased, acknowledged, evicted, counted."""
+"""The queue of the replay buffer: groups are stored once, handed out exactly once, leased, acknowledged and evicted."""
 
 import asyncio
 import time
@@ -111,7 +111,7 @@ async def test_a_waiting_take_gets_what_arrives(client: ReplayClient, make_group
     assert ids((await asyncio.wait_for(waiting, 30)).groups) == ["a", "b"]
 
 
-async def test_old_groups_are_evicted_and_told_once(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_old_groups_are_evicted_and_reported_once(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group(f"g{version}", version) for version in range(5)])
     taken = await client.take(take(2, "r", min_version=3))
     assert (ids(taken.groups), taken.evicted) == (["g3", "g4"], 3)
@@ -122,7 +122,7 @@ async def test_old_groups_are_evicted_and_told_once(client: ReplayClient, make_g
     assert (stats["evicted"], stats["groups"]) == (3, 3)
 
 
-async def test_a_take_in_vain_tells_its_evictions_to_its_retries_alone(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_failed_take_reports_evictions_only_to_its_retries(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group("old", 0)])
     answers = [(await client.take(take(1, name, min_version=1))).evicted for name in ("r", "r", "s", "r")]
     assert answers == [1, 1, 0, 1]
@@ -144,7 +144,7 @@ class TestLease:
     async def test_an_expired_lease_makes_the_groups_fresh_again(self, client: ReplayClient, make_group: MakeGroup) -> None:
         await client.add([make_group("a"), make_group("b")])
         first = await client.take(take(2, "r"))
-        again = await client.take(take(2, "s", wait_s=60))  # nothing arrives: the expiry itself wakes it
+        again = await client.take(take(2, "s", wait_s=60))  # nothing arrives: the expired lease itself wakes the call
         assert ids(again.groups) == ids(first.groups)
 
     async def test_an_acknowledged_group_stays_consumed(self, client: ReplayClient, make_group: MakeGroup) -> None:
@@ -155,8 +155,8 @@ class TestLease:
         assert (await client.stats())["consumed"] == 1
 
 
-async def test_reset_drops_what_is_drawn_again(client: ReplayClient, make_group: MakeGroup) -> None:
-    """A trainer that resumes at a position trains on these prompts a second time: reuse must not find them twice."""
+async def test_reset_drops_groups_that_will_be_drawn_again(client: ReplayClient, make_group: MakeGroup) -> None:
+    """A resumed trainer trains on these prompts again, so reuse must not find them twice."""
     await client.add([make_group(name, position=position) for position, name in enumerate("abcd")])
     await client.take(take(3, "r"))
     await client.ack(["a", "b", "c"])
@@ -180,7 +180,7 @@ async def test_draws_of_lost_steps_do_not_count(client: ReplayClient, make_group
         return len((await client.sample(request)).groups)
 
     assert [await drawn(step, f"s{step}", 9) for step in (3, 4, 5, None)] == [2] * 4
-    for _ in range(2):  # the answer to the first call may be lost
+    for _ in range(2):  # the first answer may be lost, so the call is repeated
         await client.reset_fresh(from_position=7, step=4)
         listed = (await client.request("GET", "/groups")).json()["groups"]
         assert [group["times_sampled"] for group in listed] == [2, 2], "of step 3, and the one by hand"
@@ -202,7 +202,7 @@ async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, m
     assert (stats["consumed"], stats["leased"]) == (1, 1), "an ack with an unknown id changes nothing"
 
 
-async def test_reset_drops_what_was_not_acknowledged(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_reset_drops_unacknowledged_groups(client: ReplayClient, make_group: MakeGroup) -> None:
     await client.add([make_group(name) for name in "abc"])
     await client.take(take(2, "r"))
     await client.ack(["a"])
@@ -244,7 +244,7 @@ class TestCapacity:
         listed = (await client.request("GET", "/groups")).json()["groups"]
         assert [(item["id"], item["state"]) for item in listed] == [("b", "consumed"), ("c", "fresh"), ("d", "fresh")]
         assert (await client.stats())["removed"] == 1
-        await client.ack(["a"])  # late, and no error: it was trained on and has left
+        await client.ack(["a"])  # a late acknowledgement is no error: the group was trained on and removed
         await client.add([make_group("a")])
         assert (await client.stats())["groups"] == 3, "a late retry of an add brings nothing back"
 
@@ -254,7 +254,7 @@ class TestCapacity:
         assert response.status_code == 503
         assert response.json()["error"]["code"] == "full"
         assert "retry-after" in response.headers
-        adding = asyncio.create_task(client.add([make_group("d")]))  # its client keeps trying
+        adding = asyncio.create_task(client.add([make_group("d")]))  # the client keeps retrying
         taken = await client.take(take(1, "r"))
         await client.ack(ids(taken.groups))
         await asyncio.wait_for(adding, 30)
@@ -270,7 +270,7 @@ class TestCapacity:
 
 
 def person(group: Group) -> dict[str, object]:
-    """A group as a person would type it."""
+    """Returns a group in the form a person would type."""
     completion = {
         "token_ids": [5, 6],
         "logprobs": [-0.5, -0.25],
@@ -283,8 +283,8 @@ def person(group: Group) -> dict[str, object]:
     return {**body, "completions": [completion]}
 
 
-def test_a_lease_counts_from_the_start_of_the_process_whatever_the_clocks_say(tmp_path: Path, make_group: MakeGroup) -> None:
-    """The clock of the new process may be far behind the old one's: after a reboot, or on another node."""
+def test_lease_counts_from_process_start_whatever_the_clocks_say(tmp_path: Path, make_group: MakeGroup) -> None:
+    """The new process's clock may be far behind the old one's, after a reboot or on another node."""
     path, now = tmp_path / "replay.db", 1e9
     config = ReplaySection(capacity=100, lease_s=600)
     buffer = ReplayBuffer(config, path, clock=lambda: now)
@@ -302,7 +302,7 @@ def test_a_lease_counts_from_the_start_of_the_process_whatever_the_clocks_say(tm
 
 
 def test_the_wall_clock_plays_no_role(tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may jump by a day when a node finds its time server."""
+    """The wall clock may jump by a day when a node reaches its time server."""
     monkeypatch.setattr(time, "time", lambda: 0.0)
     buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db")
     buffer.add([make_group("a")])
@@ -325,7 +325,7 @@ async def test_a_stray_lease_returns_to_the_run_that_takes(
     assert (await client.stats())["leased"] == 3, "the run's own leases stay"
 
 
-async def test_calls_of_others_are_told_with_who_made_them(
+async def test_foreign_calls_are_logged_with_their_caller(
     client: ReplayClient, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     with logs.request("work", "run-1"):

@@ -1,4 +1,4 @@
-"""The numbers of prioritised reuse, worked out by hand, and its frequencies, counted."""
+"""Prioritised reuse: probabilities calculated by hand, and frequencies counted."""
 
 from typing import Any
 
@@ -43,9 +43,9 @@ def test_probabilities_by_hand(priorities: Float64, exponent: float, expected: F
     ("chances", "count", "expected"),
     [
         (array(0.1, 0.2, 0.3, 0.4), 2, array(0.2, 0.4, 0.6, 0.8)),  # k·P(i)
-        (array(0.1, 0.1, 0.8), 2, array(0.5, 0.5, 1)),  # the third is certain, the others share one place
-        (array(0.05, 0.05, 0.1, 0.8), 3, array(0.5, 0.5, 1, 1)),  # certain one after the other
-        (array(0.5, 0.5, 0), 3, array(1, 1, 0)),  # no more than there are
+        (array(0.1, 0.1, 0.8), 2, array(0.5, 0.5, 1)),  # the third is certain; the other two share one place
+        (array(0.05, 0.05, 0.1, 0.8), 3, array(0.5, 0.5, 1, 1)),  # they become certain one after the other
+        (array(0.5, 0.5, 0), 3, array(1, 1, 0)),  # at most as many as exist
         (array(), 3, array()),
     ],
 )
@@ -67,7 +67,7 @@ def test_importance_weights_by_hand() -> None:
 @pytest.mark.parametrize("lowest", [1e-3, 1e-9, 1e-300, 5e-324, 0.0])
 @pytest.mark.parametrize("exponent", [0.4, 0.7, 1.0])
 def test_one_group_of_low_priority_takes_no_weight_from_the_others(lowest: float, exponent: float) -> None:
-    """Divided by the largest weight of the buffer, the others' mean was 0.0185 at exponent 1 with one such group of 40."""
+    """Dividing by the buffer's largest weight gave the others a mean of 0.0185 (exponent 1, one such group in 40)."""
     priorities = np.append(np.random.default_rng(0).uniform(0.6, 1.0, 39), lowest)
     included = inclusion(probabilities(priorities, 0.6), 4)
     weights = importance_weights(included, np.arange(39), exponent)
@@ -114,7 +114,7 @@ def test_frequencies_are_the_inclusion_chances(count: int) -> None:
     assert (np.abs(deviations) < 4.5).all(), deviations
 
 
-def test_the_index_forgets_what_was_removed_and_knows_the_rest_by_its_order() -> None:
+def test_index_forgets_removed_groups_and_keeps_the_order_of_the_rest() -> None:
     index = ReuseIndex([(order, 10 * order, 1.0, 0) for order in (2, 3, 5, 7)])
     index.drop_until(3)
     index.append([(8, 80, 1.0, 1)])
@@ -124,15 +124,15 @@ def test_the_index_forgets_what_was_removed_and_knows_the_rest_by_its_order() ->
 
 
 def chances(rows: Rows, count: int, min_version: int, max_times: int, exponent: float) -> tuple[list[int], Float64]:
-    """The groups that may be drawn, and the chance of each, by looking at all of them."""
+    """Returns the eligible groups and the chance of each, by a scan over all groups."""
     eligible = [row for row in rows if row[1] >= min_version and row[3] < max_times]
     included = inclusion(probabilities(array(*(row[2] for row in eligible)), exponent), count)
     return [row[0] for row in eligible], included
 
 
 @pytest.mark.parametrize(("count", "largest"), [(1, 1.0), (3, 1.0), (3, 200.0), (3, 1e9)])
-def test_groups_of_many_are_drawn_with_the_chances_of_all(count: int, largest: float) -> None:
-    """The tree and the look at all groups agree, also where one or two are certain."""
+def test_tree_draws_groups_with_the_chances_of_a_full_scan(count: int, largest: float) -> None:
+    """The tree and a scan over all groups agree, even if one or two groups are certain."""
     rng, rounds = np.random.default_rng(0), 1_500
     priorities = rng.random(400) ** 4
     priorities[[17, 230]], priorities[[3, 399]] = largest, 0.0
@@ -165,15 +165,15 @@ _CHANGES = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_CHANGES, min_size=3, max_size=14), st.floats(0, 1), st.integers(0, 99))
-def test_the_index_stays_what_it_would_be_if_it_were_built_anew(changes: list[Any], correction: float, seed: int) -> None:
-    """Whatever is added, removed, rated and drawn in whatever order: rows, sizes of draws and weights are the same."""
+def test_index_equals_one_built_anew_after_any_changes(changes: list[Any], correction: float, seed: int) -> None:
+    """Groups are added, removed, rated and drawn in any order; rows, sizes of draws and weights stay the same."""
     rows: dict[int, list[Any]] = {}
     index, order = ReuseIndex([]), 0
     for kind, change in [("append", [(v % 13, 1.0 + v) for v in range(70)]), *changes]:
         if kind == "append":
             new = [(order + i, version, priority, 0) for i, (version, priority) in enumerate(change, 1)]
             rows |= {row[0]: list(row) for row in new}
-            order += len(new) + 2  # a resume left a gap
+            order += len(new) + 2  # a gap, as after a resume
             index.append(new)
         elif kind == "drop":
             rows = {number: row for number, row in rows.items() if number > change}
@@ -198,7 +198,7 @@ def test_the_index_stays_what_it_would_be_if_it_were_built_anew(changes: list[An
 
 
 def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:
-    """Points at equal distances would never fall on neighbours: the groups are shuffled first."""
+    """Evenly spaced points would never hit neighbours, so the groups are shuffled first."""
     included = inclusion(probabilities(array(1, 1, 1, 1, 1, 1), 0.6), 2)
     rng = np.random.default_rng(0)
     pairs = {tuple(draw(included, rng).tolist()) for _ in range(1_000)}
@@ -206,7 +206,7 @@ def test_any_two_groups_may_be_drawn_together_and_in_any_order() -> None:
 
 
 def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
-    """What the weights are for: with β = 1 a prioritised sample estimates the uniform mean without bias."""
+    """With β = 1 the weights make a prioritised sample an unbiased estimate of the uniform mean."""
     values = array(3, -1, 4, 1, -5, 9)
     included = inclusion(probabilities(array(1, 2, 3, 4, 5, 40), 1.0), 3)  # the last is certain
     rng = np.random.default_rng(0)
@@ -219,7 +219,7 @@ def test_weighted_mean_of_samples_is_the_mean_of_all() -> None:
 
 
 async def consume(client: ReplayClient, make_group: MakeGroup, count: int) -> None:
-    """`count` consumed groups g0, g1, … of versions 0, 1, …"""
+    """Stores and consumes `count` groups g0, g1, … of versions 0, 1, …"""
     await client.add([make_group(f"g{i}", version=i) for i in range(count)])
     taken = await client.take(TakeRequest(count=count, request_id="all"))
     await client.ack([group.id for group in taken.groups])
@@ -249,7 +249,7 @@ async def test_one_seed_draws_the_same_groups(client: ReplayClient, make_group: 
     assert draws[0] == draws[1] != draws[2]
 
 
-async def test_only_eligible_groups_and_no_more_than_there_are(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_only_eligible_groups_are_drawn_and_never_too_many(client: ReplayClient, make_group: MakeGroup) -> None:
     assert (await client.sample(request(3))).groups == []
     await consume(client, make_group, 4)
     await client.add([make_group("fresh", version=9)])

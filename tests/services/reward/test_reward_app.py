@@ -1,4 +1,4 @@
-"""The reward-server over HTTP: answers, errors, and a /health that stays fast."""
+"""The reward-server over HTTP: answers, errors, and a fast /health under load."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ async def served(config: RewardSection, max_body_bytes: int = 1 << 20) -> AsyncI
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
         async with asyncio.timeout(60):
-            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110 - the server is asked as a client would
+            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110 - polls like a client
                 await asyncio.sleep(0.02)
         yield http
 

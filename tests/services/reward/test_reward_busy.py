@@ -1,4 +1,4 @@
-"""Grading on a busy machine and beside hostile requests: turns, spare workers, and time that a busy machine does not take."""
+"""Grading on a busy machine and beside hostile requests: turns, spare workers, and limits in CPU time."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ async def _settled() -> None:
 
 
 async def served(turns: Turns, waves: list[list[str]]) -> list[str]:
-    """The order in which calls get their turn; each call names its batch, and a wave arrives after the one before."""
+    """Returns the order in which calls get their turns; each call names its batch, and waves arrive in succession."""
     order: list[str] = []
 
     async def call(batch: str) -> None:
@@ -86,7 +86,7 @@ async def test_cancelled_calls_give_their_places_back() -> None:
 
 
 class Recording(RewardFunction):
-    """Remembers the order of its calls."""
+    """Records the order of its calls."""
 
     name = "recording"
     bounds_itself = True
@@ -112,7 +112,7 @@ def item(answer: str, gold: str) -> RewardItem:
 
 
 def hard(i: int) -> RewardItem:
-    """A right answer that only a worker can compare."""
+    """Returns a right answer that only a worker can compare."""
     return item(f"\\sqrt{{{i + 2}}} + \\frac{{x+{i}}}{{2}}", f"\\frac{{x}}{{2}} + {i}/2 + ({i + 2})^{{1/2}}")
 
 
@@ -152,7 +152,7 @@ async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(gr
 @pytest.mark.integration
 @pytest.mark.slow
 async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScorer) -> None:
-    """Twenty bombs, in one request or in as many: another's answers are back when most of them still wait."""
+    """Twenty bombs arrive in one request or in twenty: another caller gets its answers while most bombs still wait."""
     for requests in (1, 20):
         bombs = [asyncio.create_task(grader.score([item(BOMB, "5")] * (20 // requests))) for _ in range(requests)]
         await _settled()
@@ -182,7 +182,7 @@ def open_files() -> int:
 
 
 @pytest.mark.integration
-async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
+async def test_start_cancelled_at_any_point_leaves_no_socket() -> None:
     spec = WorkerSpec("services.reward.functions.base", {"functions": []})
     async with WorkerPool(spec, 1, 1.0) as pool:
         await pool.ready()
@@ -205,7 +205,7 @@ async def test_a_start_that_is_cancelled_anywhere_leaves_no_socket() -> None:
 @pytest.mark.integration
 @pytest.mark.slow
 def test_a_busy_machine_fails_no_program() -> None:
-    """One processor shared by twenty-one: a program has a twentieth of a second of it in each second."""
+    """Twenty-one processes share one processor, so a program gets a twentieth of a second in each second."""
     cases = [{"input": "", "output": "1"}]
     burn = "import time\nwhile time.process_time() < {}: pass\nprint(1)"
     allowed = os.sched_getaffinity(0)

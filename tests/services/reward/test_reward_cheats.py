@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Free-form tests run in another process than the program: what a program can do to its own process passes none of them."""
+"""Free-form tests run outside the program's process, so a program that manipulates its own process passes none."""
 
 from typing import Any
 
@@ -88,7 +88,7 @@ def code() -> CodeRewardFunction:
 
 
 def passed(code: CodeRewardFunction, source: str, tests: list[Any]) -> list[Any]:
-    """The tests that a program passes."""
+    """Returns the tests that a program passes."""
     results = code.results(source, tests)
     return [test for test, result in zip(tests, results, strict=True) if result.status == "passed"]
 

@@ -1,4 +1,4 @@
-"""The reward-server's functions by configuration: per task, weighted, in workers that can be killed."""
+"""Configured functions of the reward-server: per task, weighted, and in workers that can be killed."""
 
 import asyncio
 import threading
@@ -100,7 +100,7 @@ async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytes
     assert [result.reward for result in results] == [None, *[0.5] * 99]
 
 
-async def test_functions_of_ones_own_may_read_standard_input_and_print() -> None:
+async def test_custom_functions_may_read_standard_input_and_print() -> None:
     async with RewardScorer(RewardSection(functions=[MOODY], function_timeout_s=5)) as scorer:
         [result] = await scorer.score([item("fine", read=True)])
     assert result.status == "error", "there is nothing to read: EOFError, not a hang"
@@ -138,7 +138,7 @@ def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, messag
         (["--reward.functions", "length", "--reward.length_soft_chars", "9000"], "length_soft_chars"),
     ],
 )
-def test_settings_that_nothing_reads_or_that_do_not_fit_are_refused(argv: list[str], message: str) -> None:
+def test_unused_or_unfit_settings_are_refused(argv: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(argv, {})
 
@@ -158,7 +158,7 @@ def test_settings_come_from_the_environment_too() -> None:
 
 
 class Closure(RewardFunction):
-    """Cannot be pickled: it holds a lock and a function made on the spot."""
+    """Cannot be pickled: it holds a lock and a local function."""
 
     name = "closure"
 
@@ -181,7 +181,7 @@ async def maths() -> AsyncIterator[MathRewardFunction]:
     function.close()
 
 
-async def test_the_callers_own_objects_score_every_item_in_a_thread(maths: MathRewardFunction) -> None:
+async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewardFunction) -> None:
     own = Closure(0.25)
     both = CompositeRewardFunction([maths, FormatRewardFunction(["boxed"])], [1.0, 0.5], name="both")
     app = create_reward_app(RewardSection(function_timeout_s=1), functions=[own, both])

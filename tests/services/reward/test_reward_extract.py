@@ -1,4 +1,4 @@
-"""Extraction and the exact path on hand-made and on random text."""
+"""Extraction and exact comparison on hand-made and random text."""
 
 import time
 from fractions import Fraction
@@ -107,7 +107,7 @@ def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None
     "piece", ["\\boxed{", "{", "}", "\\", "####", "#### a\n", "\\boxed{}", "<think>", "1,", "1 ", "-", "\\boxed {", "1.1", "$"]
 )
 def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
-    """Anything quadratic would take minutes on a million characters."""
+    """A quadratic algorithm would take minutes on a million characters."""
     start = time.monotonic()
     for text in (piece * (1_000_000 // len(piece)), "\\boxed" + piece * 100_000 + "}" * 100_000):
         extract_answer(text)

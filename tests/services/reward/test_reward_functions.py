@@ -1,4 +1,4 @@
-"""Reward functions as a user's script calls them."""
+"""Reward functions, called as in a user's script."""
 
 import math
 import re
@@ -131,7 +131,7 @@ def test_a_pattern_that_takes_too_long_fails_its_completion_alone(pattern: str) 
 
 
 class Fixed(RewardFunction):
-    """Returns what it was given."""
+    """Returns the values passed to its constructor."""
 
     def __init__(self, name: str, *values: float) -> None:
         self._name, self._values = name, list(values)
@@ -198,7 +198,7 @@ def test_values_come_in_any_sequence() -> None:
 
 
 class FromGenerator(RewardFunction):
-    """Returns no list."""
+    """Returns an iterator instead of a list."""
 
     name = "generator"
 
@@ -206,14 +206,14 @@ class FromGenerator(RewardFunction):
         return (float(i + 1) for i in range(len(completions)))
 
 
-def test_an_exception_in_a_part_is_the_composites() -> None:
+def test_exception_in_a_part_is_raised_by_the_composite() -> None:
     with pytest.raises(ValueError, match=re.escape("no\nscore")):
         CompositeRewardFunction([Fixed("a", 1.0), Moody()])(chats("raise"))
     with pytest.raises(InvalidInput, match="too_few returned 0 scores for 1"):
         CompositeRewardFunction([TooFew()])(chats("x"))
 
 
-def test_a_composite_that_makes_no_sense_is_refused() -> None:
+def test_senseless_composite_is_refused() -> None:
     for functions, weights in (
         ([], None), ([Fixed("a")], [1.0, 2.0]), ([Fixed("a"), Fixed("a")], None), ([Fixed("a")], [math.inf])
     ):  # fmt: skip
@@ -221,12 +221,12 @@ def test_a_composite_that_makes_no_sense_is_refused() -> None:
             CompositeRewardFunction(functions, weights)
 
 
-def test_own_functions_get_the_columns() -> None:
+def test_custom_functions_get_the_columns() -> None:
     assert KeywordReward()(chats("a cat", "a dog"), keyword=["cat", "cat"], ground_truth=["", ""]) == [1.0, 0.0]
 
 
 class Own(RewardFunction):
-    """Returns what it is given."""
+    """Returns the result of the given function."""
 
     name = "own"
 
@@ -252,7 +252,7 @@ async def _coroutine(completions: list[Any]) -> list[float]:
         (_coroutine, "own is a coroutine: define it with def, not async def"),
     ],
 )
-def test_scores_that_are_no_numbers_are_refused_in_words(function: Callable[..., Any], told: str) -> None:
+def test_scores_that_are_not_numbers_are_refused_with_a_message(function: Callable[..., Any], told: str) -> None:
     with pytest.raises(WrongScores) as caught:
         Own(function).scores([[{"role": "assistant", "content": "1"}]] * 2)
     assert told in caught.value.message

@@ -1,4 +1,4 @@
-"""Verdicts: the golden cases, and every real answer of GSM8K and MATH-500 in ten notations."""
+"""Verdicts on the golden cases, and on every real answer of GSM8K and MATH-500 in ten notations."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The grader in process: hostile answers, statuses, dead workers, cancellation, limits."""
+"""The grader in this process: hostile answers, statuses, dead workers, cancellation and limits."""
 
 import asyncio
 import contextlib
@@ -84,7 +84,7 @@ def boxed(answer: str, gold: str = "18") -> RewardItem:
 
 
 def descendants() -> list[psutil.Process]:
-    """Processes of the pools in this process; other tests keep engines and routers running beside them."""
+    """Returns the pools' processes under this process; other tests keep engines and routers running beside them."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
@@ -94,7 +94,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def workers() -> list[psutil.Process]:
-    """Graders: children of the process that forks them."""
+    """Returns the graders, which are children of the process that forks them."""
     return [p for p in descendants() if p.ppid() != os.getpid()]
 
 
@@ -230,7 +230,7 @@ async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_a
         await until(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
         victims = workers()
         for victim in victims:
-            victim.suspend()  # it cannot read what it is sent
+            victim.suspend()  # it cannot read its input
         task = asyncio.create_task(grader.score([boxed("x+1", "1+x")]))
         await until(lambda: grader.stats()["unfinished"] == 1)
         await asyncio.sleep(0.1)
@@ -264,7 +264,7 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
-        await until(lambda: any(sum(worker.cpu_times()[:2]) > 2 for worker in workers()))  # one is at work
+        await until(lambda: any(sum(worker.cpu_times()[:2]) > 2 for worker in workers()))  # one worker is busy
         for worker in workers():  # the busy one, and its spare
             worker.kill()
         died, good = await task

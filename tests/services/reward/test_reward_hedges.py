@@ -1,4 +1,4 @@
-"""No answer is right for two ground truths that differ: every honest answer against all of them, minutes on two cores."""
+"""No answer matches two different ground truths; every honest answer is compared with all (minutes on two cores)."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ EQUAL = (
     ("18.90", "\\$\\text{18.90}"), ("5.5", "5 feet 6 inches"), ("5.5", "5 ft 6 in"), ("5.5", "5\\text{ feet }6\\text{ inches}"),
     ("7 3/4", "7\\frac{3}{4}"), ("7*sin(pi*x/5)+1", "7\\sin\\left(\\frac{\\pi x}{5}\\right)+1"), ("\\pi r^2", "pi*r^2"),
 )  # fmt: skip
-"""Equal ground truths of which math-verify reads one in another way."""
+"""Pairs of equal ground truths, one of which math-verify reads differently."""
 LEFT_OUT = (
     ("0.5", "30\\text{ minutes}"), ("1", "1000\\text{ m}"), ("1", "60\\text{ km/h}"), ("120", "2 hours"),
     ("24", "1\\text{ day}"), ("6", "864 \\mbox{ inches}^2"), ("20", "5\\text{ gallons}"), ("\\frac{1}{4}", "25\\text{ cents}"),
@@ -38,12 +38,12 @@ LEFT_OUT = (
     ("12", "\\text{C}"), ("200", "3 hours 20 minutes"), ("500", "\\$5"), ("\\frac{3}{2}", "90 minutes"),
     ("66", "5\\text{ feet }6\\text{ inches}"),
 )  # fmt: skip
-"""Ground truths of which one states what the other leaves out, as answers may: a unit, an option, brackets."""
+"""Pairs of ground truths, one of which states what answers may omit: a unit, an option, brackets."""
 Pair = tuple[str, str]
 
 
 def matched(answer: Pair, golds: list[str]) -> list[Pair]:
-    """The pairs of the answer's own ground truth and another one that it is right for as well."""
+    """Returns pairs of the answer's own ground truth and another one that it matches too."""
     given, own = extract_answer(f"\\boxed{{{answer[0]}}}"), answer[1]
     assert given is not None
     logging.disable(logging.WARNING)
@@ -62,7 +62,7 @@ def read(gold: str) -> list[object]:
 
 def test_no_answer_is_right_for_two_ground_truths_that_differ() -> None:
     rows = [json.loads(line) for line in NOTATIONS.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["kind"] != "computations"]  # of numbers that are ground truths themselves
+    rows = [row for row in rows if row["kind"] != "computations"]  # their values are ground truths too
     golds = {row["gold"] for row in rows}
     if MATH500.is_file():
         golds |= {json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()}
@@ -74,7 +74,7 @@ def test_no_answer_is_right_for_two_ground_truths_that_differ() -> None:
         found = pool.starmap(matched, [(answer, sorted(golds)) for answer in sorted(answers)], chunksize=8)
     pairs = {pair for each in found for pair in each if pair[0] != pair[1]}
 
-    classes: dict[str, set[str]] = defaultdict(set)  # of equal ground truths
+    classes: dict[str, set[str]] = defaultdict(set)  # classes of equal ground truths
     readings = {gold: read(gold) for pair in pairs for gold in pair}
     equal = {(a, b) for a, b in pairs if verify(readings[a], readings[b], timeout_seconds=None)}
     for a, b in {*equal, *EQUAL}:

@@ -1,4 +1,4 @@
-"""Hostile programs: what each tries to see, change or reach outside its sandbox is denied."""
+"""Hostile programs can see, change and reach nothing outside their sandbox."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def test_the_environment_of_the_server_is_hidden(monkeypatch: pytest.MonkeyPatch
     assert run(code, source).status == "passed"
 
 
-def test_it_sees_no_process_but_its_own_and_no_descriptor_of_the_server(code: CodeRewardFunction) -> None:
+def test_program_sees_only_its_own_process_and_no_descriptor_of_the_server(code: CodeRewardFunction) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.set_inheritable(listener.fileno(), True)
         source = (
@@ -89,7 +89,7 @@ def test_the_parent_cannot_be_stopped_or_ended(code: CodeRewardFunction) -> None
 
 
 def test_nothing_can_be_written_anywhere(code: CodeRewardFunction) -> None:
-    """The root and /dev of bubblewrap are memory without a limit: a flood of (empty) files would fill the machine."""
+    """The root and /dev of bubblewrap are in unlimited memory, so a flood of (empty) files would fill the machine."""
     source = (
         "import os\nwritten = []\n"
         "for folder, folders, _ in os.walk('/'):\n"

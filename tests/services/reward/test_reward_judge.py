@@ -1,4 +1,4 @@
-"""The judge against a real HTTP server that answers as an OpenAI-compatible endpoint does, well and badly."""
+"""The judge against a real HTTP server that imitates an OpenAI-compatible endpoint, working and failing."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def said(text: str) -> Reply:
 
 
 class Endpoint:
-    """Answers a chat by what the completion in it says; remembers the requests."""
+    """Answers a chat according to the completion in it; records the requests."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
@@ -90,7 +90,7 @@ def test_the_judge_sees_rubric_problem_reference_and_answer(endpoint: Endpoint, 
     assert "reference" not in endpoint.requests[1][2]["messages"][1]["content"]
 
 
-def test_bad_replies_and_overload_are_tried_again(endpoint: Endpoint) -> None:
+def test_bad_replies_and_overload_are_retried(endpoint: Endpoint) -> None:
     replies: list[Reply] = [
         (500, {}, "no"),
         (429, {"retry-after": "0"}, "busy"),
@@ -104,7 +104,7 @@ def test_bad_replies_and_overload_are_tried_again(endpoint: Endpoint) -> None:
     assert len(endpoint.requests) == 5
 
 
-def test_one_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoint: Endpoint) -> None:
+def test_completion_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoint: Endpoint) -> None:
     def answer(text: str, times: int) -> Reply:
         if "slow" in text:
             time.sleep(2)
@@ -142,7 +142,7 @@ def test_a_completion_closes_no_tag_and_adds_no_reference(endpoint: Endpoint, in
         assert len({tag.split()[-1].rstrip(">") for tag in tags}) == 1, "all carry one code"
 
 
-def test_what_cannot_be_sent_or_read_fails_its_item_alone(endpoint: Endpoint) -> None:
+def test_unsendable_or_unreadable_text_fails_only_its_item(endpoint: Endpoint) -> None:
     def answer(text: str, times: int) -> Reply:
         if "nested" in text:
             return 200, {}, "[" * 100_000
@@ -156,13 +156,13 @@ def test_what_cannot_be_sent_or_read_fails_its_item_alone(endpoint: Endpoint) ->
     assert [score.value for score in scores] == [0.5, None, None, None, 0.5, 0.5]
 
 
-def test_a_wrong_key_is_not_tried_again(endpoint: Endpoint) -> None:
+def test_wrong_key_is_not_retried(endpoint: Endpoint) -> None:
     endpoint.answer = lambda text, times: (401, {}, "who are you?")
     [score] = JudgeRewardFunction(endpoint.url, "big").scores(chats("x"), prompt=["p"])
     assert (score.value, score.status, len(endpoint.requests)) == (None, "error", 1)
 
 
-def test_an_endpoint_that_is_not_there_is_an_error(endpoint: Endpoint) -> None:
+def test_missing_endpoint_is_an_error(endpoint: Endpoint) -> None:
     judge = JudgeRewardFunction("http://127.0.0.1:9", "big", retries=0)
     assert [score.status for score in judge.scores(chats("x"), prompt=["p"])] == ["error"]
 
@@ -207,7 +207,7 @@ def test_parse_score(reply: str, score: float | None) -> None:
     assert parse_score(reply, 10) == score
 
 
-def test_settings_that_make_no_judge_are_refused() -> None:
+def test_settings_without_a_valid_judge_are_refused() -> None:
     with pytest.raises(ConfigError, match="judge_url"):
         JudgeRewardFunction("localhost", "big")
     with pytest.raises(ConfigError, match="scale"):

@@ -1,4 +1,4 @@
-"""RewardModelFunction with a tiny model made on the spot: batching, chat template, precision, the reward-server."""
+"""RewardModelFunction with a tiny generated model: batching, chat template, precision, the reward-server."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ def model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def by_hand(model: Path, prompt: str, text: str) -> float:
-    """Logit of one chat by transformers itself, without padding."""
+    """Computes the logit of one chat with plain transformers, without padding."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = LlamaForSequenceClassification.from_pretrained(model, pad_token_id=tokenizer.eos_token_id, dtype=torch.float32)
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
@@ -81,7 +81,7 @@ def test_bfloat16_on_a_gpu(model: Path) -> None:
     assert function(chats(TEXTS), prompt=PROMPTS) == pytest.approx(expected, abs=2e-2)
 
 
-def test_a_chat_over_the_limit_has_no_score(model: Path) -> None:
+def test_chat_over_the_limit_has_no_score(model: Path) -> None:
     function = RewardModelFunction(str(model), device="cpu", max_tokens=60)
     short, long = function(chats(["5", "x" * 2000]), prompt=["p", "p"])
     assert math.isfinite(short)
@@ -101,7 +101,7 @@ def test_two_classes_give_a_probability_and_three_are_refused(base_model: Path, 
         RewardModelFunction(str(make_model(tmp_path / "three", tokenizer, 3)), device="cpu")
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reward_model_name"):
         RewardModelFunction(str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match=r"needs reward\.reward_model_name"):
@@ -135,11 +135,11 @@ async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> N
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')
     async with RewardScorer(config) as scorer:
         async with asyncio.timeout(120):
-            while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health is asked so too
+            while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health polls the same way
                 await asyncio.sleep(0.1)
 
 
-def test_gpus_that_are_assigned_and_unusable_end_the_start(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_assigned_but_unusable_gpus_end_the_start(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = RewardSection(functions=["reward_model"], reward_model_name=str(model))

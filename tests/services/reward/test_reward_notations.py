@@ -1,4 +1,4 @@
-"""Which notations state the same answer: verdicts in this process, and what counts as the final answer of a response."""
+"""Notations that state the same answer, graded in this process, and the choice of a response's final answer."""
 
 import json
 import random
@@ -21,7 +21,7 @@ FORMS = ("\\boxed{{{}}}", "#### {}", "The answer is {}.", "The answer is ${}$.",
 
 
 def graded(gold: str, response: str) -> str:
-    """The verdict on a response: right, wrong, unparsable or unevaluated."""
+    """Returns the verdict on a response: right, wrong, unparsable or unevaluated."""
     expected, answer = gold_answer(gold), extract_answer(response)
     assert expected is not None
     if answer is None:
@@ -60,7 +60,7 @@ def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
 
 
 def test_numbers_in_random_notations() -> None:
-    """An independent reference: the number itself."""
+    """The number itself is an independent reference."""
     rng = random.Random(1)
     ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}",
             "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "{0}\\,\\mathrm{{km/h}}", "√{2} = {0}")  # fmt: skip
@@ -108,7 +108,7 @@ def test_numbers_in_random_notations() -> None:
         ("x=5", ["x = 10/2", "10/2"]),
     ],
 )
-def test_a_computation_is_no_number(gold: str, answers: list[str]) -> None:
+def test_computation_is_not_a_number(gold: str, answers: list[str]) -> None:
     assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(answers, "unevaluated")
 
 
@@ -135,7 +135,7 @@ def test_a_number_is_right_in_any_notation_and_a_gold_that_is_a_computation_in_a
 
 
 def test_random_computations_earn_nothing() -> None:
-    """An independent reference: Python's own arithmetic."""
+    """Python's own arithmetic is an independent reference."""
     rng = random.Random(2)
 
     def computation(depth: int) -> str:
@@ -183,7 +183,7 @@ def test_random_computations_earn_nothing() -> None:
         ("\\boxed{42}\n#### Conclusion", "42"),
     ],
 )
-def test_what_counts_as_the_final_answer(response: str, answer: str) -> None:
+def test_final_answer_is_found_in_a_response(response: str, answer: str) -> None:
     assert extract_answer(response) == answer
 
 
@@ -191,7 +191,7 @@ def test_what_counts_as_the_final_answer(response: str, answer: str) -> None:
     "answer",
     ["7|8", "5→10", "5 ☃ 3", "5 below zero", "5 or more", "5 is wrong", "5 blorp", "7 ⇒ 8", "7 ⊕ 1", "5 squared", "18 maybe"],
 )
-def test_what_is_not_understood_is_unparsable_and_never_cut(answer: str) -> None:
+def test_answer_that_is_not_understood_is_unparsable_and_never_shortened(answer: str) -> None:
     assert boxed(answer[0], answer) == "unparsable"
     assert boxed(answer, answer) == "right"
 

@@ -1,4 +1,4 @@
-"""Plain functions as reward functions: arguments, async ones, None, several of one name, and what they log."""
+"""Plain functions as reward functions: arguments, async functions, None, duplicate names, and logging."""
 
 import functools
 from typing import Any
@@ -17,7 +17,7 @@ COLUMNS: dict[str, Any] = {"prompt": ["a?", "b?"], "ground_truth": ["1", "2"], "
 
 
 class Log:
-    """Keeps what is logged."""
+    """Records metrics and rows that functions log."""
 
     def __init__(self) -> None:
         self.state, self.metrics, self.rows = object(), dict[str, float](), list[dict[str, Any]]()
@@ -92,12 +92,12 @@ def test_async_functions_share_a_loop_of_their_own() -> None:
         (lambda completions, log_extra: log_extra("x", [1]) or [1, 1], r"gave log_extra 1 values of x for 2 completions"),
     ],
 )
-def test_what_a_function_does_wrong_is_told(function: Any, message: str) -> None:
+def test_error_of_a_function_is_reported(function: Any, message: str) -> None:
     with pytest.raises(WrongScores, match=message):
         PlainFunction(function, "f", Log()).scores(CHATS, **COLUMNS)
 
 
-def test_a_value_that_is_no_number_is_no_score() -> None:
+def test_value_that_is_not_a_number_is_no_score() -> None:
     found = PlainFunction(lambda completions: ["1", float("nan")]).scores(CHATS, **COLUMNS)
     assert values(found) == [(None, "error"), (None, "error")]
 

@@ -1,4 +1,4 @@
-"""The real `python -m services.reward`: hung graders, clients that hang up, and no process left behind."""
+"""The real `python -m services.reward`: hung graders, clients that disconnect, and no process left behind."""
 
 import contextlib
 import signal
@@ -140,7 +140,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     assert port in ended.stderr
 
 
-def test_functions_of_ones_own_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
+def test_custom_functions_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
     own = "tests.support.own_rewards:Moody"
     server = start(1.0, "--reward.functions", f"math,{own}", "--reward.function_timeout_s", "1", "--reward.weights", f"{own}=2")
     server.note_graders()

@@ -1,4 +1,4 @@
-"""CodeRewardFunction: harmless programs pass, test cases of all kinds are compared, scores are what they should be."""
+"""CodeRewardFunction runs harmless programs, compares test cases of every kind and gives the right scores."""
 
 import os
 import subprocess
@@ -86,7 +86,7 @@ def test_the_program_is_found_among_code_blocks(response: str, program: str | No
     assert extract_program(response) == program
 
 
-def test_what_reads_input_is_no_program_for_calls() -> None:
+def test_program_that_reads_input_is_not_chosen_for_calls() -> None:
     assert extract_program(f"{F}\n```python\nprint(f(int(input())))\n```", reads_input=False) == "def f(x):\n    return x\n"
 
 
@@ -114,7 +114,7 @@ def test_standard_input_and_output(code: CodeRewardFunction) -> None:
     assert code.results("raise ValueError('no')", [{"input": "", "output": ""}])[0].detail == "ValueError: no"
 
 
-def test_calls_are_compared_outside(code: CodeRewardFunction) -> None:
+def test_results_of_calls_are_compared(code: CodeRewardFunction) -> None:
     source = "def f(x, y=0): return x + y\nclass Solution:\n    def g(self, x): return (x, {1: 'é', 'k': [None, 1.5]})\n"
     cases = [
         {"function": "f", "args": [1], "kwargs": {"y": 2}, "output": 3},
@@ -284,7 +284,7 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch: pytest.
         create_reward_app(RewardSection(functions=["code"]))
 
 
-def test_a_sandbox_that_does_not_contain_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     code_function()
     whole = command.bwrap_command
 
@@ -323,14 +323,16 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
 
 
 @pytest.mark.parametrize("variant", command.VARIANTS, ids=str)
-def test_what_some_machines_lack_is_not_needed_to_contain(variant: command.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container with a masked /proc cannot mount one, and one with a read-only /proc/sys cannot switch off namespaces."""
+def test_sandbox_contains_without_features_that_some_machines_lack(
+    variant: command.Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a masked /proc cannot mount one; with a read-only /proc/sys, it cannot disable namespaces."""
     code_function()
     monkeypatch.setattr(run, "VARIANTS", (variant,))
-    CodeRewardFunction()  # tries to break out before it returns
+    CodeRewardFunction()  # the constructor tries to break out of the sandbox
 
 
-def test_a_sandbox_that_fails_now_and_then_is_tried_again_and_never_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     code = code_function()
     whole, calls = command.bwrap_command, []
 
@@ -347,7 +349,7 @@ def test_a_sandbox_that_fails_now_and_then_is_tried_again_and_never_a_zero(monke
     assert (score.value, score.status) == (None, "error")
 
 
-def test_the_operator_can_do_without_the_sandbox_by_name() -> None:
+def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
     code = CodeRewardFunction(timeout=2, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
     assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [1.0, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Hostile programs: what each uses is bounded, none fakes a verdict, and none harms the next program."""
+"""Hostile programs: their resources are bounded, none fakes a verdict, and none harms the next program."""
 
 import contextlib
 import os
@@ -32,9 +32,9 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_never_ends_is_killed(code: CodeRewardFunction, name: str) -> None:
+def test_endless_program_is_killed(code: CodeRewardFunction, name: str) -> None:
     result = run(code, ENDLESS[name], "")
-    assert result.status == "timeout" or name == "at exit", result  # which never comes: its process is gone before
+    assert result.status == "timeout" or name == "at exit", result  # "at exit" never runs: the process is gone
 
 
 HUNGRY = {
@@ -58,13 +58,13 @@ HUNGRY = {
 
 
 @pytest.mark.parametrize("name", HUNGRY)
-def test_what_uses_too_much_fails(code: CodeRewardFunction, name: str) -> None:
+def test_program_that_uses_too_much_fails(code: CodeRewardFunction, name: str) -> None:
     source, statuses = HUNGRY[name]
     assert run(code, source).status in statuses
 
 
 def test_the_memory_of_a_program_is_bounded_in_all(code: CodeRewardFunction) -> None:
-    """Address space is limited per process, so there is one process; and what no process owns cannot be had."""
+    """Address space is limited per process: only one process is allowed, and memory that no process owns is denied."""
     attempts = [
         "os.fork()",
         "os.forkpty()",
@@ -175,7 +175,7 @@ def test_hostile_programs_beside_good_ones_change_no_verdict() -> None:
 
 @pytest.mark.slow
 def test_eighty_programs_at_once_share_eight_slots_and_none_fails() -> None:
-    """Zombies count against a user's limit of processes: slots that shared one user failed a third of their programs."""
+    """Zombies count against a user's process limit: with one user for all slots, a third of the programs failed."""
     code = code_function(timeout=20, slots=8)
     chats = [[{"role": "assistant", "content": f"```\nprint({i})\n```"}] for i in range(80)]
     assert code(chats, test_cases=[[{"input": "", "output": str(i)}] for i in range(80)]) == [1.0] * 80
@@ -183,7 +183,7 @@ def test_eighty_programs_at_once_share_eight_slots_and_none_fails() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give every slot a user of its own")
 def test_every_slot_has_a_user_of_its_own() -> None:
-    """The kernel does not hold root to its limit of processes."""
+    """The kernel does not apply the process limit to root."""
     code = code_function(timeout=20, slots=3)
     chats = [[{"role": "assistant", "content": "```\nimport time\ntime.sleep(1.5)\n```"}]] * 3
     with ThreadPoolExecutor(1) as pool:

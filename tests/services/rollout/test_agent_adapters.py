@@ -1,4 +1,4 @@
-"""A rollout node that follows LoRA adapters, as a real process: the newest is there before traffic, also after a crash."""
+"""A rollout node that follows LoRA adapters, as a real process, loads the newest before traffic, even after a crash."""
 
 import asyncio
 import sys
@@ -40,7 +40,7 @@ class Cluster:
         self.fenced: list[WorkerReport] = []
 
     def publish(self, run_id: str, version: int) -> None:
-        """The adapter of this number."""
+        """Publishes the adapter with this version."""
         source = self.adapters[version]
         tensors = load_file(source / "adapter_model.safetensors")
         directory = self.board.directory
@@ -67,7 +67,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def check(cluster: Cluster, rollout: RolloutClient, run_id: str, version: int) -> None:
-    """Through the router, a request that names this adapter is answered with it."""
+    """Checks that a request through the router that names this adapter is answered with it."""
     rollout.adapter = (adapter_name(run_id, version), version)
     [completion] = await rollout.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
     assert completion.weight_versions == [(version, 0, len(completion.token_ids))]
@@ -122,7 +122,7 @@ async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluste
             await check(cluster, rollout, "p", version)
         place = Path((await engine.adapters())[adapter_name("p", 3)])
         assert (place.parent == cluster.board.directory.absolute()) == shared
-        # An engine that comes back when that directory is gone takes the files again, before it gets traffic.
+        # A restarted engine that no longer finds the directory fetches the files again before it gets traffic.
         starts = node.status()["engine_starts"]
         node.engine().kill()
         await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", cluster)  # type: ignore[arg-type]

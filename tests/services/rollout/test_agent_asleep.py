@@ -1,7 +1,7 @@
-"""SGLang and the trainer on one GPU in turn: the calls, as recorded from SGLang's source. SGLang needs a GPU for them.
+"""SGLang and the trainer take turns on one GPU: the calls follow SGLang's source, as SGLang needs a GPU to run them.
 
-Read in its scheduler: a release needs a paused or idle engine; a kind of memory that is resumed and was not released, or is
-resumed twice, ends the process; weights come back without values; both calls answer `null`.
+Its scheduler shows that a release needs a paused or idle engine. Resuming a kind of memory that was not released, or
+resuming it twice, ends the process. Weights come back without values. Both calls answer `null`.
 """
 
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ def resumed(*tags: str) -> dict[str, Any]:
 
 
 def changes(sglang: StrictSGLang) -> list[dict[str, Any]]:
-    """The recorded calls that change something."""
+    """Returns the recorded calls that change something."""
     return [call for call in sglang.recorded if call["call"].startswith("/")]
 
 
@@ -67,7 +67,7 @@ async def test_two_turns_as_recorded(client: EngineClient, sglang: StrictSGLang,
         assert (sglang.ended, sglang.offloaded) == ("", set())
 
 
-async def test_an_engine_that_is_awake_is_loaded_as_ever(client: EngineClient, sglang: StrictSGLang, tmp_path: Path) -> None:
+async def test_awake_engine_is_loaded_as_usual(client: EngineClient, sglang: StrictSGLang, tmp_path: Path) -> None:
     await client.load(tmp_path, "1", LIMIT_S)
     paths = [call["call"] for call in changes(sglang)]
     assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
@@ -86,7 +86,7 @@ async def test_an_adapter_leaves_the_base_model_where_it_is(client: EngineClient
 async def test_a_refused_step_is_not_repeated_and_does_not_continue(
     client: EngineClient, sglang: StrictSGLang, tmp_path: Path, step: str
 ) -> None:
-    """A second release or resume would end SGLang, and to continue without memory too."""
+    """A second release or resume would end SGLang, and so would continuing without memory."""
     sglang.refused = f"/{step}"
 
     async def turn() -> None:
@@ -117,7 +117,7 @@ def test_the_state_of_a_sleeping_node() -> None:
     state.engine_up(WeightId("run", 1))
     state.asleep = True
     told.append(state.worker_state)
-    assert state.in_traffic  # requests wait in the engine
+    assert state.in_traffic  # true: requests wait in the engine
     state.engine_down("killed")
     told.append(state.worker_state)
     state.asleep = True  # it waits for its turn to be started again

@@ -1,4 +1,4 @@
-"""What the agent decides, without processes: traffic, fencing, restarts, router plans, command lines."""
+"""The agent's decisions, without processes: traffic, fencing, restarts, router plans and command lines."""
 
 import sys
 from pathlib import Path
@@ -141,7 +141,7 @@ def worker(url: str, healthy: bool = True, name: str = "id-1") -> dict[str, Any]
         ([worker("http://me:1"), worker("http://me:1", False, "id-2")], False, ["remove id-1", "remove id-2"], False),
     ],
 )
-async def test_what_the_router_is_asked_for(workers: list[dict[str, Any]], wanted: bool, calls: list[str], done: bool) -> None:
+async def test_plan_of_router_calls(workers: list[dict[str, Any]], wanted: bool, calls: list[str], done: bool) -> None:
     router, made = FastAPI(), list[str]()
     router.get("/workers")(lambda: {"workers": workers})
 
@@ -174,7 +174,7 @@ def test_sglang_command_line(tmp_path: Path) -> None:
     rollout = RolloutSection(engine_python=str(python), tensor_parallel_size=2, engine_args=["--dtype", "float32", "--x"])
     command = engine_command(Config(rollout=rollout, seed=3), two_nodes(1), "/w/v000012", "12")
     assert command[:3] == [str(python), "-m", "sglang.launch_server"]
-    assert command[-3:] == ["--dtype", "float32", "--x"]  # last: what a person adds wins
+    assert command[-3:] == ["--dtype", "float32", "--x"]  # last, so that the operator's own arguments win
     options = pairs(command)
     assert options["--model-path"] == "/w/v000012"
     assert options["--weight-version"] == "12"
@@ -225,6 +225,6 @@ def test_a_router_that_is_not_installed_is_named(name: str, monkeypatch: pytest.
 
 
 def test_power_of_two_is_refused() -> None:
-    """Both routers end at their start with it, unless they are given two engines there; ours register later."""
+    """Both routers exit at the start with this policy unless they are given two engines; ours register later."""
     with pytest.raises(ConfigError, match=r"rollout\.router_policy"):
         load(["--rollout.router_policy", "power_of_two"], {})

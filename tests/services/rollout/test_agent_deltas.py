@@ -1,4 +1,4 @@
-"""Deltas of weight versions: they save bytes, and whatever is wrong with one, the node has the whole file."""
+"""Deltas between weight versions save bytes; if a delta is wrong in any way, the node fetches the whole file."""
 
 import logging
 import shutil
@@ -28,7 +28,7 @@ FILE, DELTA = "model.safetensors", "model.safetensors.delta"
 
 
 class Trainer:
-    """A model whose weights change a little with every version, and what nodes ask for."""
+    """Publishes a model whose weights change a little with every version, and records the nodes' requests."""
 
     def __init__(self, directory: Path) -> None:
         self.board, self.paths, self.bytes = WeightBoard(directory / "weights"), list[str](), 0
@@ -37,7 +37,7 @@ class Trainer:
         self.shared = False
 
     def publish(self, version: int, changed: float) -> WeightManifest:
-        """Publishes a version in which a share of the weights is another one."""
+        """Publishes a version in which a share of the weights differs."""
         for name, tensor in self.weights.items():
             moved = torch.rand(tensor.shape) < changed
             self.weights[name] = (
@@ -122,11 +122,11 @@ async def test_a_wrong_delta_is_never_loaded(
     manifest = trainer.publish(2, 0.02)
     [file] = manifest.files
     assert file.delta
-    if damage == "base":  # on the node's disk, by another process
+    if damage == "base":  # another process damages the node's disk
         content = bytearray((base / FILE).read_bytes())
         content[-1] ^= 1
         (base / FILE).write_bytes(content)
-    elif damage == "other base":  # a valid delta, of other files
+    elif damage == "other base":  # a valid delta of other files
         write = trainer.file(2, DELTA)
         write.unlink()
         size = write_delta(trainer.file(2), trainer.file(1), write)
@@ -155,7 +155,7 @@ async def test_a_shared_directory_is_read_in_place_until_there_are_deltas(
         assert path.parent == store.directory
         assert checksum(path / FILE) == checksum(trainer.file(version))
         shutil.rmtree(trainer.file(version - 1).parent)
-    trainer.file(3).unlink()  # the third came from the second and the delta
+    trainer.file(3).unlink()  # the third version came from the second and a delta
     assert trainer.paths == []
 
 
@@ -187,7 +187,7 @@ def test_any_file_comes_back_from_its_delta(
 async def test_large_files_are_written_over_those_of_the_version_that_was_removed(
     trainer: Trainer, client: TrainerClient, store: WeightStore
 ) -> None:
-    """On both sides, whether whole files travel or deltas, of any size; and nothing that is still there is written over."""
+    """On both sides, for whole files and deltas of any size; a file still in use is never overwritten."""
     trainer.weights["c"] = torch.randn(2000, 500).bfloat16()
     inodes, linked, held = [set[int](), set[int]()], store.directory / "kept", None
     for version, changed in enumerate([1.0, 1.0, 1.0, 1.0, 0.02, 0.02, 1.0, 1.0, 0.02], 1):
@@ -206,12 +206,12 @@ async def test_large_files_are_written_over_those_of_the_version_that_was_remove
     assert held is not None
     assert (checksum(held / FILE), checksum(linked)) == (sum_held, sum_linked)
     assert len(inodes[0]) == 4  # three versions and the spare
-    assert len(inodes[1]) == 5  # two versions and the spare, the one that is held and the one that has another name
+    assert len(inodes[1]) == 5  # two versions, the spare, the held version and the one with another name
     assert {name for name, _ in safetensors.torch.load_file(trainer.file(9)).items()} == {"a", "b", "c"}
 
 
 async def test_the_spare_of_a_shared_directory_is_never_written_over(trainer: Trainer) -> None:
-    """An engine that reads version 1 there, however late, reads version 1."""
+    """An engine that reads version 1 there gets version 1, however late it reads."""
     trainer.shared = True
     trainer.publish(1, 1.0)
     with trainer.file(1).open("rb") as reader:

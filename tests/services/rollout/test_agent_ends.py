@@ -1,4 +1,4 @@
-"""How `python -m services.rollout` ends: status, last words, and nothing left behind."""
+"""The end of `python -m services.rollout`: its exit status, its last output, and no process left behind."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def start(tmp_path: Path, engine: str | None, ports: list[int]) -> subprocess.Popen[str]:
-    """A node whose `sglang` is a shell script, or missing."""
+    """Starts a node whose `sglang` is a shell script or is missing."""
     script = tmp_path / "python"
     if engine is not None:
         script.write_text(f"#!/bin/sh\n{engine}\n")

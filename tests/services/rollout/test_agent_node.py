@@ -1,4 +1,4 @@
-"""Two rollout nodes as real processes: real engines, real agents, the real router, the trainer's own weight server."""
+"""Two rollout nodes in real processes, with real engines, agents and router, and the trainer's own weight server."""
 
 import signal
 import sys
@@ -47,7 +47,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 async def both(cluster: Cluster) -> Cluster:
-    """Both nodes healthy, on whatever weights the test before left them."""
+    """Waits until both nodes are healthy, on whatever weights the previous test left."""
     await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
     return cluster
 
@@ -59,7 +59,7 @@ async def rollout(cluster: Cluster) -> AsyncIterator[RolloutClient]:
 
 
 async def served(node: Node) -> int:
-    """The weight version this node's engine answers with, asked directly."""
+    """Asks this node's engine directly for its weight version."""
     async with RolloutClient("engine", node.engine_url, deadline_s=60) as engine:
         return await generate(engine)
 
@@ -121,7 +121,7 @@ async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: C
 
 @pytest.mark.parametrize("damaged", [False, True])
 async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient, damaged: bool) -> None:
-    """A damaged copy of the node is not what the engine starts from: it starts without one, and the agent fetches another."""
+    """The engine does not start from the node's damaged copy: it starts without one, and the agent fetches another."""
     manifest = both.publish("a", 21 + damaged)
     await until(lambda: both.all_serve("a", 21 + damaged), "the weights everywhere", both)
     node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
@@ -130,7 +130,7 @@ async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, r
         flip_last_byte(held)
     node.engine().kill()
     await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
-    assert {await generate(rollout) for _ in range(4)} == {manifest.version}  # by the other node meanwhile
+    assert {await generate(rollout) for _ in range(4)} == {manifest.version}  # the other node answers meanwhile
     await until(lambda: both.all_serve("a", manifest.version), "the weights everywhere again", both)
     command = node.engine().cmdline()
     assert command[command.index("--weight-version") + 1] == ("default" if damaged else "21")
@@ -192,7 +192,7 @@ async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(bo
 
 
 async def test_ending_leaves_no_process_behind(both: Cluster) -> None:
-    """Last: it ends the nodes, one by SIGKILL and one by SIGTERM."""
+    """This test is last because it ends the nodes, one with SIGKILL and one with SIGTERM."""
     killed, ended = both.nodes[1], both.nodes[0]
     families = [*killed.family(), *ended.family()]
     assert len(families) == 6

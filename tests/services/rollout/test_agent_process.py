@@ -1,4 +1,4 @@
-"""Child processes with real processes: kept alive, killed when they hang, never left behind."""
+"""Supervision of real child processes: they are kept alive, killed when they hang, and never left behind."""
 
 import asyncio
 import contextlib
@@ -74,7 +74,7 @@ def alive(pid: int) -> bool:
 
 
 class Rig:
-    """A supervised child that is healthy while the file `flag` exists (it makes it itself)."""
+    """A supervised child that is healthy while the file `flag` exists, which it creates itself."""
 
     def __init__(self, directory: Path, code: str = SERVE, timing: Timing = FAST) -> None:
         self.flag = directory / "flag"

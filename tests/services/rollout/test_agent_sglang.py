@@ -1,4 +1,4 @@
-"""A node with real SGLang: weights by every way, and whichever of its processes is killed, it is back with the newest."""
+"""A node with real SGLang takes weights by every transport and recovers the newest after the kill of any process."""
 
 import asyncio
 import time
@@ -47,7 +47,7 @@ class Rig:
         self._broadcaster: Broadcaster | None = None
 
     def publish(self, way: str, version: int) -> None:
-        """New random weights, until the node serves them."""
+        """Publishes new random weights and waits until the node serves them."""
         new = write_model(self.directory / f"model-{version}", seed=version)
         static = [file for file in new.iterdir() if file.name != "model.safetensors"]
         common = (self.board, static, "run", 120.0)
@@ -58,7 +58,7 @@ class Rig:
         publisher.publish(load_file(new / "model.safetensors").items(), version)
 
     def check_serves(self, version: int) -> None:
-        """What comes through the router is of these weights."""
+        """Checks that completions through the router come from these weights."""
         [completion] = asyncio.run(self._generate())
         assert [span[0] for span in completion.weight_versions] == [version]
         right = expected_logprobs(self.directory / f"model-{version}", None, PROMPT, completion.token_ids.tolist())
@@ -75,12 +75,12 @@ class Rig:
             time.sleep(0.1)
 
     def said(self) -> str:
-        """By the node, without what SGLang logs of every health check."""
+        """Returns the node's output without SGLang's log lines about health checks."""
         lines = self.node.output.read_text().splitlines()
         return "\n".join(line for line in lines if '"GET /health' not in line)
 
     def kill(self, process: psutil.Process, version: int) -> None:
-        """kill -9; returns when another engine serves these weights and is in the router again."""
+        """Kills a process with SIGKILL; waits until a new engine serves these weights and is back in the router."""
         starts, family = self.starts(), self.engine_family()
         process.kill()
         self.until(lambda: self.starts() == starts + 1, "another engine was started")
@@ -101,7 +101,7 @@ class Rig:
         httpx.post(f"{self.node.engine_url}{path}", json=body, timeout=30, trust_env=False).raise_for_status()
 
     def health_checks(self) -> int:
-        """Requests of agent and router that SGLang logged."""
+        """Counts the health checks by agent and router in SGLang's log."""
         return (self.directory / "logs" / "rollout-server-0.engine.log").read_text().count("GET /health")
 
     def end(self) -> None:
@@ -125,7 +125,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def test_real_sglang_takes_weights_by_every_way_and_comes_back_with_them(rig: Rig) -> None:
-    """One test, for every start of SGLang takes half a minute."""
+    """This is a single test because every start of SGLang takes half a minute."""
     rig.publish("shared", 1)
     rig.check_serves(1)
     assert str(rig.board.directory) in httpx.get(f"{rig.node.engine_url}/model_info", trust_env=False).json()["model_path"]
@@ -134,13 +134,13 @@ def test_real_sglang_takes_weights_by_every_way_and_comes_back_with_them(rig: Ri
 
     rig.control("/pause_generation", {"mode": "retract"})
     asked = rig.health_checks()
-    while rig.health_checks() < asked + 12:  # some of them are the router's, which gives up after three
+    while rig.health_checks() < asked + 12:  # some are the router's, which gives up after three failures
         assert rig.node.healthy(), "a paused engine stays in traffic"
         time.sleep(0.1)
     rig.control("/continue_generation", {})
 
     [scheduler] = [process for process in rig.engine_family() if "scheduler" in " ".join(process.cmdline())]
-    rig.kill(scheduler, 2)  # of which the trainer writes files only now
+    rig.kill(scheduler, 2)  # the trainer writes the files of these weights only now
     rig.publish("http", 3)
     rig.check_serves(3)
     rig.kill(rig.node.engine(), 3)

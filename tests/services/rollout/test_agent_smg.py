@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
     needs_smg,
-    pytest.mark.slow,  # test_router.py has the short form
+    pytest.mark.slow,  # test_router.py has a shorter version
 ]
 
 
@@ -44,12 +44,12 @@ async def test_nodes_behind_smg_take_weights_and_survive_kills(cluster: Cluster)
 
         starts = second.status()["engine_starts"]
         second.engine().kill()
-        assert {await generate(rollout) for _ in range(8)} == {1}  # by the other node
+        assert {await generate(rollout) for _ in range(8)} == {1}  # the other node answers
         await until(lambda: second.status()["engine_starts"] == starts + 1, "engine started again", cluster)
         await until(lambda: cluster.all_serve("a", 1), "weights 1 everywhere again", cluster)
         before = [requests_served(node) for node in cluster.nodes]
         assert {await generate(rollout) for _ in range(8)} == {1}
-        after = [requests_served(node) for node in cluster.nodes]  # though smg takes their paths for names of models
+        after = [requests_served(node) for node in cluster.nodes]  # although smg takes their paths for model names
         assert [new - old for old, new in zip(before, after, strict=True)] == [4, 4]
 
         router = first.status()["router_pid"]

@@ -1,4 +1,4 @@
-"""A rollout node that has its GPU in turn with the trainer (`rollout.colocate`), as real processes; either may be killed."""
+"""A rollout node takes turns on a GPU with the trainer (`rollout.colocate`), in real processes that may be killed."""
 
 import asyncio
 import signal
@@ -27,7 +27,7 @@ LIMIT_S = 400.0
 
 
 def trainer(cluster: Cluster) -> BackgroundServer:
-    """The server of a trainer; each has a board of its own."""
+    """Returns a trainer's server; each has its own board."""
     cluster.board = WeightBoard(cluster.directory / "published")
     address = names(1)[f"{TRAINER}-0.{GROUP}"].address
     return BackgroundServer(create_trainer_app(cluster.board, Metrics("trainer")), address, TRAINER_PORT)
@@ -47,7 +47,7 @@ def says(cluster: Cluster, state: str) -> bool:
 
 
 def generating(node: Node) -> bool | None:
-    """None: there is no engine."""
+    """Returns whether the engine generates, or None without an engine."""
     with suppress(httpx.TransportError):
         return httpx.get(node.engine_url + "/ready", timeout=10, trust_env=False).is_success
     return None
@@ -58,21 +58,21 @@ async def test_the_engine_is_awake_only_while_a_trainer_says_so(cluster: Cluster
     node = cluster.nodes[0]
     with trainer(cluster):
         await until(lambda: says(cluster, "asleep"), "the node waits for its turn", cluster)
-        assert node.status()["engine_pid"] is None  # a trainer that loads its model has the GPU for itself
+        assert node.status()["engine_pid"] is None  # a trainer that loads its model has the GPU to itself
         cluster.publish("a", 0)
         await until(lambda: cluster.all_serve("a", 0), "the first version", cluster)
 
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
         assert generating(node) is False
         async with RolloutClient("router", node.router_url, deadline_s=60) as rollout:
-            waiting = asyncio.create_task(generate(rollout))  # it is not refused, it waits
+            waiting = asyncio.create_task(generate(rollout))  # the request waits instead of failing
             cluster.publish("a", 1)
             assert await waiting == 1
         await until(lambda: cluster.all_serve("a", 1), "the second version", cluster)
         assert node.status()["engine_starts"] == 1
 
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
-        node.engine().send_signal(signal.SIGKILL)  # an engine that dies asleep
+        node.engine().send_signal(signal.SIGKILL)  # the engine dies while asleep
         await until(lambda: node.status()["engine_starts"] == 2, "the agent has noticed", cluster)
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
         assert node.status()["engine_pid"] is None
@@ -90,7 +90,7 @@ async def test_the_engine_is_awake_only_while_a_trainer_says_so(cluster: Cluster
 
 @pytest.mark.slow
 async def test_an_engine_that_keeps_its_memory_is_killed(cluster: Cluster) -> None:
-    """It refuses to release what another client has had it release already; SGLang would end."""
+    """The engine refuses to release memory that another client has already made it release; SGLang would exit."""
     node = cluster.nodes[0]
     with trainer(cluster):
         cluster.publish("a", 0)
@@ -131,7 +131,7 @@ def test_a_trainer_does_not_update_beside_an_engine_that_keeps_its_memory(tmp_pa
     board = WeightBoard(tmp_path)
 
     board.announce(WeightManifest(version=1, run_id="a"))
-    for state in ("ready", "asleep"):  # the second one is old news, of an earlier turn
+    for state in ("ready", "asleep"):  # the second report is stale, from an earlier turn
         board.report(WorkerReport(name="rollout-server-0", url="http://e", num_nodes=1, state=state, version=1))
         with pytest.raises(PublishFailed, match=rf"have not released their memory.*rollout-server-0 \({state}\)"):
             board.sleep(0.1)

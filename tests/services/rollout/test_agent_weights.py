@@ -1,4 +1,4 @@
-"""Weight versions pulled over HTTP from the trainer's own app, verified and kept on disk."""
+"""Weight versions are pulled over HTTP from the trainer's own app, verified and kept on disk."""
 
 import shutil
 from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ def board_file(board: WeightBoard, version: int, name: str) -> Path:
 
 
 class Recorder(httpx.ASGITransport):
-    """Remembers the paths that were asked for."""
+    """Records the requested paths."""
 
     def __init__(self, board: WeightBoard) -> None:
         super().__init__(create_trainer_app(board, Metrics("trainer")))
@@ -75,7 +75,7 @@ async def test_latest_is_none_before_the_first_version(client: TrainerClient, bo
     assert await client.latest(WeightId("a", 1), wait_s=0, deadline_s=5) == manifest
 
 
-async def test_trainer_that_is_not_there_is_unreachable() -> None:
+async def test_missing_trainer_is_unreachable() -> None:
     async with TrainerClient("trainer", "http://127.0.0.1:9") as client:
         with pytest.raises(Unreachable):
             await client.latest(None, wait_s=0, deadline_s=0.2)
@@ -144,7 +144,7 @@ async def test_same_version_of_another_run_replaces_the_weights(
 async def test_weights_of_an_earlier_process_are_verified_before_they_are_used(
     client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A kill or a disk may leave a file of the right size with other content."""
+    """A kill or a bad disk may leave a file of the right size with wrong content."""
     manifest = publish(board, 1, {"same": b"s" * 100, "w": b"one"})
     path = await store.fetch(manifest, client)
     for name, content in (("same", b"s" * 99 + b"t"), ("w", b"onE")):
@@ -153,7 +153,7 @@ async def test_weights_of_an_earlier_process_are_verified_before_they_are_used(
         transport.paths.clear()
         assert (await again.fetch(manifest, client) / name).read_bytes() == board_file(board, 1, name).read_bytes()
         assert f"the checksum of {name} does not match" in caplog.text
-    (path / "same").write_bytes(b"t" * 100)  # and it is not linked into another version
+    (path / "same").write_bytes(b"t" * 100)  # the damaged file must not be linked into another version
     path = await WeightStore(store.directory).fetch(publish(board, 2, {"same": b"s" * 100, "w": b"two"}), client)
     assert (path / "same").read_bytes() == b"s" * 100
 
@@ -171,7 +171,7 @@ async def test_weights_that_an_engine_starts_from_are_verified_again(
     assert (await store.fetch(manifest, client) / "w").read_bytes() == b"one"
 
 
-async def test_store_survives_a_restart_and_clears_what_was_half_done(
+async def test_store_survives_a_restart_and_clears_incomplete_downloads(
     client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder
 ) -> None:
     manifest = publish(board, 1, {"w": b"one"})
@@ -183,7 +183,7 @@ async def test_store_survives_a_restart_and_clears_what_was_half_done(
     assert not half.exists()
     assert await again.fetch(manifest, client) == path
     assert transport.paths == []
-    (path / "w").write_bytes(b"on")  # torn: complete no more
+    (path / "w").write_bytes(b"on")  # truncated, so no longer complete
     await WeightStore(store.directory).fetch(manifest, client)
     assert (path / "w").read_bytes() == b"one"
 

@@ -1,4 +1,4 @@
-"""What this system relies on in the router: the real ones, with an agent's command line, before recording and real engines."""
+"""The router features that this system relies on: the real routers, started as an agent starts them."""
 
 import asyncio
 import json
@@ -52,11 +52,11 @@ async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
         await asyncio.sleep(0.05)
 
 
-# ------------------------------------------------------------ before engines that record
+# ------------------------------------------------------------ in front of recording engines
 
 
 def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]:
-    """Gets every body that the client sends, and every answer to it, of a retry too."""
+    """Records every body the client sends and every answer it receives, retries included."""
     sent: list[dict[str, Any]] = []
     answers: list[httpx.Response] = []
     exchange = client._exchange
@@ -72,7 +72,7 @@ def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]
 
 
 def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
-    """What is left of a body that was sent."""
+    """Returns the part of a sent body that arrived."""
     found = {key: received[key] for key in sent if key in received}
     if "sampling_params" in found:
         found["sampling_params"] = {
@@ -82,7 +82,7 @@ def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> None:
-    """The router writes every body anew and drops what it does not know, without a word."""
+    """The router rewrites every body and silently drops fields it does not know."""
     common: dict[str, Any] = {"n": 3, "max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [1, 2], "sampling_seed": 11}
     with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
         async with RolloutClient("router", url, deadline_s=60) as client, Client("router", url, deadline_s=60) as plain:
@@ -109,7 +109,7 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
 
             lost = {"input_ids": [5], "sampling_params": {"n": 1, "logit_bias": {"5": 1.0}, "temprature": 1}}
             await client.request("POST", "/generate", json=lost)
-            assert arrived(lost, engine.bodies[-1])["sampling_params"] == {"n": 1}  # what the lines above would notice
+            assert arrived(lost, engine.bodies[-1])["sampling_params"] == {"n": 1}  # such a loss is detectable
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -118,7 +118,7 @@ async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str
         async with RolloutClient("router", url, deadline_s=120) as client:
             groups = await asyncio.gather(*(generate(client, n=8) for _ in range(256)))
         assert [len(group) for group in groups] == [8] * 256
-        assert [len(engine.bodies) for engine in engines] == [256 // count] * count  # round robin: exactly
+        assert [len(engine.bodies) for engine in engines] == [256 // count] * count  # round robin splits exactly
         assert {body["sampling_params"]["n"] for engine in engines for body in engine.bodies} == {8}
 
 
@@ -135,9 +135,9 @@ async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp
 
 
 async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> None:
-    """One engine of several would obey: whoever sends one here by mistake has to hear of it."""
+    """A forwarded call would reach only one of several engines, so a misdirected one must fail."""
     with recorders(2) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
-        fresh = httpx.Limits(max_keepalive_connections=0)  # smg may close a connection whose body it did not read
+        fresh = httpx.Limits(max_keepalive_connections=0)  # smg may close a connection without reading its body
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=fresh) as client:
             statuses = {path: (await client.post(f"/{path}", json={})).status_code for path in CONTROL}
         assert statuses == dict.fromkeys(CONTROL, 404)
@@ -150,35 +150,35 @@ async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path)
             _, answers = watched(client)
             group = asyncio.create_task(generate(client))
             await until(lambda: len(answers) > 1, "refused without an engine")
-            await asyncio.gather(*(registry.reconcile(engine_url, wanted=True) for _ in range(5)))  # at once: 409 from smg
+            await asyncio.gather(*(registry.reconcile(engine_url, wanted=True) for _ in range(5)))  # smg: 409
             assert len(await group) == 2
             await reconciled(registry, engine_url, wanted=True)
         assert answers[0].status_code == {"sglang-router": 503, "smg": 404}[router]
         assert len(engine.bodies) == 1
 
 
-# ------------------------------------------------------------ before real engines
+# ------------------------------------------------------------ in front of real engines
 
 
 @dataclass
 class Engine:
-    """An embedded engine; `client` asks it directly."""
+    """An embedded engine; `client` calls it directly."""
 
     url: str
     process: Forked
     client: httpx.Client
 
     def waiting(self) -> int:
-        """Completions that it has begun or queued."""
+        """Returns the number of completions it has begun or queued."""
         return int(self.client.get("/v1/loads").json()["aggregate"]["num_total_reqs"])
 
     def answered(self, route: str = "/generate") -> int:
-        """Requests since its start."""
+        """Returns the number of requests answered since the start."""
         lines = [line for line in self.client.get("/metrics").text.splitlines() if "http_requests_total{" in line]
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'route="{route}"' in line))
 
     def kill(self) -> None:
-        """kill -9."""
+        """Sends SIGKILL."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -197,7 +197,7 @@ class Pool:
     engines: list[Engine] = field(default_factory=list)
 
     def start(self, port: int | None = None) -> Engine:
-        """On the port of one that was killed, if any."""
+        """Starts an engine, on the port of a killed one if given."""
         self.starts += 1
         words = ("--weight-version", "3", "--max-context-tokens", "64")
         log = self.directory / f"engine-{self.starts}.log"
@@ -211,7 +211,7 @@ class Pool:
 
 @pytest.fixture(scope="module")
 def pool(router: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """Two engines and the router; a test that stops one puts another one in its place."""
+    """Starts two engines and the router; a test that stops an engine must replace it."""
     directory = tmp_path_factory.mktemp(router)
     write_model(directory / "model", seed=0)
     with ExitStack() as stack:
@@ -229,7 +229,7 @@ async def client(pool: Pool) -> AsyncIterator[RolloutClient]:
 
 
 def groups(client: RolloutClient, count: int) -> list["asyncio.Task[list[Completion]]"]:
-    """So many requests at once, of two completions each."""
+    """Starts `count` concurrent requests of two completions each."""
     return [asyncio.create_task(generate(client)) for _ in range(count)]
 
 
@@ -242,9 +242,9 @@ async def test_a_paused_engine_stays_and_its_requests_wait(pool: Pool, client: R
     paused.control("/pause_generation", mode="retract")
     before = paused.answered("/health")
     running = groups(client, 8)
-    await until(lambda: paused.answered("/health") >= before + 5, "five health checks")  # three failures would be too many
+    await until(lambda: paused.answered("/health") >= before + 5, "five health checks")  # three failures remove it
     assert pool.routed() == {engine.url for engine in pool.engines}
-    running += groups(client, 8)  # nor is it left out for having finished nothing
+    running += groups(client, 8)  # the router also keeps an engine that finishes nothing
     await until(lambda: paused.waiting() == 16, "half of the requests, of two completions each, wait in the paused engine")
     paused.control("/continue_generation")
     await whole(running)
@@ -269,7 +269,7 @@ async def test_engines_come_and_go_while_requests_run(pool: Pool, client: Rollou
     assert (first.waiting(), second.answered(), third.answered()) == (before[0], before[1] + 4, before[2] + 4)
     first.control("/continue_generation")
     await whole(running)
-    assert first.answered() >= 8  # it has finished its own, though it was out
+    assert first.answered() >= 8  # it finished its own requests after its removal
     assert second.answered() + third.answered() == before[1] + before[2] + 8
     pool.engines = [second, third]
 
@@ -290,7 +290,7 @@ async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(pool: P
 
 
 async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(pool: Pool, client: RolloutClient) -> None:
-    """The circuit breaker, by default, would open at the tenth failure, and for a minute both engines would get nothing."""
+    """With the circuit breaker on, the tenth failure would block both engines for a minute."""
     _, answers = watched(client)
     for engine in pool.engines:
         engine.kill()
@@ -307,8 +307,8 @@ async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(
     assert all(engine.answered() > count for engine, count in zip(pool.engines, before, strict=True))
 
 
-async def test_an_answer_about_an_engine_that_is_lost_changes_nothing(pool: Pool) -> None:
-    """Last, since it changes the list of engines that the other tests share."""
+async def test_lost_answer_about_an_engine_changes_nothing(pool: Pool) -> None:
+    """This test is last because it changes the list of engines that the tests share."""
     first, second = (engine.url for engine in pool.engines)
     proxy = LossyProxy(int(pool.router_url.rpartition(":")[2]))
     async with proxy.running() as url, RouterClient("router", url) as registry:

@@ -1,7 +1,7 @@
-"""The calls that bring new weights into SGLang, in their order and with their bodies, as recorded in `tests/golden`.
+"""The calls that load new weights into SGLang match the recordings in `tests/golden`, in order and with their bodies.
 
-The agent's own code makes them; the engine is a stand-in that refuses what SGLang 0.5.21 refuses. Real SGLang is asked by
-`tests/contract` and `test_agent_sglang.py` where it is installed.
+The agent's own code makes the calls; the engine is a stand-in that refuses the same calls as SGLang 0.5.21. Where real
+SGLang is installed, `tests/contract` and `test_agent_sglang.py` test it.
 """
 
 import json
@@ -29,7 +29,7 @@ NAME = "rollout-server-0"
 
 
 def recorded(engine: StrictSGLang, **names: str) -> list[dict[str, Any]]:
-    """The calls without what differs from run to run."""
+    """Returns the calls without the values that differ between runs."""
     text = json.dumps(engine.recorded)
     for name, value in names.items():
         text = text.replace(json.dumps(value), json.dumps(f"<{name}>"))
@@ -57,7 +57,7 @@ async def test_a_broadcast_pauses_joins_once_sends_bucket_by_bucket_checks_and_c
     async with client(engine) as api, TrainerClient("trainer", "http://trainer", transport=transport) as trainer:
         receiver = BroadcastReceiver(NAME, api, trainer, timeout_s=30)
         for version in (1, 2):
-            sender.publish(weights.items(), version)  # to nobody: the engine here joins no group of torch
+            sender.publish(weights.items(), version)  # has no receiver: the stand-in joins no torch group
             manifest = WeightManifest(version=version, run_id="run", broadcast=group.announcement(sender._copy.buckets))
             board.announce(manifest)
             assert manifest.broadcast is not None

@@ -27,18 +27,18 @@ def test_on_a_cpu_the_arguments_that_need_no_gpu_are_there_and_a_person_has_the_
     command = engine_command(Config(rollout=section), Topology(), "m", "3")
     options = {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
     assert (options["--device"], options["--attention-backend"]) == ("cpu", "torch_native")
-    assert options["--dtype"] == "float32"  # whatever model.dtype says: that is for GPUs
+    assert options["--dtype"] == "float32"  # regardless of model.dtype, which applies to GPUs
     assert command.count("--dtype") == 1
     assert options["--max-total-tokens"] == "200"
     assert {"--skip-server-warmup", "--sleep-on-idle"} <= set(command)
     assert command[-2:] == ["--page-size", "1"]
 
 
-def test_on_a_gpu_nothing_of_that_is_there(tmp_path: Path) -> None:
+def test_on_a_gpu_the_cpu_arguments_are_absent(tmp_path: Path) -> None:
     config = Config(rollout=rollout(tmp_path))
     assert "--device" not in engine_command(config, Topology(), "m", "3")
     quiet = {"TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"}
-    toolkit = {"PATH"}  # with the directory of SGLang's own programs
+    toolkit = {"PATH"}  # it includes the directory of SGLang's own programs
     assert set(engine_env(config)) == {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "NCCL_CUMEM_ENABLE"} | quiet | toolkit
 
 
@@ -48,7 +48,7 @@ def test_for_adapters_sglang_is_told_their_size_and_starts_with_the_model(tmp_pa
     options = {word: command[i + 1] for i, word in enumerate(command[:-1]) if word.startswith("--")}
     assert {"--enable-lora", "--lora-strict-loading"} <= set(command)
     assert (options["--max-lora-rank"], options["--lora-target-modules"]) == ("16", "all")
-    assert options["--max-loras-per-batch"] == "3"  # the newest, the one before, and the model without any
+    assert options["--max-loras-per-batch"] == "3"  # the newest adapter, the previous one, and the plain model
     assert "--lora-backend" not in command
     on_cpu = engine_command(Config(rollout=rollout(tmp_path, device="cpu"), lora=lora), Topology(), "m", "default")
     assert on_cpu[on_cpu.index("--lora-backend") + 1] == "torch_native"
@@ -71,7 +71,7 @@ def test_the_environment_on_a_cpu_names_the_platform_and_keeps_local_models_off_
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral", "sliding_window": 512}}, 512),
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "qwen2", "sliding_window": 1000, "use_sliding_window": False}, None),
-        ({"model_type": "gemma3_text", "sliding_window": 512}, None),  # SGLang has these windows
+        ({"model_type": "gemma3_text", "sliding_window": 512}, None),  # SGLang supports these windows
         ({"model_type": "llama"}, None),
         ([], None),
     ],

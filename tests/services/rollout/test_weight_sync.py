@@ -1,4 +1,4 @@
-"""The three ways of new weights into engines: real agents and engines, the trainer's own publisher."""
+"""The three ways to bring new weights into engines, with real agents and engines and the trainer's own publisher."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ ADDRESS = names(2)[f"{TRAINER}-0.{GROUP}"].address
 
 
 class Cluster:
-    """Two rollout nodes, and a trainer that has only its publishing side."""
+    """Two rollout nodes and the publishing side of a trainer."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class Cluster:
         return Node(rank, 2, self.directory, self.model, RLHF_TRAINER__PUBLISH_TIMEOUT_S=str(PATIENCE_S))
 
     def publisher(self, run_id: str, way: str) -> Publisher:
-        """As the trainer makes it, with buckets that hold a few tensors each."""
+        """Returns the trainer's publisher, with buckets of a few tensors each."""
 
         def fence(worker: WorkerReport) -> None:
             self.fenced.append(worker.name)
@@ -57,11 +57,11 @@ class Cluster:
         return Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
 
     def weights(self) -> dict[str, Tensor]:
-        """Random ones."""
+        """Returns random weights."""
         return {name: torch.randn_like(tensor) / 10 for name, tensor in load_file(self.model / "model.safetensors").items()}
 
     def held(self) -> list[dict[str, str]]:
-        """The checksums of the engines' weights, by tensor."""
+        """Returns the checksums of each engine's weights, by tensor."""
         answers = [
             httpx.post(f"{node.engine_url}/weights_checker", json={}, timeout=30, trust_env=False) for node in self.nodes
         ]
@@ -74,14 +74,14 @@ class Cluster:
         return [(w.state, w.run_id, w.version) for w in self.board.workers()] == [("ready", run_id, version)] * 2
 
     def announced(self) -> Broadcast:
-        """The broadcast of the newest version."""
+        """Returns the announced broadcast of the newest version."""
         latest = self.board.latest()
         assert latest is not None
         assert latest.broadcast is not None
         return latest.broadcast
 
     def files(self) -> list[str]:
-        """Versions that the trainer has written."""
+        """Returns the names of the versions that the trainer has written."""
         return sorted(path.name for path in self.board.directory.glob("v*"))
 
     def output(self) -> str:
@@ -117,7 +117,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def both(cluster: Cluster) -> Cluster:
-    """Both nodes healthy, on whatever weights the test before left them."""
+    """Waits until both nodes are healthy, on whatever weights the previous test left."""
     cluster.until(cluster.healthy, "both nodes healthy")
     cluster.fenced.clear()
     return cluster
@@ -141,7 +141,7 @@ def test_every_way_delivers_the_same_tensors(both: Cluster, way: str) -> None:
 def test_a_shared_directory_that_is_not_visible_is_downloaded_loudly(both: Cluster) -> None:
     publisher, new = both.publisher("elsewhere", "shared"), both.weights()
     announce = both.board.announce
-    with pytest.MonkeyPatch.context() as patch:  # the trainer's disk, seen from a node without that mount
+    with pytest.MonkeyPatch.context() as patch:  # the nodes do not mount the trainer's disk
         patch.setattr(
             both.board, "announce", lambda manifest: announce(manifest.model_copy(update={"directory": "/not/mounted/here"}))
         )
@@ -217,7 +217,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, ca
     hung.send_signal(signal.SIGSTOP)
     try:
         publisher.publish(new.items(), 2)
-        assert set(both.fenced) <= {"rollout-server-1"}  # unless it is back before the publisher gives it up
+        assert set(both.fenced) <= {"rollout-server-1"}  # empty if it is back before the publisher gives up on it
         assert "the engine hangs in the broadcast of weights 2" in caplog.text
         both.until(lambda: both.serving("hung", 2), "weights 2 everywhere")
     finally:
@@ -233,7 +233,7 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Clust
     publisher = both.publisher("late", "distributed")
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()
-    publisher.publish(both.weights().items(), 2)  # by HTTP to the one that is left
+    publisher.publish(both.weights().items(), 2)  # by HTTP to the remaining node
     both.until(lambda: list(both.reports()) == ["rollout-server-0"], "the other one is counted as gone")
     new = both.weights()
     publisher.publish(new.items(), 3)
@@ -244,7 +244,7 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(both: Clust
     assert both.held() == [sums(new)] * 2
     assert "v000003" in both.files()
     both.until(both.healthy, "both nodes healthy")
-    done = threading.Thread(target=publisher.publish, args=(new.items(), 4))  # from any one thread
+    done = threading.Thread(target=publisher.publish, args=(new.items(), 4))  # any single thread may publish
     done.start()
     done.join(400)
     latest = both.announced()

@@ -1,4 +1,4 @@
-"""A verifiers environment, written as `vf-init` lays it out: a taskset, and a harness that asks twice."""
+"""A verifiers environment in the layout of `vf-init`: a taskset, and a harness that asks twice."""
 
 # mypy: ignore-errors
 

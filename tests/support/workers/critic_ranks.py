@@ -1,4 +1,4 @@
-"""Run by torchrun: two updates of a critic; rank 0 writes the new weights, every rank its values."""
+"""Run by torchrun: two updates of a critic; rank 0 writes the new weights, and every rank writes its values."""
 
 import sys
 from pathlib import Path
@@ -29,7 +29,7 @@ def main(directory: Path, settings: list[str]) -> None:
         new = {name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()}
         if ranks.first:
             save_file(new, directory / "new.safetensors")
-        ranks.barrier()  # as the trainer does: a rank that ends before the others takes their connections with it
+        ranks.barrier()  # as in the trainer: a rank that ends first would close the others' connections
 
 
 if __name__ == "__main__":

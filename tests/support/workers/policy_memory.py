@@ -1,4 +1,4 @@
-"""Run by torchrun: `python memory_worker.py DIRECTORY MODEL`. One update; each rank writes what it holds after it, in bytes."""
+"""Run by torchrun with DIRECTORY and MODEL: one update, after which each rank writes the bytes it holds."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from trainer.policy.policy import Policy
 
 
 def held(policy: Policy) -> dict[str, int]:
-    """Bytes of weights, gradients and the optimiser's tensors (without its step counts) on this rank."""
+    """Returns this rank's bytes of weights, gradients and optimiser tensors (without step counts)."""
     parameters = list(policy.model.parameters())
     moments = [tensor for name, tensor in policy.optimizer.state_dict().items() if not name.endswith(".step")]
     return {

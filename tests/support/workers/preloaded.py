@@ -1,4 +1,4 @@
-"""What every worker imports: loaded once in the process that they are forked from."""
+"""The imports of every worker, loaded once in the process from which workers are forked."""
 
 import torch.distributed.fsdp
 import transformers.models.qwen2.modeling_qwen2

@@ -1,4 +1,4 @@
-"""Run by torchrun: one update of the critic of a critic-server; every rank writes what it was told."""
+"""Run by torchrun: one update of a critic-server's critic; every rank writes the answers it received."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Run by torchrun: a run on worked answers, which rank 0 alone reads."""
+"""Run by torchrun: a run on worked answers, which only rank 0 reads."""
 
 import os
 import sys

@@ -1,9 +1,10 @@
-"""Run by torchrun: several policies on several ranks, one after the other; rank 0 writes what each came to.
+"""Run by torchrun: trains several policies on several ranks, one after the other; rank 0 writes the results of each.
 
-`python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume": DIRECTORY,
-"save": DIRECTORY, "peak": true for what loading alone needs, "hidden": true where only rank 0 sees these directories}. They are
-relative to DIRECTORY. "low": true computes in bfloat16, as on a GPU. "whole": BYTES is how large gradients of the whole model
-may be. "messages": true writes the number of collective operations by name. "parked": true parks everything after an update.
+`python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume":
+DIRECTORY, "save": DIRECTORY, ...}. These directories are relative to DIRECTORY. "peak": true measures loading alone.
+"hidden": true shows the directories to rank 0 only. "low": true computes in bfloat16, as on a GPU. "whole": BYTES
+limits the size of gradients of the whole model. "messages": true writes the number of collective operations by name.
+"parked": true parks everything after an update.
 """
 
 import json
@@ -50,7 +51,7 @@ class Messages(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
 
 
 def learned(policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False) -> list[list[float]]:
-    """Loss, gradient norm and KL of every update."""
+    """Makes the updates and returns the loss, gradient norm and KL of each."""
     turns = SharedTurns(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for _ in range(updates):
@@ -69,7 +70,7 @@ def learned(policy: Policy, updates: int, reference: Reference | None = None, pa
 def run(
     directory: Path, name: str, case: dict[str, Any], config: Config, ranks: Ranks
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    if case.get("hidden") and not ranks.first:  # paths are relative, so this is a node with a disk of its own
+    if case.get("hidden") and not ranks.first:  # paths are relative, so this acts like a node with its own disk
         os.chdir("/")
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
@@ -93,7 +94,7 @@ def run(
 
 def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    # What dynamo and autograd make of sharded layers is at stake here, not minutes of C++ compiler.
+    # The tests cover dynamo and autograd on sharded layers; the C++ compiler would only add minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
     with Ranks.from_env(timeout_s=400) as base:
         for name, case in cases.items():
@@ -101,7 +102,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
             config = load(case["settings"], {})
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             ranks = Ranks(base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size)
-            if case.get("peak"):  # bytes that loading added to the most this process ever had
+            if case.get("peak"):  # bytes that loading added to the process's peak
                 kept = load_scorer(config.model, ranks, config.trainer)
                 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 (directory / f"{name}-{ranks.rank}.txt").write_text(str((after - before) * 1024))

@@ -1,4 +1,4 @@
-"""Run by torchrun: rank 0 waits in a collective that rank 1, which waits for something else, never comes to."""
+"""Run by torchrun: rank 0 waits in a collective that rank 1 never reaches, because it waits for something else."""
 
 import sys
 import threading
