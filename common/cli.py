@@ -38,14 +38,14 @@ class Parser(argparse.ArgumentParser):
             problem, remedy = "there is no such choice", did_you_mean(value, choices)
         elif found := re.match(r"invalid (int|float|positive) value: (.+)", problem):
             what = "number" if found[1] == "float" else "whole number"
-            problem, value, remedy = f"this is no {what}", found[2].strip("'"), f"give a {what}"
+            problem, value, remedy = f"this is not a {what}", found[2].strip("'"), f"give a {what}"
         elif message.startswith("unrecognized arguments: "):
             field, *rest = problem.split()
             known = [option for action in self._actions for option in action.option_strings]
             hint, value = did_you_mean(field.partition("=")[0], [], known), " ".join(rest) or None
             problem, remedy = "there is no such argument", f"{hint} {remedy}".strip()
         elif message.startswith("the following arguments are required: "):
-            field, problem, remedy = problem, "this is needed", f"give it; {remedy}"
+            field, problem, remedy = problem, "this argument is required", f"add it; {remedy}"
         elif problem == "expected one argument":
             problem, remedy = "it has no value", f"write {field} VALUE"
         elif colon:
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 def positive(text: str) -> int:
     """Parses an integer above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0: give one, such as 8")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0: give one, such as 8")
     return int(text)
 
 

@@ -86,7 +86,9 @@ async def _not_compressed(response: httpx.Response) -> None:
 
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
     if encoding := headers.get("content-encoding"):
-        raise ServiceError("the answer is compressed, which was not asked for", field="content-encoding", value=encoding)
+        raise ServiceError(
+            "the response is compressed, although the request did not ask for that", field="content-encoding", value=encoding
+        )
 
 
 async def _with_id(request: httpx.Request) -> None:
@@ -140,7 +142,7 @@ class Client:
     async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
-        delay, reason = 0.05, "no attempt"
+        delay, reason = 0.05, "no request was sent"
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
@@ -160,7 +162,7 @@ class Client:
                 retry_after_s = parse_retry_after(response)
             now = time.monotonic()
             if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line for all waiting calls
-                log.warning("waiting since %.0f s for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
+                log.warning("waited %.0f s so far for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
                 self._last_warning = now
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
@@ -201,7 +203,7 @@ class Client:
         if error is not None:
             why = getattr(getattr(error, "certificate_error", error), "verify_message", "") or error
             raise ServiceError(
-                f"the certificate of {self.service} is refused: {why}",
+                f"the certificate of {self.service} is not trusted: {why}",
                 code="certificate",
                 field="TLS_CA",
                 value=self.base_url,
@@ -290,7 +292,7 @@ async def wait_healthy(
                 watchdog.deadline_passed(f"not healthy after {timeout_s:.0f} s: {text}")
             raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
         if now - said > every_s:
-            say(f"waiting since {now - start:.0f} s for {text}")
+            say(f"waited {now - start:.0f} s so far for {text}")
             said, every_s = now, min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)
 

@@ -4,29 +4,29 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_NUMBER = ("this is no number", "give a number, such as 0.5 or 1e-6")
-_WHOLE = ("this is no whole number", "give a whole number, such as 8")
+_NUMBER = ("this is not a number", "give a number, such as 0.5 or 1e-6")
+_WHOLE = ("this is not a whole number", "give a whole number, such as 8")
 _BOOL = ("this is neither true nor false", "give true or false")
-_LIST = ("this is no list", "give values separated by commas, or a list in JSON")
+_LIST = ("this is not a list", "give values separated by commas, or a list in JSON")
 _FIXED = {
     "int_parsing": _WHOLE,
     "int_type": _WHOLE,
     "int_from_float": _WHOLE,
-    "int_parsing_size": ("this number is too long", "give a smaller one"),
+    "int_parsing_size": ("this number is too long", "give a smaller number"),
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,
-    "finite_number": ("this number is not finite", "give a finite one"),
+    "finite_number": ("this number is not finite", "give a finite number"),
     "bool_parsing": _BOOL,
     "bool_type": _BOOL,
-    "string_type": ("this is no text", "give a text; in YAML, in quotes"),
-    "path_type": ("this is no path", "give the path of a file or directory"),
+    "string_type": ("this is not text", "give text; in YAML, put it in quotes"),
+    "path_type": ("this is not a path", "give the path of a file or directory"),
     "list_type": _LIST,
     "tuple_type": _LIST,
-    "dict_type": ("this is no mapping", "give NAME=VALUE, or a mapping in JSON"),
-    "model_type": ("this is no section with settings", "write its settings below its name"),
-    "model_attributes_type": ("this is no section with settings", "write its settings below its name"),
-    "string_too_short": ("this is empty", "name one"),
-    "missing": ("this is not given", "give it"),
+    "dict_type": ("this is not a mapping", "give NAME=VALUE, or a mapping in JSON"),
+    "model_type": ("this section is not a mapping", "write its settings below its name"),
+    "model_attributes_type": ("this section is not a mapping", "write its settings below its name"),
+    "string_too_short": ("this is empty", "give a value"),
+    "missing": ("this is required", "add it"),
 }
 _BOUNDS = {
     "greater_than": ("gt", "too small", "above"),
@@ -43,7 +43,7 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
         return _FIXED[kind]
     if kind in _BOUNDS:
         bound, what, words = _BOUNDS[kind]
-        return f"this number is {what}", f"give one {words} {context[bound]}"
+        return f"this number is {what}", f"give a number {words} {context[bound]}"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         return "there is no such choice", did_you_mean(str(problem["input"]), choices)
@@ -64,5 +64,5 @@ def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()
     choices = list(choices)
     near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else ""
-    listed = f"take {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
+    listed = f"use {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
     return f"{hint} {listed}".strip()

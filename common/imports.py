@@ -15,13 +15,15 @@ def import_callable(path: str, field: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
     if not module or not name:
-        raise ConfigError(f"{path!r} is no import path", field=field, value=path, remedy="write package.module:name")
+        raise ConfigError(f"{path!r} is not an import path", field=field, value=path, remedy="write package.module:name")
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy) from error
     if not callable(found):
-        reason = "there is no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        reason = (
+            "the module has no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        )
         raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy)
     return found

@@ -57,10 +57,10 @@ class ModelShape:
         kind = config.get("model_type")
         if kind not in _KNOWN:
             raise ConfigError(
-                "the memory of this architecture cannot be estimated",
+                "the memory that this architecture needs cannot be estimated",
                 field="model_type",
                 value=kind,
-                remedy=f"known are {', '.join(_KNOWN)}",
+                remedy=f"the known architectures are {', '.join(_KNOWN)}",
             )
         try:
             heads = config["num_attention_heads"]
@@ -76,7 +76,7 @@ class ModelShape:
                 extra=_KNOWN[kind],
             )
         except KeyError as error:
-            raise ConfigError("the model's configuration is not complete", field="config.json", value=error.args[0]) from None
+            raise ConfigError("the model's configuration is incomplete", field="config.json", value=error.args[0]) from None
 
     @property
     def layer_tensors(self) -> list[int]:
@@ -185,7 +185,7 @@ def group_size(config: Config, ranks: int) -> int:
             f"the {ranks} ranks cannot be divided into groups of {size}",
             field="trainer.shard_size",
             value=size,
-            remedy="take a divisor of the number of ranks, or leave it unset",
+            remedy="use a divisor of the number of ranks, or leave it unset",
         )
     return size
 
@@ -327,7 +327,7 @@ def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_shar
             f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",
             field="rollout.tensor_parallel_size",
             value=size,
-            remedy=f"take a divisor of {shape.heads}",
+            remedy=f"use a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
     per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)  # a KV head cannot be split

@@ -49,7 +49,7 @@ class Ranks:
                 f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
                 field="trainer.shard_size",
                 value=self.shard_size,
-                remedy="take a divisor of the number of ranks, or leave it unset",
+                remedy="use a divisor of the number of ranks, or leave it unset",
             )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
 

@@ -38,7 +38,7 @@ def check_ports(plan: Plan) -> Iterator[Result]:
         return
     free = []
     for job, (setting, port) in [(task, each) for task in plan.here for each in _ports(task).items()]:
-        title, other = f"port {port} of {job.name}", f"take another port: --env RLHF_{setting.replace('.', '__').upper()}="
+        title, other = f"port {port} of {job.name}", f"use another port: --env RLHF_{setting.replace('.', '__').upper()}="
         if problem := _taken(_NODE, port):
             yield Result(title, "fail", problem, f"end it, or {other}{port + 1000}")
         elif problem := _taken("127.0.0.1", port):

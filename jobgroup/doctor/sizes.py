@@ -60,7 +60,7 @@ def _engine(shape: ModelShape, config: Config, size: float) -> Result:
         f"weights {gb(engine.weights)} on each of {ranks} GPUs, {gb(tokens * engine.kv_bytes_per_token)} left for the KV "
         f"cache: {tokens:,} tokens, {tokens // one:,} completions of {one:,}"
     )
-    fix = "raise RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE, lower RLHF_SAMPLING__MAX_NEW_TOKENS, or take a smaller model"
+    fix = "raise RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE, lower RLHF_SAMPLING__MAX_NEW_TOKENS, or use a smaller model"
     otherwise: State = "warn" if tokens >= one else "fail"
     return expect(f"engine on {size:g} GB", tokens >= one * config.sampling.group_size, found, fix, otherwise)
 

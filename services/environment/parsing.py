@@ -60,5 +60,5 @@ def _call(text: str) -> tuple[str, Any, str]:
         return "", {}, "the tool call has no name"
     arguments = parsed_arguments(content.get("arguments", content.get("parameters")))
     if not isinstance(arguments, dict):
-        return "", {}, "the arguments of the tool call are no mapping"
+        return "", {}, "the arguments of the tool call are not a mapping"
     return content["name"], arguments, ""

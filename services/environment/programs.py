@@ -30,7 +30,7 @@ def words_of(command: str, field: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"this is no command: {error}", field=field, value=command, remedy="close every quote") from None
+        raise ConfigError(f"this is not a command: {error}", field=field, value=command, remedy="close every quote") from None
     if not words or not shutil.which(words[0]):
         reason = f"there is no program {words[0]}" if words else "there is no command"
         remedy = "name a program on the PATH of the environment-server, or its path from the working directory"

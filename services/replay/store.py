@@ -108,7 +108,7 @@ class Store(Reading):
                 f"no room for {needed} completions: {waiting} of {capacity} wait to be trained on",
                 field="replay.capacity",
                 value=capacity,
-                remedy="try again when groups were acknowledged, or raise replay.capacity",
+                remedy="try again when groups have been acknowledged, or raise replay.capacity",
             )
         leaving: list[tuple[int, int]] = []
         for key, order, completions in self.db.execute(
@@ -151,10 +151,10 @@ class Store(Reading):
             ).fetchall()
             if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
                 raise InvalidInput(
-                    f"request_id has leased {len(rows)} groups of version {rows[0][1]} on with another request",
+                    f"request_id already leased {len(rows)} groups of version {rows[0][1]} on in another request",
                     field="request_id",
                     value=request.request_id,
-                    remedy="make a new id for every request; only a retry of the same request uses it again",
+                    remedy="use a new id for every request; only a retry of the same request repeats its id",
                 )
             if not rows:
                 self._evict(request)
@@ -202,7 +202,12 @@ class Store(Reading):
     def _end_strays(self, run_id: str) -> None:
         query = "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1 GROUP BY 1"
         for request, count in self.db.execute(query, (run_id,)).fetchall():
-            log.warning("request %s has leased %d groups and is none of run %s: they return to it", request, count, run_id)
+            log.warning(
+                "request %s, which leased %d groups, does not belong to run %s: the groups can be taken again",
+                request,
+                count,
+                run_id,
+            )
             self._end_leases("request_id = ?", request)
 
     def _end_leases(self, condition: str, value: object) -> None:

@@ -89,7 +89,7 @@ class Test:
             return action == "ne"
         result = self.do(action, *args)
         if (mine or len(args) == 1) and (type(result) is not Remote or _plain(result) is not _ABSENT):
-            raise TypeError(f"an object of the program and a value of the test have no {action}")
+            raise TypeError(f"an object of the program and a value of the test do not support {action}")
         return result
 
     def _request(self, message: Any, result: Callable[[list[Any]], Any]) -> Any:
@@ -260,7 +260,7 @@ def _method(action: str, how: str) -> Callable[..., Any]:
     def converted(self: Any, *args: Any) -> Any:
         plain = _plain(self)
         if plain is _ABSENT:
-            raise TypeError(f"an object of the program has no {action}")
+            raise TypeError(f"an object of the program does not support {action}")
         return getattr(builtins, action)(plain, *args)
 
     return {"operated": operated, "reflected": reflected, "asked": asked, "converted": converted}[how]

@@ -108,7 +108,7 @@ def test_a_run_whose_heart_stopped_is_taken_over_and_says_so_when_it_wakes(
         first.check()
         monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
         first._beat()  # it wakes
-        with pytest.raises(ServiceError, match=r"stood still, and run second \(process .* took over"):
+        with pytest.raises(ServiceError, match=r"was suspended, and run second \(process .* took over"):
             first.check()
 
 

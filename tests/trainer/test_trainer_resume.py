@@ -76,7 +76,7 @@ def test_another_model_in_the_place_of_the_first_is_refused(own: Config, change:
     path = saved(own, 3)
     change(Path(own.model.name))
     with pytest.raises(
-        ConfigError, match=rf"{path.name} is of a run with {name} .*/model with the content .* this one has"
+        ConfigError, match=rf"{path.name} belongs to a run with {name} .*/model with the content .* this one has"
     ) as e:
         resume(own)
     assert "set it to" in str(e.value.remedy)
@@ -111,7 +111,7 @@ def test_settings_that_the_checkpoint_depends_on_are_refused(config: Config, sec
     holder = getattr(config, section) if section else config
     before = getattr(holder, name)
     setattr(holder, name, value)
-    with pytest.raises(ConfigError, match=rf"of a run with [\w.]*{name} {before}, this one has {value} ") as error:
+    with pytest.raises(ConfigError, match=rf"to a run with [\w.]*{name} {before}, this one has {value} ") as error:
         resume(config)
     assert error.value.field == f"{section}.{name}".lstrip(".")
 
@@ -156,7 +156,7 @@ def test_one_flipped_byte_in_any_file_of_a_checkpoint_is_named_with_the_one_befo
     with pytest.raises(ConfigError, match=rf"{name} has changed since it was written") as error:
         resume(config)
     assert error.value.value == str(path)
-    assert "remove it to go on from step_000002" in str(error.value.remedy)
+    assert "remove it to continue from step_000002" in str(error.value.remedy)
     shutil.rmtree(path)
     assert resume(config)[1].step == 2
 

@@ -58,7 +58,7 @@ def mean_normalised(rewards: Tensor) -> Tensor:
             "MaxRL divides by the mean reward of a group, which must not be negative",
             field="algorithm.advantage",
             value="mean_normalised",
-            remedy=f"take rewards of at least 0 (there is one of {float(rewards.min()):g}), or another algorithm.advantage",
+            remedy=f"use rewards of at least 0 (there is one of {float(rewards.min()):g}), or another algorithm.advantage",
         )
     centred = group_centred(rewards)
     return torch.where(_equal(rewards), centred, centred / rewards.mean(dim=1, keepdim=True))

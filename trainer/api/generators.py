@@ -78,7 +78,7 @@ class ChatGenerator:
             tokens = (content.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, TypeError) as error:
             raise GenerationFailed(
-                f"this is no answer of a {'chat ' * chat}completion: {error!r}", value=response.text
+                f"this is not the answer of a {'chat ' * chat}completion: {error!r}", value=response.text
             ) from None
         return finished(prompt, text, finish, tokens)
 
@@ -172,7 +172,7 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
-        remedy = "name one (model_id)"
+        remedy = "name one of its models (model_id)"
         message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
         raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

@@ -60,7 +60,7 @@ def _results(evaluations: list[dict[str, Any]]) -> list[str]:
     rows = ["| | step | held-out problems | accuracy | 95 % interval (Wilson) | mean reward |", "|---|---|---|---|---|---|"]
     for when, line in zip(("before", "after"), (evaluations[0], evaluations[-1]), strict=True):
         count, accuracy = line["num_samples"], line["accuracy"]
-        shown = ["rewards are no verdicts", ""]
+        shown = ["rewards are not verdicts", ""]
         if accuracy is not None:
             answers = count * line.get("n", 1)
             low, high = wilson_interval(round(accuracy * answers), answers)
@@ -89,6 +89,6 @@ def push(directory: Path, name: str, private: bool | None, token: str | None) ->
         ) from None
     except (OfflineModeIsEnabled, httpx.TransportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        print(f"not pushed, the hub cannot be reached ({reason}); the model and its card are in {directory}")
+        print(f"not pushed: the hub cannot be reached ({reason}); the model and its card are in {directory}")
         return None
     return str(address)

@@ -71,13 +71,13 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
             if was == is_now:
                 was, is_now = f"{was} with the content {content[:12]}", f"{is_now} with the content {same[:12]}"
             raise ConfigError(
-                f"the checkpoint {checkpoint} is of a run with {name} {was or 'unset'}, this one has {is_now or 'none'}",
+                f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, this one has {is_now or 'none'}",
                 field=name,
                 value=is_now,
-                remedy=f"set it to {was or 'nothing'} again, or begin anew: another run directory, or trainer.resume false",
+                remedy=f"set it to {was or 'nothing'} again, or start anew: another run directory, or trainer.resume false",
             )
         if was != is_now:
-            log.warning("%s was %s and is %s now; what the checkpoint holds fits both", name, was, is_now)
+            log.warning("%s was %s and is %s now; the checkpoint fits both", name, was, is_now)
 
 
 def _model(name: str) -> list[str]:

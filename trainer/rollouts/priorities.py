@@ -62,7 +62,7 @@ def load_priority(name: str) -> Priority:
     """
     module, _, attribute = name.partition(":")
     if name not in PRIORITIES and not (module and attribute):
-        remedy = f"take one of {', '.join(PRIORITIES)}, or write package.module:name"
+        remedy = f"use one of {', '.join(PRIORITIES)}, or write package.module:name"
         raise ConfigError("there is no such priority", field="replay.priority", value=name, remedy=remedy)
     function = PRIORITIES.get(name) or import_callable(name, "replay.priority")
 

@@ -68,11 +68,11 @@ async def test_without_a_reward_the_answer_is_still_to_be_graded_unless_others_h
 FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
-    "no JSON": ("error", "the reward file is no JSON: 'no JSON'"),
-    "NaN": ("error", "the program's reward is nan: a finite number"),
-    "[]": ("error", "the program's reward is []: a finite number"),
-    "{}": ("error", "the program's reward is {}: a finite number"),
-    '""': ("error", "the program's reward is : a finite number"),
+    "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
+    "NaN": ("error", "the program's reward is nan, not a finite number"),
+    "[]": ("error", "the program's reward is [], not a finite number"),
+    "{}": ("error", "the program's reward is {}, not a finite number"),
+    '""': ("error", "the program's reward is , not a finite number"),
     "forged": ("error", "the key is not this session's"),
     "large": ("error", "the first messages are too long for environment.context"),
 }
@@ -172,7 +172,7 @@ ANSWERS = {
     "nothing": ("error", None, "without a reward"),
     "fails": ("died", None, "answered 503: busy"),
     "refuses": ("error", None, "answered 404: no"),
-    "page": ("error", None, "is no JSON: '<html>'"),
+    "page": ("error", None, "is not JSON: '<html>'"),
     "hangs": ("timeout", None, "it took longer than"),
 }
 
@@ -200,8 +200,8 @@ async def test_an_agent_behind_a_url() -> None:
 WRONG = {
     "agent:": "is no command",
     "agent:no-such-program --flag": "there is no program no-such-program",
-    "agent:sh -c 'open": "this is no command: No closing quotation",
-    "agent:http://": "this is no URL",
+    "agent:sh -c 'open": "this is not a command: No closing quotation",
+    "agent:http://": "this is not a URL",
 }
 
 

@@ -320,7 +320,7 @@ async def test_a_stray_lease_returns_to_the_run_that_takes(
     own = (await client.take(take(1, "run-1-take-1", run_id="run-1"))).groups
     assert ids((await client.take(take(2, "a colleague's curl"))).groups) == ["b", "c"]
     assert ids((await client.take(take(2, "run-1-take-2", run_id="run-1"))).groups) == ["b", "c"]
-    assert "a colleague's curl has leased 2 groups and is none of run run-1" in caplog.text
+    assert "a colleague's curl, which leased 2 groups, does not belong to run run-1" in caplog.text
     assert ids(own) == ["a"]
     assert (await client.stats())["leased"] == 3, "the run's own leases stay"
 

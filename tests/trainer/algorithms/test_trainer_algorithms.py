@@ -95,10 +95,10 @@ def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(reci
     assert estimator(kl_estimator="k2") == "k2"
     assert estimator(kl_in="reward") == estimator(kl_in="reward", kl_estimator="k1") == "k1"
     for name in ("k2", "k3"):
-        with pytest.raises(ValidationError, match=rf"algorithm\.kl_estimator {name} with algorithm\.kl_in reward.*take k1"):
+        with pytest.raises(ValidationError, match=rf"algorithm\.kl_estimator {name} with algorithm\.kl_in reward.*use k1"):
             estimator(kl_in="reward", kl_estimator=name)
     for place in ({}, {"kl_in": "loss"}):
-        with pytest.raises(ValidationError, match=r"algorithm\.kl_estimator k1 with algorithm\.kl_in loss.*take k2.*or k3"):
+        with pytest.raises(ValidationError, match=r"algorithm\.kl_estimator k1 with algorithm\.kl_in loss.*use k2.*or k3"):
             estimator(kl_estimator="k1", **place)
 
 
@@ -106,7 +106,7 @@ def test_kl_noise_that_is_scaled_to_one_is_cautioned_against() -> None:
     def caution(**settings: Any) -> str | None:
         return AlgorithmSection.model_validate({"kl_coef": 0.1, "kl_in": "reward", **settings}).caution
 
-    assert "whatever algorithm.kl_coef is. Take algorithm.advantage group_centred" in str(caution())
+    assert "whatever algorithm.kl_coef is. Use algorithm.advantage group_centred" in str(caution())
     assert caution(name="dapo")
     for settings in ({"name": "rloo"}, {"name": "dr_grpo"}, {"name": "opo"}, {"name": "ppo"}, {"kl_in": "loss"}):
         assert caution(**settings) is None, settings
@@ -183,7 +183,7 @@ def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Co
 
 
 def test_a_group_of_one_needs_a_critic() -> None:
-    with pytest.raises(ConfigError, match=r"sampling\.group_size is 1.*take a critic"):
+    with pytest.raises(ConfigError, match=r"sampling\.group_size is 1.*use a critic"):
         load(["--sampling.group_size", "1"], {})
     assert load(["--sampling.group_size", "1", "--algorithm.name", "ppo"], {}).sampling.group_size == 1
 

@@ -127,7 +127,7 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
     assert [row.episode for row in batch.rows] == [0, 0, 1, 2, 3]
     assert batch.parts == [slice(0, 3), slice(3, 5)]
     assert batch.lengths == [int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None]
-    with pytest.raises(ConfigError, match="one size"):
+    with pytest.raises(ConfigError, match="the same size"):
         batch_of([groups[0], with_episodes([1.0, 0.0, 0.0], [1, 1, 1])], config)
 
 
@@ -171,10 +171,13 @@ def test_a_group_of_episodes_survives_the_wire() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a critic": ({"algorithm.name": "ppo"}, "single completions"),
     "overlong": ({"algorithm.overlong_buffer": 5}, "overlong_buffer"),
-    "truncated sampling": ({"sampling.top_p": 0.9, "rollout.engine": "embedded"}, "sampling.top_p is of single completions"),
-    "prefill": ({"sampling.prefill": "<think>"}, "sampling.prefill is of single completions"),
-    "truncated evaluation": ({"evaluation.top_k": 5}, "evaluation.top_k is of single completions"),
-    "prompt template": ({"data.prompt_template": "{question} Answer:"}, "data.prompt_template is of single completions"),
+    "truncated sampling": (
+        {"sampling.top_p": 0.9, "rollout.engine": "embedded"},
+        "sampling.top_p applies to single completions",
+    ),
+    "prefill": ({"sampling.prefill": "<think>"}, "sampling.prefill applies to single completions"),
+    "truncated evaluation": ({"evaluation.top_k": 5}, "evaluation.top_k applies to single completions"),
+    "prompt template": ({"data.prompt_template": "{question} Answer:"}, "data.prompt_template applies to single completions"),
     "unread": ({"environment.name": "", "environment.turns": 3}, "environment.turns is set but not read"),
     "unknown": ({"environment.name": "gym:CartPole"}, "there is no environment"),
 }

@@ -127,7 +127,7 @@ def test_an_adapter_is_trained_alone(policy_dir: Path, tmp_path: Path, no_loss_c
 def test_a_run_from_rewards_is_not_gone_on_with(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
-    with pytest.raises(ConfigError, match="is of a run with learning from answers, this one has rewards"):
+    with pytest.raises(ConfigError, match="belongs to a run with learning from answers, this one has rewards"):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
 
@@ -172,7 +172,7 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
     long = examples.train[0].model_copy(
         update={"id": "long", "chat": [{**message, "content": "1 " * 600} for message in examples.train[0].chat]}
     )
-    with pytest.raises(ConfigError, match=r"long has .* tokens with its answer, and the model's context is 512"):
+    with pytest.raises(ConfigError, match=r"long has .* tokens with its answer, and the model's context has only 512"):
         fine_tune(config, Examples([*examples.train, long], []), QUIET)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
