@@ -152,7 +152,7 @@ class AlgorithmSection(Section):
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, where only k1, the log ratio, has "
-                "the gradient of the KL divergence, and others can push away from the reference: use k1, or "
+                "the gradient of the KL divergence, and the others can push the policy away from the reference: use k1, or "
                 "algorithm.kl_in loss"
             )
         if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
@@ -217,7 +217,7 @@ class AlgorithmSection(Section):
             unread |= dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), f"policy_loss is {self.policy_loss}, not sapo")
         if self.advantage == "none":
             rewards = ("dynamic_sampling", "overlong_buffer", "length_penalty")
-            unread |= dict.fromkeys(rewards, "advantage is none, so rewards do not teach")
+            unread |= dict.fromkeys(rewards, "advantage is none, so the rewards are not used")
         if self.updates_per_batch == 1:
             unread["early_stop_kl"] = "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:

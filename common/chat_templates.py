@@ -22,7 +22,7 @@ def read_chat_template(given: str) -> str:
     text = given if "{" in given else _file(given)
     unknown = variables(text)
     if "messages" not in unknown:
-        raise ValueError("the chat template never uses `messages`: write a template over them, in Jinja")
+        raise ValueError("the chat template never uses the variable `messages`: write a Jinja template that does")
     return text
 
 
@@ -34,7 +34,7 @@ def variables(template: str) -> set[str]:
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not Jinja, in line {error.lineno} ({error.message}): repair it") from None
+        raise ValueError(f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): correct it") from None
 
 
 def read_template_variables(given: Any) -> Any:
@@ -46,9 +46,9 @@ def read_template_variables(given: Any) -> Any:
         return given
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-            raise ValueError(f"chat_template_kwargs has {name}, which you cannot set: leave it out")
+            raise ValueError(f"chat_template_kwargs has {name}, which cannot be a variable of a template: leave it out")
         if not isinstance(value, bool | int | float | str):
-            raise ValueError(f"{name} is {value!r:.40}, no truth value, number or text: give one, or set it in the template")
+            raise ValueError(f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the template")
     return {name: _typed(value) if isinstance(value, str) else value for name, value in given.items()}
 
 

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
             hint, value = did_you_mean(field.partition("=")[0], [], known), " ".join(rest) or None
             problem, remedy = "there is no such argument", f"{hint} {remedy}".strip()
         elif message.startswith("the following arguments are required: "):
-            field, problem, remedy = problem, "this is needed", f"give it; {remedy}"
+            field, problem, remedy = problem, "this argument is required", f"add it; {remedy}"
         elif problem == "expected one argument":
             problem, remedy = "it has no value", f"write {field} VALUE"
         elif colon:

@@ -87,7 +87,7 @@ async def _not_compressed(response: httpx.Response) -> None:
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
     if encoding := headers.get("content-encoding"):
         raise ServiceError(
-            "the answer is compressed, though no compression was requested", field="content-encoding", value=encoding
+            "the response is compressed, although the request did not ask for that", field="content-encoding", value=encoding
         )
 
 
@@ -142,7 +142,7 @@ class Client:
     async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
-        delay, reason = 0.05, "no attempt"
+        delay, reason = 0.05, "no request was sent"
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
@@ -203,7 +203,7 @@ class Client:
         if error is not None:
             why = getattr(getattr(error, "certificate_error", error), "verify_message", "") or error
             raise ServiceError(
-                f"the certificate of {self.service} is refused: {why}",
+                f"the certificate of {self.service} is not trusted: {why}",
                 code="certificate",
                 field="TLS_CA",
                 value=self.base_url,

@@ -177,7 +177,7 @@ def load(
         raise
     except Exception as error:  # argparse's errors, wrapped by pydantic-settings
         option, _, reason = str(error).rpartition(": ")
-        reason = "it has no value" if reason == "expected one argument" else f"the command line cannot be read: {reason}"
+        reason = "it has no value" if reason == "expected one argument" else f"the command line is not valid: {reason}"
         raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
@@ -255,7 +255,7 @@ def from_validation(error: ValidationError) -> ConfigError:
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     if (gone := f"{name} {first['input']}") in REMOVED:
-        return ConfigError(f"there is no {gone} any more", field=name, value=first["input"], remedy=REMOVED[gone])
+        return ConfigError(f"{gone} was removed", field=name, value=first["input"], remedy=REMOVED[gone])
     message, remedy = explained(first)
     whole = isinstance(first["input"], dict | BaseModel)  # a whole section explains nothing and might hold a credential
     if whole:

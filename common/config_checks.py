@@ -29,29 +29,30 @@ def check(config: "Config") -> None:
     if config.rollout.engine == "embedded" and config.sampling.max_new_tokens >= config.rollout.max_context_tokens:
         raise ValueError(
             f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_context_tokens {config.rollout.max_context_tokens}: raise the latter or lower the former"
+            f"rollout.max_context_tokens {config.rollout.max_context_tokens}: lower sampling.max_new_tokens or "
+            "raise rollout.max_context_tokens"
         )
     if config.algorithm.overlong_buffer >= config.sampling.max_new_tokens:
         raise ValueError(
             f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
-            f"{config.sampling.max_new_tokens}: lower the former"
+            f"{config.sampling.max_new_tokens}: lower algorithm.overlong_buffer"
         )
     if config.sampling.group_size == 1 and config.algorithm.advantage not in ("gae", "none"):
         raise ValueError(
             f"algorithm.advantage {config.algorithm.advantage} compares the completions of a group, but "
-            "sampling.group_size is 1: raise the latter, or use a critic (algorithm.name ppo)"
+            "sampling.group_size is 1: raise sampling.group_size, or use a critic (algorithm.name ppo)"
         )
     if config.algorithm.advantage == "none" and not config.teacher.url:
         raise ValueError(
-            "algorithm.advantage none learns from a teacher alone, and teacher.url is empty: set the latter, or use "
+            "algorithm.advantage none learns only from a teacher, and teacher.url is empty: set teacher.url, or use "
             "another algorithm.advantage"
         )
     if config.algorithm.advantage == "reward_normalised":
         _check_gdpo(config)
     if config.teacher.url and config.sampling.cuts():
         raise ValueError(
-            f"sampling.{next(iter(config.sampling.cuts()))} gives the policy other tokens than the teacher, so that "
-            "their log-probabilities cannot be compared: leave it out, or teacher.url empty"
+            f"sampling.{next(iter(config.sampling.cuts()))} removes tokens from the policy's distribution, so that its "
+            "log-probabilities cannot be compared with the teacher's: leave it out, or leave teacher.url empty"
         )
     completions = config.trainer.batch_size * config.sampling.group_size
     if config.algorithm.mini_batches > completions:
@@ -64,7 +65,7 @@ def check(config: "Config") -> None:
         if ranks:
             raise ValueError(
                 f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
-                "are its rollout.tensor_parallel_size: set that instead, or trainer.weight_sync http"
+                "must be its rollout.tensor_parallel_size: set that instead, or set trainer.weight_sync http"
             )
     _check_sampling(config)
     _check_lora(config)
@@ -79,7 +80,7 @@ def check(config: "Config") -> None:
     if in_flight > config.replay.capacity:
         raise ValueError(
             f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
-            f"fit in replay.capacity {config.replay.capacity}: raise the latter or lower one of the former"
+            f"fit in replay.capacity {config.replay.capacity}: raise replay.capacity or lower one of the three others"
         )
 
 
@@ -87,18 +88,18 @@ def _check_gdpo(config: "Config") -> None:
     """Refuses settings that change only the sum of the rewards, when each reward is normalised separately."""
     if config.reward.require_stop:
         raise ValueError(
-            "reward.require_stop changes the sum of the rewards, but algorithm.advantage reward_normalised compares each "
-            "reward separately: set the former to false and algorithm.mask_truncated to true"
+            "reward.require_stop changes only the sum of the rewards, and algorithm.advantage reward_normalised normalises "
+            "each reward separately: set reward.require_stop to false and algorithm.mask_truncated to true"
         )
     if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
         raise ValueError(
-            "algorithm.kl_in reward changes the sum of the rewards, but algorithm.advantage reward_normalised compares "
-            "each reward separately: use algorithm.kl_in loss"
+            "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage reward_normalised "
+            "normalises each reward separately: set algorithm.kl_in loss"
         )
     if paths := [name for name in config.reward.weights if ":" in name]:
         raise ValueError(
-            f"reward.weights has {paths[0]}, whose scores have the function's own name, and algorithm.advantage "
-            "reward_normalised weighs scores by name: leave its weight at 1"
+            f"reward.weights has {paths[0]}, whose scores have the function's own name rather than its import path, and "
+            "algorithm.advantage reward_normalised weights scores by name: remove this weight, which is then 1"
         )
 
 
@@ -112,7 +113,7 @@ def _check_sampling(config: "Config") -> None:
     if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
         raise ValueError(
             f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an answer in "
-            f"sampling.max_new_tokens {sampling.max_new_tokens}: lower the former"
+            f"sampling.max_new_tokens {sampling.max_new_tokens}: lower sampling.max_thinking_tokens"
         )
     if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
         raise ValueError(
@@ -122,21 +123,21 @@ def _check_sampling(config: "Config") -> None:
     longest, room = evaluation.max_new_tokens or 0, config.rollout.max_context_tokens
     if config.rollout.engine == "embedded" and longest >= room:
         raise ValueError(
-            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: raise "
-            "the latter or lower the former"
+            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: lower "
+            "evaluation.max_new_tokens or raise rollout.max_context_tokens"
         )
     if evaluation.n > 1 and evaluation.temperature == 0:
         raise ValueError(f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature")
     if (sampling.top_k or 0) > MAX_KEPT:
         raise ValueError(
-            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, and in training the candidate tokens are sent "
-            "with every sampled token: lower it, or leave it unset and set evaluation.top_k"
+            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, the largest number of candidates that training can record "
+            "for a sampled token: lower it, or leave it unset and set evaluation.top_k"
         )
     if sampling.cuts() and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
         raise ValueError(
-            f"sampling.{next(iter(sampling.cuts()))} applies to training, where the trainer must know which tokens SGLang "
-            "sampled from, and rollout.router sglang-router does not pass that request on: set rollout.router smg, or leave "
-            "it out and set the same name under evaluation"
+            f"sampling.{next(iter(sampling.cuts()))} requires that SGLang reports the candidates of every token, and "
+            "rollout.router sglang-router removes that field from requests: set rollout.router smg, or leave it out here "
+            "and set it in evaluation"
         )
 
 
@@ -145,18 +146,18 @@ def _check_colocate(config: "Config") -> None:
         return
     if config.trainer.max_staleness:
         raise ValueError(
-            f"trainer.max_staleness {config.trainer.max_staleness} generates during the update, but with rollout.colocate "
-            "both use the same GPUs in turn: set the former to 0, or the latter to false"
+            f"trainer.max_staleness {config.trainer.max_staleness} lets the engines generate during the update, but with "
+            "rollout.colocate they take turns on the same GPUs: set trainer.max_staleness to 0, or rollout.colocate to false"
         )
     if config.trainer.weight_sync == "distributed":
         raise ValueError(
-            "trainer.weight_sync distributed needs the GPUs of trainer and engines at once, but with rollout.colocate they "
-            "use the same ones in turn: set the former to http or shared"
+            "trainer.weight_sync distributed needs the GPUs of the trainer and of the engines at once, but with "
+            "rollout.colocate they take turns on the same GPUs: set trainer.weight_sync to http or shared"
         )
     if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
         raise ValueError(
-            "rollout.device cpu leaves no GPU to share, and SGLang can release only GPU memory: set rollout.colocate "
-            "to false, or rollout.engine embedded"
+            "rollout.device cpu leaves no GPU to share, and SGLang can release only the memory of GPUs: set "
+            "rollout.colocate to false, or rollout.engine embedded"
         )
 
 
@@ -166,8 +167,8 @@ def _check_environment(config: "Config") -> None:
         return
     if config.algorithm.needs_critic:
         raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, not "
-            "the episodes of environment.name: use another algorithm, such as grpo"
+            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, and "
+            "environment.name makes episodes: use another algorithm, such as grpo"
         )
     if config.environment.turn_discount is not None and config.algorithm.advantage not in TURN_ADVANTAGES:
         raise ValueError(
@@ -180,8 +181,8 @@ def _check_environment(config: "Config") -> None:
         for name in names:
             if getattr(holder, name) != type(holder).model_fields[name].default:
                 raise ValueError(
-                    f"{section}.{name} applies to single completions and has no effect on the episodes of "
-                    "environment.name: leave it out"
+                    f"{section}.{name} applies to single completions, and environment.name makes episodes, where it has "
+                    "no effect: leave it out"
                 )
     others = {
         "teacher.url": config.teacher.url,
@@ -191,9 +192,7 @@ def _check_environment(config: "Config") -> None:
     }
     for setting, value in others.items():
         if value:
-            raise ValueError(
-                f"{setting} {value} applies to single completions, not to the episodes of environment.name: leave it out"
-            )
+            raise ValueError(f"{setting} {value} needs single completions, but environment.name makes episodes: leave it out")
 
 
 def _check_lora(config: "Config") -> None:
@@ -209,7 +208,7 @@ def _check_lora(config: "Config") -> None:
     if config.trainer.weight_sync == "distributed" and config.lora.publishes_adapter:
         raise ValueError(
             "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is adapter: set lora.publish "
-            "merged, or trainer.weight_sync http (or shared), which send an adapter as its two small files"
+            "merged, or trainer.weight_sync http (or shared), which sends the adapter's two small files"
         )
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)
@@ -217,7 +216,7 @@ def _check_lora(config: "Config") -> None:
         if config.rollout.engine == "sglang" and config.lora.publishes_adapter and needed not in named and named & {*beside}:
             raise ValueError(
                 f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without {needed}, and SGLang, which fuses "
-                f"them, loses such an adapter: add {needed}, or set lora.publish merged"
+                f"these layers, would drop such an adapter: add {needed}, or set lora.publish merged"
             )
 
 
@@ -241,9 +240,9 @@ def _unread(config: "Config") -> dict[str, str]:
     elif config.algorithm.old_logprobs == "engine":
         unread["algorithm.old_logprobs"] = f"algorithm.rollout_correction is {config.algorithm.rollout_correction}"
     if config.algorithm.rejects and config.algorithm.old_logprobs == "engine":
-        unread["algorithm.old_logprobs"] = "algorithm.geometric_low and geometric_high compare with the trainer's own"
+        unread["algorithm.old_logprobs"] = "algorithm.geometric_low and geometric_high always use the trainer's own"
     if config.data.prompt_template and not config.model.chat_template:
-        reason = "data.prompt_template takes the place of the chat template, unless model.chat_template is set"
+        reason = "data.prompt_template replaces the chat template, unless model.chat_template is set"
         unread |= dict.fromkeys(("sampling.system_prompt", "sampling.chat_template_kwargs"), reason)
     if config.sampling.ignore_eos:
         unread |= dict.fromkeys(("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set")
@@ -252,7 +251,9 @@ def _unread(config: "Config") -> dict[str, str]:
     if config.lora.rank == 0:
         unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
     elif not config.model.reference:
-        unread["trainer.offload_reference"] = "with lora.rank the reference is the policy's own frozen model, no second one"
+        unread["trainer.offload_reference"] = (
+            "with lora.rank the reference is the policy's own frozen model, not a second model"
+        )
     if config.trainer.max_staleness == 0:
         unread["trainer.when_stale"] = "trainer.max_staleness is 0"
     if config.replay.reuse_ratio == 0:

@@ -46,7 +46,7 @@ def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     try:
         known, rest = parser.parse_known_args(argv)
     except ArgumentError:
-        raise ConfigError("--config needs a file", field="--config", remedy="write --config FILE") from None
+        raise ConfigError("--config needs the name of a file", field="--config", remedy="write --config FILE") from None
     return known.config, rest
 
 
@@ -91,7 +91,7 @@ def from_file(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date
         reason = unread(error)
-        remedy = "name a YAML file with settings by section, as those in jobgroup/configs"
+        remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
         raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None
     if content is None:
@@ -115,7 +115,7 @@ def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str
             setting = name.removeprefix(PREFIX).lower().replace("__", ".")
             if setting not in known:
                 if any(name.startswith(f"{setting}.") for name in known):
-                    raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="RLHF_SECTION__FIELD")
+                    raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="write RLHF_SECTION__FIELD")
                 raise unknown(known, setting, name)
             given = value if known[setting].annotation is str else _list_or_text(name, value)
             put(content, tuple(setting.split(".")), given)
@@ -159,7 +159,7 @@ def unknown(known: Iterable[str], name: str, field: str, value: object = None) -
     `field` is the name as the user wrote it.
     """
     if name in REMOVED:
-        return ConfigError(f"there is no setting {name} any more", field=field, value=value, remedy=REMOVED[name])
+        return ConfigError(f"the setting {name} was removed", field=field, value=value, remedy=REMOVED[name])
     likely = near(name := name.replace("-", "_"), known)
     written = map(variable, likely) if field.startswith(PREFIX) else ("--" * field.startswith("--") + each for each in likely)
     hint = f"did you mean {' or '.join(written)}? " if likely else ""

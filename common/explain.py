@@ -12,21 +12,21 @@ _FIXED = {
     "int_parsing": _WHOLE,
     "int_type": _WHOLE,
     "int_from_float": _WHOLE,
-    "int_parsing_size": ("this number is too long", "give a smaller one"),
+    "int_parsing_size": ("this number is too long", "give a smaller number"),
     "float_parsing": _NUMBER,
     "float_type": _NUMBER,
-    "finite_number": ("this number is not finite", "give a finite one"),
+    "finite_number": ("this number is not finite", "give a finite number"),
     "bool_parsing": _BOOL,
     "bool_type": _BOOL,
-    "string_type": ("this is not text", "give a text; in YAML, in quotes"),
+    "string_type": ("this is not text", "give text; in YAML, put it in quotes"),
     "path_type": ("this is not a path", "give the path of a file or directory"),
     "list_type": _LIST,
     "tuple_type": _LIST,
     "dict_type": ("this is not a mapping", "give NAME=VALUE, or a mapping in JSON"),
-    "model_type": ("this is not a section of settings", "write its settings below its name"),
-    "model_attributes_type": ("this is not a section of settings", "write its settings below its name"),
-    "string_too_short": ("this is empty", "name one"),
-    "missing": ("this is not given", "give it"),
+    "model_type": ("this section is not a mapping", "write its settings below its name"),
+    "model_attributes_type": ("this section is not a mapping", "write its settings below its name"),
+    "string_too_short": ("this is empty", "give a value"),
+    "missing": ("this is required", "add it"),
 }
 _BOUNDS = {
     "greater_than": ("gt", "too small", "above"),
@@ -43,7 +43,7 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
         return _FIXED[kind]
     if kind in _BOUNDS:
         bound, what, words = _BOUNDS[kind]
-        return f"this number is {what}", f"give one {words} {context[bound]}"
+        return f"this number is {what}", f"give a number {words} {context[bound]}"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         return "there is no such choice", did_you_mean(str(problem["input"]), choices)

@@ -56,7 +56,7 @@ def check_model(name: str, field: str = "model.name") -> None:
         return
     neither = "there is no such directory here, and"
     if hub.constants.HF_HUB_OFFLINE:
-        problem = f"{neither} the model is not in the hub's cache, while HF_HUB_OFFLINE switches the hub off"
+        problem = f"{neither} the hub's cache does not have the model, while HF_HUB_OFFLINE switches the hub off"
         raise _not_found(problem, field, name, "unset it,")
     address = hub.hf_hub_url(name, "config.json")
     try:
@@ -64,12 +64,12 @@ def check_model(name: str, field: str = "model.name") -> None:
     except errors.GatedRepoError:
         problem, remedy = "the model is gated", "ask for access on its page and set HF_TOKEN,"
     except errors.RepositoryNotFoundError:
-        problem, remedy = f"{neither} the hub has no model of this name that you may see", "correct it, set HF_TOKEN,"
+        problem, remedy = f"{neither} the hub has no model of this name that you can access", "correct the name, set HF_TOKEN,"
     except errors.EntryNotFoundError:
         problem, remedy = "the repository on the hub has no config.json, so it holds no model", "name another,"
     except Exception as error:  # the library raises many types when the network fails
         cause = " ".join(str(error).split()) or type(error).__name__
-        problem = f"{neither} the hub cannot be asked: {cause}"
+        problem = f"{neither} the hub cannot be reached: {cause}"
         remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT,"
     else:
         return

@@ -22,6 +22,8 @@ def import_callable(path: str, field: str) -> Callable[..., Any]:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy) from error
     if not callable(found):
-        reason = "there is no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        reason = (
+            "the module has no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+        )
         raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy)
     return found

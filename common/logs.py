@@ -121,7 +121,7 @@ def wants_json() -> bool:
     """Whether `LOG_FORMAT` is `json`; it is `text` when unset. Raises ConfigError."""
     value = os.environ.get("LOG_FORMAT") or "text"
     if value not in ("text", "json"):
-        raise ConfigError("there is no such format of logs", field="LOG_FORMAT", value=value, remedy="set text or json")
+        raise ConfigError("there is no such log format", field="LOG_FORMAT", value=value, remedy="set text or json")
     return value == "json"
 
 
@@ -130,7 +130,7 @@ def level() -> str:
     value = os.environ.get("LOG_LEVEL") or "INFO"
     if value.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(
-            "there is no such level of logs", field="LOG_LEVEL", value=value, remedy="set DEBUG, INFO, WARNING or ERROR"
+            "there is no such log level", field="LOG_LEVEL", value=value, remedy="set DEBUG, INFO, WARNING or ERROR"
         )
     return value.upper()
 

@@ -57,10 +57,10 @@ class ModelShape:
         kind = config.get("model_type")
         if kind not in _KNOWN:
             raise ConfigError(
-                "the memory of this architecture cannot be estimated",
+                "the memory that this architecture needs cannot be estimated",
                 field="model_type",
                 value=kind,
-                remedy=f"known are {', '.join(_KNOWN)}",
+                remedy=f"the known architectures are {', '.join(_KNOWN)}",
             )
         try:
             heads = config["num_attention_heads"]
@@ -76,7 +76,7 @@ class ModelShape:
                 extra=_KNOWN[kind],
             )
         except KeyError as error:
-            raise ConfigError("the model's configuration is not complete", field="config.json", value=error.args[0]) from None
+            raise ConfigError("the model's configuration is incomplete", field="config.json", value=error.args[0]) from None
 
     @property
     def layer_tensors(self) -> list[int]:

@@ -47,7 +47,7 @@ def read_template(given: str) -> str:
         return NAMED[given]
     text = given if "{" in given or "\n" in given else _file(given)
     if QUESTION not in _names(text):
-        raise ValueError("the template has no {question}, where the problem would stand: write it there")
+        raise ValueError("the template has no {question}: write {question} where the problem belongs")
     return text
 
 
@@ -91,14 +91,14 @@ def filled(template: str, prompt: "Prompt") -> str:
             field=field,
             value=template,
             remedy=f"{hint} name a column that every row has (and data.columns keeps), or write {{{{{name}}}}} for the text "
-            f"{{{name}}}; the problem itself is {{{QUESTION}}}, and its answer is not part of a prompt".strip(),
+            f"{{{name}}}; the problem itself is {{{QUESTION}}}, and its answer is not available in a prompt".strip(),
         ) from None
     except TypeError as error:
         raise ConfigError(
-            f"the template has {{{error}}}, and that column of the problem {prompt.id} is neither a text nor a number",
+            f"the template has {{{error}}}, but that column of the problem {prompt.id} is neither text nor a number",
             field=field,
             value=template,
-            remedy="turn it into text with data.map, or use another column",
+            remedy="convert the column to text with data.map, or use another column",
         ) from None
 
 
@@ -120,6 +120,6 @@ def _file(given: str) -> str:
         named = did_you_mean(given, NAMED)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"it has no {{question}}, is not a file ({reason}) and names no built-in template: write a text with {{question}}, "
+            f"it has no {{question}}, is not a file ({reason}) and names no built-in template: write text with {{question}}, "
             f"name a file, or {named}"
         ) from None

@@ -54,7 +54,7 @@ class PromptStyle:
         source = tokenizer.chat_template if self.is_chat(tokenizer) else self.template
         if self.thinks and THINK not in f"{source}{self.prefill}":
             raise ConfigError(
-                f"neither the template of the prompts nor sampling.prefill has {THINK}",
+                f"neither the prompt template nor sampling.prefill contains {THINK}",
                 field="sampling.max_thinking_tokens",
                 remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK}",
             )
@@ -63,19 +63,19 @@ class PromptStyle:
             for name, value in unread.items():
                 if value:
                     raise ConfigError(
-                        "the model has no chat template, in which it would stand",
+                        "the model has no chat template, which this setting needs",
                         field=name,
                         value=value,
-                        remedy="leave it out and put the text into data.prompt_template, set model.chat_template, or take an "
+                        remedy="leave it out and put the text into data.prompt_template, set model.chat_template, or use an "
                         "instruct model",
                     )
             return
         if not tokenizer.chat_template:
             raise ConfigError(
-                "the model has no chat template of its own",
+                "the model has no chat template",
                 field="model.chat_template",
                 value="own",
-                remedy="give one: a file or a text in Jinja",
+                remedy="give a Jinja template: a file or its text",
             )
         if isinstance(tokenizer.chat_template, str) and self.chat_template_kwargs:
             known = variables(tokenizer.chat_template)
@@ -97,10 +97,10 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
         return _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer) + style.prefill
     if prompt.chat:
         raise ConfigError(
-            "a problem is a chat, and no chat template is used",
+            "a problem is a chat, but the model has no chat template",
             field="model.chat_template",
             value=tokenizer.name_or_path,
-            remedy="set it, use an instruct model, or give problems as text",
+            remedy="set a chat template, use an instruct model, or give problems as text",
         )
     return text + style.prefill
 
@@ -179,7 +179,7 @@ def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, op
             f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
-            remedy="leave out what it does not take (a system prompt, chat_template_kwargs), or set another template",
+            remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or set another template",
         ) from None
 
 

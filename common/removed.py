@@ -1,17 +1,17 @@
 """Settings that were removed or renamed, and what to do about each."""
 
-_NO_EFFECT = "it was removed, because it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
+_NO_EFFECT = "it had no effect in our study (docs/adr/0009-fewer-ways-of-reuse.md): "
 _ONE_VALUE = "leave it out: it is now fixed at {}".format
 
 REMOVED = {
     "algorithm.kl_horizon": _ONE_VALUE("10000 completions"),
-    "algorithm.overlong_factor": "leave it out: the penalty reaches 1; scale the rewards by reward.weights instead",
-    "algorithm.whiten": "leave it out: advantages of gae are always whitened",
-    "critic.max_grad_norm": "set trainer.max_grad_norm, which now holds for the critic too",
+    "algorithm.overlong_factor": "leave it out: the penalty is at most 1; scale the rewards with reward.weights instead",
+    "algorithm.whiten": "leave it out: the advantages of gae are always whitened",
+    "critic.max_grad_norm": "set trainer.max_grad_norm, which now applies to the critic too",
     "critic.max_requests": _ONE_VALUE(16),
-    "critic.micro_batch_tokens": "set trainer.micro_batch_tokens, which now holds for the critic too",
-    "critic.mini_batches": "set algorithm.mini_batches, which now holds for the critic too",
-    "critic.update_epochs": "set algorithm.update_epochs, which now holds for the critic too",
+    "critic.micro_batch_tokens": "set trainer.micro_batch_tokens, which now applies to the critic too",
+    "critic.mini_batches": "set algorithm.mini_batches, which now applies to the critic too",
+    "critic.update_epochs": "set algorithm.update_epochs, which now applies to the critic too",
     "data.curriculum_free_share": _ONE_VALUE(0.2),
     "data.curriculum_smoothing": _ONE_VALUE(0.5),
     "data.curriculum_target": _ONE_VALUE(0.5),
@@ -33,7 +33,7 @@ REMOVED = {
     "reward.memory_mb": _ONE_VALUE("1024 MB"),
     "reward.repetition_ngram": f"{_ONE_VALUE('20 words')}; name a subclass of RepetitionPenaltyFunction in reward.functions",
     "reward.reward_model_batch_size": _ONE_VALUE("8 chats"),
-    "reward.reward_model_device": "leave it out: a GPU where there is one; CUDA_VISIBLE_DEVICES= hides it",
+    "reward.reward_model_device": "leave it out: the model is on a GPU if there is one; CUDA_VISIBLE_DEVICES= hides the GPUs",
     "reward.reward_model_dtype": _ONE_VALUE("bfloat16 on a GPU and float32 on a CPU"),
     "reward.reward_model_timeout_s": _ONE_VALUE("120 s"),
     "reward.timeout_s": "set reward.math_timeout_s, its new name",
@@ -41,10 +41,10 @@ REMOVED = {
     "trackers.flush_timeout_s": _ONE_VALUE("60 s"),
     "trackers.mlflow_uri": "set MLFLOW_TRACKING_URI in the environment, as for mlflow itself",
     "trackers.wandb_mode": "set WANDB_MODE in the environment, as for wandb itself",
-    "trainer.keep_best": "leave it out: the best checkpoint always stays",
+    "trainer.keep_best": "leave it out: the best checkpoint is always kept",
     "trainer.max_requests": _ONE_VALUE(1024),
     "trainer.max_skipped_updates": _ONE_VALUE(3),
-    "trainer.optimizer": "leave it out: it is always AdamW; Muon, which neither shards nor LoRA could use, was removed",
+    "trainer.optimizer": "leave it out: it is always AdamW; Muon, which did not support sharding or LoRA, was removed",
     "trainer.stall_dump_s": _ONE_VALUE("600 s"),
 }
 """The remedy by `section.name`, or by `section.name value` for a removed value."""

@@ -83,7 +83,7 @@ class RunLock:
         """Raises ServiceError when another run took over the directory because this one was stopped for too long."""
         if self._thief is not None:
             raise ServiceError(
-                f"this process stood still, and {_who(self._thief)} took over its directory",
+                f"this process was suspended, and {_who(self._thief)} took over its directory",
                 code="run_taken_over",
                 field=self._field,
                 value=str(self._path.parent),
@@ -150,7 +150,7 @@ class RunLock:
             f"{_who(holder)} is using this directory",
             field=self._field,
             value=str(self._path.parent),
-            remedy="end that run, or give this one a directory of its own",
+            remedy="end that run, or give this one its own directory",
         )
 
 

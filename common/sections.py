@@ -35,7 +35,7 @@ _MAX_NAME = 512
 def _environment(text: str) -> str:
     if text in ("", "python") or re.fullmatch(r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL):
         if len(text) > _MAX_NAME:
-            raise ValueError(f"{len(text)} characters are too many for the name of an environment, at most {_MAX_NAME}")
+            raise ValueError(f"{len(text)} characters are too many: give an environment name of at most {_MAX_NAME}")
         return text
     forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
@@ -233,7 +233,9 @@ class RewardSection(Section):
     @model_validator(mode="after")
     def _fits(self) -> "RewardSection":
         if strangers := set(self.weights) - set(self.function_names()):
-            raise ValueError(f"reward.weights names {sorted(strangers)[0]}, which reward.functions lacks: name it there too")
+            raise ValueError(
+                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not have: add it there too"
+            )
         for function, needed in (("reward_model", ("reward_model_name",)), ("judge", ("judge_url", "judge_model"))):
             missing = [name for name in needed if not getattr(self, name)]
             if function in self.function_names() and missing:
@@ -241,7 +243,7 @@ class RewardSection(Section):
         if "format" in self.function_names() and not (self.format_required or self.format_forbidden):
             raise ValueError("the reward function format needs reward.format_required or reward.format_forbidden: set one")
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
-            raise ValueError("reward.judge_url has credentials, and a run saves its settings: put them into JUDGE_API_KEY")
+            raise ValueError("reward.judge_url contains credentials, but a run saves its settings: put them into JUDGE_API_KEY")
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
                 f"reward.length_soft_chars {self.length_soft_chars} is not below reward.length_hard_chars "
@@ -274,17 +276,23 @@ class TeacherSection(Section):
         """Returns the settings of this section that others make pointless, and why."""
         if not self.url:
             return {name: "teacher.url is empty" for name in type(self).model_fields if name != "url"}
-        return {} if self.is_openai else {"model": "teacher.url does not end with /v1, and such an engine serves one model"}
+        return (
+            {}
+            if self.is_openai
+            else {"model": "teacher.url does not end with /v1, and an engine without /v1 serves only one model"}
+        )
 
     @model_validator(mode="after")
     def _fits(self) -> "TeacherSection":
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
-            raise ValueError(f"teacher.url {self.url} is not a URL: write it as http://HOST:PORT, or with /v1 at the end")
+            raise ValueError(f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or http://HOST:PORT/v1")
         if "@" in rest.partition("/")[0]:
-            raise ValueError("teacher.url has credentials, and a run saves its settings: put them into TEACHER_API_KEY")
+            raise ValueError("teacher.url contains credentials, but a run saves its settings: put them into TEACHER_API_KEY")
         if self.is_openai and not self.model:
-            raise ValueError("teacher.url ends with /v1, and such an endpoint asks for the model: set teacher.model")
+            raise ValueError(
+                "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of the model: set teacher.model"
+            )
         return self
 
 

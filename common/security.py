@@ -30,11 +30,11 @@ def token(env: Mapping[str, str] | None = None) -> str | None:
         return None
     problem = ""
     if len(value) < _SHORTEST:
-        problem = f"has {len(value)} characters, at least {_SHORTEST} are needed"
+        problem = f"has {len(value)} characters, but needs at least {_SHORTEST}"
     elif not _SAFE.fullmatch(value):
         problem = "has characters that cannot be sent in a header"
     if problem:
-        raise ConfigError(f"the token {problem}", field=TOKEN, remedy="make one with: openssl rand -hex 32")
+        raise ConfigError(f"the token {problem}", field=TOKEN, remedy="make a token with: openssl rand -hex 32")
     return value
 
 
@@ -116,7 +116,9 @@ def tls(env: Mapping[str, str] | None = None) -> Tls:
     found = {name: env.get(name, "") for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
     if bool(found["TLS_CERT"]) != bool(found["TLS_KEY"]):
         missing = "TLS_KEY" if found["TLS_CERT"] else "TLS_CERT"
-        raise ConfigError("a certificate and its key belong together", field=missing, remedy=f"set {missing} too, or neither")
+        raise ConfigError(
+            "a certificate needs its key, and a key its certificate", field=missing, remedy=f"set {missing} too, or set neither"
+        )
     for name, path in found.items():
         if path and not os.access(path, os.R_OK):
             raise ConfigError("this file cannot be read", field=name, value=path, remedy="name a file in PEM format")

@@ -38,7 +38,7 @@ def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Ite
             f"{what} cannot be written: {error}".splitlines()[0],
             field=field,
             value=str(path),
-            remedy=f"free disk space there, then {remedy}" if full else f"look at that disk, then {remedy}",
+            remedy=f"free disk space there, then {remedy}" if full else f"check that disk, then {remedy}",
             code="disk_full" if full else None,
             status=507 if full else None,
         ) from error
@@ -52,7 +52,7 @@ def make_directory(path: Path, field: str) -> None:
             pass
     except OSError as error:
         if error.errno in _NEVER:
-            problem = f"nothing can be written there: {error.strerror}"
+            problem = f"the directory is not writable: {error.strerror}"
             raise ConfigError(problem, field=field, value=str(path), remedy="name another directory") from None
 
 

@@ -89,7 +89,9 @@ def parse_hosts(text: str) -> dict[str, LocalHost]:
         name, equals, place = entry.partition("=")
         address, _, shift = place.partition(":")
         if not (equals and name and address and (not shift or shift.isdecimal())):
-            raise ConfigError("an entry of JOBGROUP_HOSTS is not name=address[:shift]", field="JOBGROUP_HOSTS", value=entry)
+            raise ConfigError(
+                "an entry of JOBGROUP_HOSTS does not have the form name=address[:shift]", field="JOBGROUP_HOSTS", value=entry
+            )
         hosts[name] = LocalHost(address, int(shift or 0))
     return hosts
 
@@ -139,7 +141,7 @@ class Topology:
         )
         if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
             raise ConfigError(
-                f"node rank {topology.node_rank}, {topology.num_nodes} nodes and {len(ips)} addresses do not fit together",
+                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses is impossible",
                 field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
                 value=" ".join(ips),
             )

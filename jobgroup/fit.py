@@ -66,14 +66,14 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             needed = task.config.rollout.tensor_parallel_size
             if needed > task.gpus > 0:
                 told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
-                yield task.name, f"{told}, and a node has {task.gpus}: raise the latter"
+                yield task.name, f"{told}, but a node has {task.gpus}: request more GPUs per node"
         elif task.name == TRAINER and (size := task.config.trainer.shard_size or 1) > 1:
             ranks = task.nodes * max(1, task.gpus)
             if ranks % size:
                 yield task.name, f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)"
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
-            yield task.name, f"{waiting}, but `exec` leaves no shell that could: remove that word"
+            yield task.name, f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`"
     yield from ((", ".join(names), text) for text, names in wrong.items())
     first: dict[str, Placed] = {}
     for task in tasks:  # each task reads the whole configuration
@@ -88,7 +88,7 @@ def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
     """Yields tasks that run one of our programs under a name the other tasks do not look for."""
     for program, name in _PROGRAMS.items():
         if _runs(task, program) and task.name != name:
-            yield task.name, f"it runs {program}, which the other tasks look for by the name {name}: rename it"
+            yield task.name, f"it runs {program}, which the other tasks look up as {name}: rename it"
 
 
 def _runs(task: Placed, program: str) -> bool:
@@ -106,7 +106,7 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     needed = (DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if remote else []), *([ENVIRONMENT] if plays else []))
     for program, name in _PROGRAMS.items():
         if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
-            yield TRAINER, f"it needs the task {name}, and there is none: the tasks are {', '.join(there)}"
+            yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
 
 
 def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
@@ -115,7 +115,7 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
         engine_gpus = task.config.rollout.tensor_parallel_size if isinstance(task.config, Config) else task.gpus
         if task.name == ROLLOUT and engine_gpus < task.gpus > 1:
             unused = f"a node has {task.gpus} GPUs, and its engine uses {engine_gpus}"
-            yield task.name, f"{unused}: set rollout.tensor_parallel_size, or more nodes"
+            yield task.name, f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
         variable, loss = _KEPT.get(task.name, ("", ""))
         folder = PurePosixPath(task.env.get(variable) or "/")
         if task.spot and variable and not any(folder.is_relative_to(mount) for mount in task.mounts):

@@ -126,7 +126,10 @@ def variable(name: str, field: str) -> str:
     """Returns `name` if it can name an environment variable, else raises ConfigError."""
     if not _VARIABLE.fullmatch(name):
         raise ConfigError(
-            "this is not a variable name", field=field, value=name, remedy="letters, digits and _, no digit first"
+            "this is not the name of a variable",
+            field=field,
+            value=name,
+            remedy="use letters, digits and _, but no digit first",
         )
     return name
 
@@ -159,7 +162,9 @@ class _Loader(yaml.SafeLoader):
                 continue  # the method below refuses it
             if key in seen:
                 line = key_node.start_mark.line + 1
-                raise ConfigError("this key comes twice in one mapping", field=f"line {line}", value=key, remedy="keep one")
+                raise ConfigError(
+                    "this key occurs twice in one mapping", field=f"line {line}", value=key, remedy="remove one of them"
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -176,10 +181,10 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     for document in documents:
         if not isinstance(document, dict):
             remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-            raise ConfigError("a document of a job group is a mapping", field="YAML", value=str(path), remedy=remedy)
+            raise ConfigError("every document of a job group must be a mapping", field="YAML", value=str(path), remedy=remedy)
     if len(documents) < 2:
         raise ConfigError(
-            "a job group is a header and at least one task, separated by ---",
+            "a job group needs a header and at least one task, separated by ---",
             field="YAML",
             value=str(path),
             remedy="give the YAML of a job group, for example jobgroup/rlhf-math-jobgroup.yaml",
@@ -195,12 +200,12 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
         first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
         where = content["name"] if isinstance(content.get("name"), str) and model is _TaskDocument else where
         field = ".".join([where, *(str(part) for part in first["loc"])])
-        known = f"known here: {', '.join(model.model_fields)}"
+        known = f"the known fields are {', '.join(model.model_fields)}"
         unknown = first["type"] == "extra_forbidden"
         message, remedy = explained(first)
         if unknown:
             hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-            message, remedy = "a job group that runs here has no such field", f"{hint} {known}".strip()
+            message, remedy = "a job group that runs on this machine has no such field", f"{hint} {known}".strip()
         value = None if first["type"] == "missing" else first["input"]
         raise ConfigError(message, field=field, value=value, remedy=remedy) from None
 
@@ -268,7 +273,7 @@ def _workdir(task: _TaskDocument) -> Path:
             "this folder does not exist",
             field=f"{task.name}.workdir",
             value=str(workdir),
-            remedy="it is relative to where the command is started: start it in the root of the project",
+            remedy="it is relative to the current directory: run the command in the root of the project",
         )
     return workdir
 
@@ -280,7 +285,7 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
     restarts, codes = recovery.get("max_restarts_on_errors", 0), recovery.get("recover_on_exit_codes", [])
     codes = codes if isinstance(codes, list) else [codes]
     if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
-        raise ConfigError("restarts and exit codes are whole numbers", field=f"{task.name}.job_recovery", value=recovery)
+        raise ConfigError("restarts and exit codes must be whole numbers", field=f"{task.name}.job_recovery", value=recovery)
     return restarts, frozenset(codes)
 
 
@@ -295,5 +300,10 @@ def _gpus(task: _TaskDocument) -> int:
         return 0
     match = re.fullmatch(r"[^:]+(?::([0-9]{1,6}(?:\.[0-9]{1,6})?|None))?", str(wanted))
     if match is None:
-        raise ConfigError("these accelerators cannot be read", field=f"{task.name}.accelerators", value=wanted, remedy="H100:1")
+        raise ConfigError(
+            "these accelerators cannot be read",
+            field=f"{task.name}.accelerators",
+            value=wanted,
+            remedy="write, for example, H100:1",
+        )
     return 1 if match[1] in (None, "None") else math.ceil(float(match[1]))

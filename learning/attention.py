@@ -111,10 +111,10 @@ def unpackable(model: Any) -> str | None:
         "its positions have several axes": "mrope_section" in rope,
         "it caps attention": bool(getattr(config, "attn_logit_softcapping", None)),
         "it has attention sinks": any(name.endswith("sinks") for name, _ in body.named_parameters()),
-        "it looks ahead": bool(getattr(config, "use_bidirectional_attention", None)),
+        "its tokens attend to later tokens": bool(getattr(config, "use_bidirectional_attention", None)),
         "its keys and values differ in size": getattr(config, "v_head_dim", None) is not None,
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
-        "transformers does not let its attention be exchanged": not (
+        "transformers cannot replace its attention": not (
             getattr(body, "_supports_attention_backend", False) and body._can_set_attn_implementation()
         ),
         f"it runs with {config._attn_implementation} attention": config._attn_implementation not in ("sdpa", NAME),

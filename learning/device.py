@@ -13,7 +13,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(
-    kind: DeviceKind, field: str, *, value: Any = None, on_cpu: str = "set it to cpu to compute there", rank: int = 0
+    kind: DeviceKind, field: str, *, value: Any = None, on_cpu: str = "set it to cpu to compute on the CPU", rank: int = 0
 ) -> torch.device:
     """Returns the device: the CPU for `cpu`, else GPU `rank`; `auto` is the CPU when no GPU exists or is assigned.
 
@@ -28,7 +28,7 @@ def choose_device(
         if 0 < count <= rank:
             given = f", and {assigned}" if assigned else ""
             reason = f"torch finds {count} GPUs for {rank + 1} or more processes of this node{given}"
-            remedy = "one process per GPU: compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node"
+            remedy = "run one process per GPU: compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node"
             raise ConfigError(reason, field=field, value=value or kind, remedy=remedy)
         return torch.device("cuda", rank)
     if kind == "cuda" or assigned:
@@ -47,19 +47,24 @@ def _why_none() -> tuple[str, str]:
     """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
-        remedy = "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does where nvidia-smi is)"
-        return f"torch {torch.__version__} is a build for CPUs", remedy
+        remedy = (
+            "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
+        )
+        return f"torch {torch.__version__} is a CPU build", remedy
     if hidden_gpus():
         found = os.environ["CUDA_VISIBLE_DEVICES"]
         return f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU", "unset it, or name GPUs in it: 0,1"
     if (driver := _driver()) is None:
-        remedy = "install NVIDIA's driver; in a container, start it with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
+        remedy = "install NVIDIA's driver; start a container with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
         return "there is no NVIDIA driver (libcuda.so.1)", remedy
     if version is not None and driver and driver // 1000 < int(version.partition(".")[0]):
         supported = f"{driver // 1000}.{driver % 1000 // 10}"
-        remedy = "update the driver (CUDA 13 needs the 580 series), or install a torch for that CUDA"
-        return f"the driver supports CUDA {supported}, and torch {torch.__version__} needs {version}", remedy
-    return "the driver is there, and gives this process no GPU", "look at nvidia-smi, CUDA_VISIBLE_DEVICES and the kernel's log"
+        remedy = "update the driver (CUDA 13 needs the 580 series), or install a build of torch for the driver's CUDA version"
+        return f"the driver supports CUDA {supported}, but torch {torch.__version__} needs {version}", remedy
+    return (
+        "the driver is installed, but gives this process no GPU",
+        "check nvidia-smi, CUDA_VISIBLE_DEVICES and the kernel's log",
+    )
 
 
 def _driver() -> int | None:

@@ -129,10 +129,10 @@ def layout_for(model: Any, packing: Packing) -> type[Layout]:
     reason = unpackable(model) if packing != "off" else "it is off"
     if packing == "on" and reason:
         raise ConfigError(
-            f"this model cannot be computed packed: {reason}",
+            f"this model does not support packing: {reason}",
             field="trainer.packing",
             value=packing,
-            remedy="set it to auto, which pads then",
+            remedy="set it to auto, which pads the rows of such a model",
         )
     if reason:
         return Padded

@@ -83,7 +83,7 @@ class Liveness:
         if self._thread is None:
             return
         if isinstance(value, RuntimeError):  # raised by torch, perhaps by a collective with a lost rank
-            log.warning("%s; finding out whether a rank is lost", shorten(str(value).partition("\n")[0]))
+            log.warning("%s; checking whether a rank is lost", shorten(str(value).partition("\n")[0]))
             self._failed_at = "".join(traceback.format_tb(trace))
             self._verdict_wanted = True
             self._thread.join(_VERDICT_S)  # ends this process if so
@@ -189,8 +189,8 @@ class Liveness:
             "silent": f"is lost: silent for {self._lost_after_s:g} s (trainer.lost_after_s), node gone or process stuck",
         }[how]
         log.error(
-            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer node again, and the run goes "
-            "on from its newest checkpoint",
+            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer node again, and the run "
+            "continues from its newest checkpoint",
             *(self._name(rank), what, self._name(self._ranks.rank)),
         )
         log.error("%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks())

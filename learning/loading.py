@@ -202,7 +202,7 @@ def load(
     reader: Reader | None = _files(directory, model, targets) if shared or ranks.first else None
     everywhere = shared and ranks.all_say(b"" if reader is None else b"fits")
     if ranks.first and reader is None:
-        log.info("the files in %s do not have the model's own tensors: transformers loads all of it on rank 0", directory)
+        log.info("the files in %s do not have the model's own tensors: transformers loads the whole model on rank 0", directory)
         reader = MemoryReader(pretrained.plain().state_dict())
     if ranks.first and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)

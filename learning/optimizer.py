@@ -81,7 +81,7 @@ class Optimizer:
                     made[f"{name}.{key}"] = scalar if key == "step" else torch.zeros_like(parameter, requires_grad=False)
         if set(made) != set(names):
             raise ConfigError(
-                "the checkpoint's optimiser belongs to other parameters or is of another kind",
+                "the checkpoint's optimiser state has other parameters or is of another kind",
                 field="checkpoint",
                 value=next(iter(set(names) ^ set(made))),
                 remedy="keep the settings of the run that wrote it, or start with --trainer.resume false",

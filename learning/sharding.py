@@ -34,7 +34,7 @@ def layers(model: Any) -> list[Any]:
             "this model does not say which of its modules are decoder layers",
             field="trainer.shard_size",
             value=type(model).__name__,
-            remedy="set it to 1, without trainer.compile and trainer.activation_checkpointing",
+            remedy="set it to 1, and leave out trainer.compile and trainer.activation_checkpointing",
         )
     return units
 

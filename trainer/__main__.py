@@ -32,7 +32,7 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        last_words("interrupted; start again with the same run directory to go on from its newest checkpoint")
+        last_words("interrupted; start again with the same run directory to continue from its newest checkpoint")
         raise SystemExit(130) from None
 
 

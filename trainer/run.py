@@ -184,9 +184,9 @@ class Run:
             about = (run.listener.measured, gpus, run.collecting_cpu)
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
-                remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to go on"
+                remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to continue"
                 recorder.say(
-                    f"already finished: all {run.total_steps} steps were trained before, and below is their result; {remedy}"
+                    f"already finished: all {run.total_steps} steps were trained before, and their result is below; {remedy}"
                 )
             checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is its own
         run.evaluator.prepare()
@@ -203,7 +203,7 @@ class Run:
         say = partial(tell, backend.console)
         if caution := config.algorithm.caution:
             say(f"warning: {caution}", level=logging.WARNING)
-        say(f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
+        say(f"run directory {run_dir}" + (f", continuing after step {policy.step}" if policy.step else ""))
         loop = stack.enter_context(LoopThread())
         self.collecting_cpu = loop.cpu_seconds
         self.tokenizer = tokenizer = load_tokenizer(config.model)

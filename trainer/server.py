@@ -81,7 +81,7 @@ def create_trainer_app(
     async def report(name: str, body: WorkerReport) -> dict[str, str]:
         """Records an agent's report on its engine."""
         if name != body.name:
-            raise InvalidInput("path and body name different workers", field="name", value=body.name, remedy=f"say {name}")
+            raise InvalidInput("path and body name different workers", field="name", value=body.name, remedy=f"send {name}")
         board.report(body)
         return {"status": "noted"}
 

@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _ON_HUB = {"gsm8k": "openai/gsm8k", "math": "DigitalLearningGmbH/MATH-lighteval"}
 """As in services/data/loaders_math.py, whose import takes seconds and fails in a light environment."""
-_NO_ACCESS = "ask for access on its page and give HF_TOKEN (--secret HF_TOKEN); the hub answers a wrong name in the same way"
+_NO_ACCESS = "ask for access on its page and set HF_TOKEN (--secret HF_TOKEN); the hub gives the same answer for a wrong name"
 _ANSWERS = {
     401: (": gated, private or not there", _NO_ACCESS),
     403: (": gated, private or not there", _NO_ACCESS),
@@ -57,7 +57,7 @@ class Hub:
                 response = httpx.get(f"{self.endpoint}/{path}", headers=headers, follow_redirects=True, timeout=_TIMEOUT_S)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"{self.shown} does not answer: {str(error) or type(error).__name__}"
-                fix = "open the way (HTTPS_PROXY), set HF_ENDPOINT to a mirror"
+                fix = "allow access (HTTPS_PROXY), set HF_ENDPOINT to a mirror"
             else:
                 if response.is_success:
                     return Result(title, "ok", f"{'cached, and ' if cached else ''}on {self.shown}"), response
@@ -93,7 +93,7 @@ def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:
     if cached is not None and (cached / "config.json").is_file():
         plan.shapes[name] = json.loads((cached / "config.json").read_text(encoding="utf-8"))
     if folder.is_dir():
-        fix = "name a folder as save_pretrained writes it"
+        fix = "name a folder that save_pretrained wrote"
         yield expect(title, name in plan.shapes, f"a folder with{'' if name in plan.shapes else 'out'} config.json", fix)
     elif _REPOSITORY.fullmatch(name):
         result, response = hub.look_up(title, f"{name}/resolve/main/config.json", cached)
@@ -134,4 +134,4 @@ def check_clock(plan: Plan) -> Iterator[Result]:
             sent = time.time()
             yield compare_clocks(f"clock of {httpx.URL(url).host}", httpx.head(url, timeout=_TIMEOUT_S / 2), sent)
             return
-    yield Result("clock", "ok", "not compared: neither the hub nor the package index can be asked")
+    yield Result("clock", "ok", "not compared: neither the hub nor the package index answers")

@@ -69,7 +69,7 @@ def check_cores(plan: Plan) -> Iterator[Result]:
     for job in plan.here:
         chosen = job.env.get("OMP_NUM_THREADS") or job.gpus or job.uses_sglang or busy < 2
         if not chosen and (job.name == ROLLOUT or (job.name == TRAINER and job.config.trainer.num_threads is None)):
-            found = f"not set for {job.name}: each process takes a thread for every one of the {usable:g} cores"
+            found = f"not set for {job.name}: each process starts a thread for every one of the {usable:g} cores"
             yield Result("OMP_NUM_THREADS", "warn", found, f"--env OMP_NUM_THREADS={max(1, int(usable // busy))}")
 
 

@@ -21,7 +21,7 @@ _PROCESS = 600 << 20
 _FP32 = 4
 _SMALLER = (
     "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
-    "use more GPUs, or a smaller model"
+    "use more GPUs, or use a smaller model"
 )
 
 
@@ -34,7 +34,7 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     try:
         shape = ModelShape.of(plan.shapes[name])
     except KeyError:
-        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be loaded", "see the line of the model")
+        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be read", "see the line of the model")
         return
     except ConfigError as error:
         found, fix = f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3"

@@ -11,7 +11,7 @@ from common.errors import ConfigError, ServiceError
 from common.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
-_SLOW = "what it queries hangs, or this machine is overloaded"
+_SLOW = "whatever it queries does not answer, or this machine is overloaded"
 _TIGHT = 0.9
 
 
@@ -78,7 +78,7 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
             results.append(Result(check.name, "warn", f"no answer within {error.timeout:.0f} s", _SLOW))
         except Exception as error:
             reason = f"the check itself failed: {type(error).__name__}: {error}"
-            results.append(Result(check.name, "fail", reason, "look at it by hand, and report this line"))
+            results.append(Result(check.name, "fail", reason, "check this by hand, and report this line"))
 
     start = time.monotonic()
     # Daemon threads: one that hangs in the kernel (a dead network disk) must not keep the command from ending.

@@ -100,7 +100,7 @@ def check_toolkit(plan: Plan) -> Iterator[Result]:
     home = Path(env.get("CUDA_HOME", _SYSTEM_TOOLKIT))
     nvcc = shutil.which(home / "bin/nvcc") or shutil.which("nvcc", path=env["PATH"])
     if nvcc is None:
-        yield Result("nvcc", "fail", f"there is none in {home}/bin or on the path, and SGLang compiles kernels with it", fix)
+        yield Result("nvcc", "fail", f"nvcc is not in {home}/bin or on the path, but SGLang compiles kernels with it", fix)
     else:
         release = next(iter(re.findall(r"release (\d+\.\d+)", ask(nvcc, "--version", fix=fix))), "of no release")
         linked = (home / "lib64/libcudart.so").exists()
@@ -109,7 +109,7 @@ def check_toolkit(plan: Plan) -> Iterator[Result]:
         yield expect("nvcc", good, f"CUDA {release} in {nvcc}, CUDA {_CUDA} is needed{missing}", fix)
     compiler = env.get("CXX") or "c++"
     place = shutil.which(compiler, path=env["PATH"])
-    missing = f"there is no {compiler} on the path, and SGLang compiles kernels with it"
+    missing = f"{compiler} is not on the path, but SGLang compiles kernels with it"
     yield expect("C++ compiler", place is not None, place or missing, "apt-get install g++, or CXX in the environment")
 
 
@@ -153,7 +153,7 @@ def check_secrets(plan: Plan) -> Iterator[Result]:
     elif value:
         yield Result(TOKEN, "ok", f"set, {len(value)} characters")
     else:
-        why = "whoever reaches the cluster's network can call every service" if exposed else "a local run is on loopback alone"
+        why = "anyone on the cluster's network can call every service" if exposed else "a local run listens only on loopback"
         yield expect(TOKEN, not exposed, f"not set: {why}", _SHARE, "warn")
 
 

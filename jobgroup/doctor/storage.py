@@ -116,7 +116,7 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
         fix = "put STATE_DIR of data-server and replay-buffer on a block volume"
     elif sqlite and kind in ("overlay", "tmpfs"):
         problem = ": it is gone with its container"
-        fix = "mount a block volume if the prompts' cursor and the replay store shall outlive it"
+        fix = "mount a block volume if the prompts' cursor and the replay store must outlive the container"
     elif seconds > 1:
         problem, fix = ": every stored group waits for a sync", "use a faster disk"
     return expect(title, not problem, f"written and synced in {1000 * seconds:.0f} ms, {kind}{problem}", fix, "warn")

@@ -136,12 +136,18 @@ def _parser() -> Parser:
     parser = Parser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
-    add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task; K alone takes it from here")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="sets a variable in every task; K alone takes its value from this environment",
+    )
     add("--secret", action="append", default=[], metavar="K[=V]", help="the same, for a secret")
-    add("--num-nodes", action="append", default=[], metavar="TASK=N", help="nodes of a task, instead of the YAML's")
-    add("--log-dir", metavar="DIR", help="for one log file per node (RUN_DIR/logs/TIME when not given)")
+    add("--num-nodes", action="append", default=[], metavar="TASK=N", help="number of nodes of a task, instead of the YAML's")
+    add("--log-dir", metavar="DIR", help="directory of the log files, one per node (default RUN_DIR/logs/TIME)")
     add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
-    add("--grace", default="10s", metavar="TIME", help="between SIGTERM and SIGKILL (10s)")
+    add("--grace", default="10s", metavar="TIME", help="time between SIGTERM and SIGKILL (default 10s)")
     add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
     return parser
 
@@ -169,9 +175,11 @@ def _log_dir(given: str | None, group: JobGroup) -> Path:
 def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
-        lines.append("the tasks' setup is not run: their environment has to be there already")
+        lines.append("the tasks' setup is not run: their environment must already exist")
     lines += [
-        f"{task.name}: {' and '.join(task.ignored)} are for a cluster and not mounted here" for task in tasks if task.ignored
+        f"{task.name}: {' and '.join(task.ignored)} are only for a cluster and not mounted here"
+        for task in tasks
+        if task.ignored
     ]
     return lines
 

@@ -63,7 +63,7 @@ class Critic:
         unusable.
         """
         if not rows:
-            raise InvalidInput("there is nothing to learn from", field="rows", value=0, remedy="send at least one row")
+            raise InvalidInput("there are no rows to learn from", field="rows", value=0, remedy="send at least one row")
         self._check(rows, "rows")
         sizes, norms = self._sizes(rows), []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
@@ -129,11 +129,11 @@ class Critic:
                 ids = getattr(sequence, name)
                 wrong = ids[(ids < 0) | (ids >= known)]
                 if len(wrong):
-                    reason = f"the critic's model has the tokens 0 to {known - 1}"
-                    remedy = "use a critic.model that has the tokenizer of the policy"
+                    reason = f"the critic's model knows only the tokens 0 to {known - 1}"
+                    remedy = "use a critic.model with the policy's tokenizer"
                     raise InvalidInput(reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy)
             if longest is not None and len(sequence) > longest:
-                reason = f"the critic's model takes {longest} tokens at most"
+                reason = f"the critic's model accepts at most {longest} tokens"
                 remedy = "lower sampling.max_new_tokens, or use another critic.model"
                 raise InvalidInput(reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy)
 
@@ -147,8 +147,8 @@ class Critic:
             self.step = int(content["step"])
         except Exception as error:  # a damaged file may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]
-            reason = f"the critic's checkpoint cannot be resumed from: {reason}"
-            remedy = "remove that directory to go on from the one before, or start with --trainer.resume false"
+            reason = f"the critic cannot resume from the checkpoint: {reason}"
+            remedy = "remove that directory to continue from the checkpoint before it, or start with --trainer.resume false"
             raise ConfigError(reason, field="checkpoint", value=str(directory), remedy=remedy) from None
 
 

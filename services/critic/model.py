@@ -82,8 +82,10 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            remedy = "choose a decoder that transformers has as a causal language model of text alone"
-            raise ConfigError("this model has no head of one value per token", field="critic.model", value=name, remedy=remedy)
+            remedy = "choose a decoder that transformers supports as a text-only causal language model"
+            raise ConfigError(
+                "this model cannot have a head with one value per token", field="critic.model", value=name, remedy=remedy
+            )
         return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
 
     def exact(module: Any) -> list[nn.Module]:
@@ -96,9 +98,9 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",
             field="checkpoint" if directory else "critic.model",
             value=str(directory or name),
-            remedy="remove that directory to go on from the one before, or start with --trainer.resume false"
+            remedy="remove that directory to continue from the checkpoint before it, or start with --trainer.resume false"
             if directory
-            else "name a decoder of the hub (with network, and HF_TOKEN if it is gated) or a local model directory",
+            else "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) or a local model directory",
         ) from None
     assert isinstance(model, ValueModel)
     return model

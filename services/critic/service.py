@@ -40,7 +40,7 @@ class CriticService:
         """Returns the values of the sequences. Raises Conflict when the request names another critic."""
         critic = self._critic if request.run_id is None else self._named(request.run_id, request.step)
         if critic is None:
-            raise Conflict("the critic was lost in an update that failed", remedy="POST /restore")
+            raise Conflict("a failed update destroyed the critic", remedy="POST /restore")
         return Values(critic.values(request.sequences), critic.step)
 
     def update(self, request: UpdateRequest) -> CriticMetrics:
@@ -126,14 +126,14 @@ class CriticService:
                 raise ValueError(f"{changed} has changed since it was written")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
-            remedy = "remove the trainer's checkpoint of that step to go on from the one before"
+            remedy = "remove the trainer's checkpoint of that step to continue from the one before it"
             raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
         except FileNotFoundError:
-            remedy = "mount a volume for STATE_DIR on critic-server, or start the run anew with --trainer.resume false"
+            remedy = "mount a volume for STATE_DIR on critic-server, or start the run again with --trainer.resume false"
             raise NotFound(f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy) from None
         if saved_by is not None and owner != saved_by:
             reason = f"the critic saved at step {step} belongs to run {owner}"
-            remedy = "give every run its own STATE_DIR, or start the run anew with --trainer.resume false"
+            remedy = "give every run its own STATE_DIR, or start the run again with --trainer.resume false"
             raise NotFound(reason, field="saved_by", value=saved_by, remedy=remedy)
         return path
 

@@ -62,10 +62,10 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     by_id = {prompt.id: prompt for prompt in train}
     if (both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None)) is not None:
         raise ConfigError(
-            f"the id {both!r} is in the training and in the evaluation split",
+            f"the id {both!r} is in both the training and the evaluation split",
             field="data.source",
             value=config.data.source,
-            remedy="make the ids unique, or leave the column id out",
+            remedy="make the ids unique, or remove the column id",
         )
     by_id |= {prompt.id: prompt for prompt in evaluation}
     difficulty = Difficulty() if config.data.curriculum == "difficulty" else None

@@ -27,7 +27,11 @@ def file_of_split(folder: Path, split: str) -> Path:
         there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         problem = "no file" if not files else "more than one file"
         wanted = " or ".join(f"{split}{suffix}" for suffix in _READERS)
-        stop(f"the directory has {problem} for the split {split!r}; it has {there}", folder, f"put one file {wanted} there")
+        stop(
+            f"the directory has {problem} for the split {split!r}; its files are {there}",
+            folder,
+            f"put one file {wanted} there",
+        )
     return files[0]
 
 

@@ -51,7 +51,7 @@ class Loader(ABC):
             stop(
                 f"the split {split!r} has no problems",
                 self.source,
-                "add rows (a single file needs at least two different problems), or leave fewer of them out",
+                "add rows (a single file needs at least two different problems), or leave out fewer of them",
             )
         refuse_same_ids(prompts, "data.source")
         if num_samples is not None:
@@ -102,7 +102,7 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
             f"the split has only {len(prompts)} problems",
             field="data.num_samples",
             value=num_samples,
-            remedy="ask for at least one and at most as many as there are, or leave it unset for all of them",
+            remedy="ask for at least one and at most this many, or leave the setting unset for all of them",
         )
 
 

@@ -56,7 +56,11 @@ class CustomDatasetLoader(RowLoader):
             row = changed
         text, answer = self._problem(row, where)
         if not answer:
-            stop_at(where, f"the answer in column {self.answer_field!r} is empty", "give every row an answer, or remove it")
+            stop_at(
+                where,
+                f"the answer in column {self.answer_field!r} is empty",
+                "give every row an answer, or remove the rows without one",
+            )
         used = [self.messages_field or self.prompt_field, self.answer_field, self.task_field, "id"]
         return Prompt(
             id=id_of(row, where, default_id),
@@ -105,7 +109,7 @@ def mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str,
             f"{where}: the function failed ({type(error).__name__}: {error})",
             field="data.map",
             value=name,
-            remedy="repair it, or the row",
+            remedy="correct the function, or the row",
         ) from error
     if changed is not None and not isinstance(changed, Mapping):
         raise ConfigError(

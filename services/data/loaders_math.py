@@ -140,5 +140,5 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> str:
     bare = _BARE_BOX.findall(solution)  # a few solutions have \boxed 5 without braces
     answer = last_box(solution) or (str(bare[-1]).strip() if bare else "")
     if not answer:
-        stop_at(where, "the solution has no \\boxed answer", "box the answer, or add a column answer")
+        stop_at(where, "the solution has no \\boxed answer", "put the answer into a box, or add a column answer")
     return answer

@@ -35,7 +35,7 @@ def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            stop(f"two problems have the id {prompt.id!r}", prompt.id, "make the ids unique, or leave them out", field)
+            stop(f"two problems have the id {prompt.id!r}", prompt.id, "make the ids unique, or remove them", field)
         seen.add(prompt.id)
 
 
@@ -123,7 +123,7 @@ def _as_json(value: Any, column: str, where: str) -> Any:
     stop(
         f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot represent",
         column,
-        "keep only the columns that the reward functions need (data.columns), or turn it into text (data.map)",
+        "keep only the columns that the reward functions need (data.columns), or convert it to text (data.map)",
         "data.columns",
     )
 

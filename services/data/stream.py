@@ -116,7 +116,10 @@ class PromptStream:
         """
         if self._curriculum is None:
             raise InvalidInput(
-                "pass rates are not used", field="data.curriculum", value="none", remedy="set data.curriculum difficulty"
+                "this data-server has no curriculum, so it does not use pass rates",
+                field="data.curriculum",
+                value="none",
+                remedy="set data.curriculum difficulty",
             )
         unknown = next((name for name, _ in pass_rates if name not in self._places), None)
         if unknown is not None:
@@ -205,7 +208,7 @@ class PromptStream:
             # Transactions are explicit; `_lock` makes one connection safe for all threads.
             db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
-            raise self._unusable(error, "set state_dir to a folder that can be written") from None
+            raise self._unusable(error, "set state_dir to a writable folder") from None
         try:
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = FULL")
@@ -243,7 +246,7 @@ class PromptStream:
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",
                 value=str(self.path.parents[1]),
-                remedy="restore seed and data settings, or remove the file to start over, or set another state_dir",
+                remedy="restore the seed and the data settings, remove the file to start over, or set another state_dir",
             )
 
     def _unusable(self, error: Exception, remedy: str) -> ConfigError:
@@ -274,7 +277,7 @@ class PromptStream:
                 f"the cursor of the prompts cannot be stored: {error}",
                 field="state_dir",
                 value=str(self.path),
-                remedy="check that its disk has room and works; nothing was handed out",
+                remedy="check that the disk has space and works; no prompt was handed out",
             ) from None
 
 

@@ -21,17 +21,21 @@ def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - _KNOWN_LAYERS:
-        reason = "the embedded engine has full and sliding-window attention"
-        raise ConfigError(reason, field="layer_types", value=sorted(kinds), remedy="rollout.engine sglang")
+        reason = "the embedded engine supports only full and sliding-window attention"
+        raise ConfigError(reason, field="layer_types", value=sorted(kinds), remedy="set rollout.engine sglang")
     if getattr(config, "use_bidirectional_attention", None):
-        raise ConfigError("the model looks ahead", field="use_bidirectional_attention", remedy="use a causal language model")
+        raise ConfigError(
+            "the model's tokens attend to later tokens",
+            field="use_bidirectional_attention",
+            remedy="use a causal language model",
+        )
     if getattr(module, "_supports_attention_backend", False) and module._can_set_attn_implementation():
         module.set_attn_implementation(_NAME)
         return True
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if window is not None and window < max_context_tokens:
-        reason = "the model's attention window is shorter than the context, and its attention cannot be exchanged"
-        remedy = f"at most {window} with this model"
+        reason = "the model's attention window is shorter than the context, and transformers cannot replace its attention"
+        remedy = f"use at most {window} with this model"
         raise ConfigError(reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy)
     return False
 
@@ -55,7 +59,7 @@ def _attend(
     Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are sinks (GPT-OSS).
     """
     if options.get("position_bias") is not None:
-        raise RuntimeError("the embedded engine has no attention with a position bias")
+        raise RuntimeError("the embedded engine does not support attention with a position bias")
     heads, length, size = query.shape[1:]
     shared = heads // key.shape[1]
     scale, mask = size**-0.5 if scaling is None else scaling, slots.mask(sliding_window)

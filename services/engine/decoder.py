@@ -62,7 +62,7 @@ class Decoder:
         except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
             reason = f"the embedded engine cannot run this model: {error}"
             raise ConfigError(
-                reason, field="--model-path", value=self.config.model_type, remedy="rollout.engine sglang"
+                reason, field="--model-path", value=self.config.model_type, remedy="set rollout.engine sglang"
             ) from error
 
     def _allocate(self, rows: int) -> int:
@@ -72,7 +72,7 @@ class Decoder:
         size = f"{self.max_context_tokens} tokens at {per_row / 1e6:.1f} MB"
         if not fitting:
             reason = f"the KV cache of one completion of {size} does not fit into {_KV_SHARE:.0%} of {free / 1e9:.1f} GB free"
-            remedy = "a shorter context, a smaller model, or a GPU with more free memory"
+            remedy = "use a shorter context, a smaller model, or a GPU with more free memory"
             raise ConfigError(reason, field="--max-context-tokens", value=self.max_context_tokens, remedy=remedy)
         self.cache.allocate(fitting, columns)
         log.info("the KV cache holds %d completions of %s each, on %s", fitting, size, self.device)

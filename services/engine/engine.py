@@ -102,7 +102,10 @@ class Engine:
             self._refuse_when_down()
             if self.waiting + size > self.max_waiting:
                 raise Overloaded(
-                    "too many sequences wait", field="n", value=self.waiting + size, remedy=f"at most {self.max_waiting}; retry"
+                    "too many sequences are waiting",
+                    field="n",
+                    value=self.waiting + size,
+                    remedy=f"retry later; at most {self.max_waiting} may wait",
                 )
             for job in jobs:
                 job.start(self._random.getrandbits(64), lambda: uuid.uuid4().hex)

@@ -30,17 +30,22 @@ class Model(Decoder):
     ) -> None:
         device = device or torch.device("cpu")
         if not (path / "config.json").is_file():
-            raise ConfigError("there is no model", field="--model-path", value=path, remedy="name a directory with config.json")
+            raise ConfigError(
+                "there is no model in this directory",
+                field="--model-path",
+                value=path,
+                remedy="name a directory with config.json",
+            )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             options = {"local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
             loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-            raise ConfigError(f"the model does not load: {error}", field="--model-path", value=path) from error
+            raise ConfigError(f"the model cannot be loaded: {error}", field="--model-path", value=path) from error
         self.path = path
         longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
         if longest < max_context_tokens:
-            log.info("the context is %d tokens: the model has no more positions", longest)
+            log.info("the context is limited to %d tokens, the number of positions of the model", longest)
         super().__init__(loaded.eval().requires_grad_(False), min(longest, max_context_tokens))
         self.vocab_size = int(loaded.get_input_embeddings().weight.shape[0])
         self.eos_ids = _eos_ids(self.tokenizer, self.config, loaded.generation_config)

@@ -56,7 +56,7 @@ class ChatBody(BaseModel):
             )
             ids = check_prompt(model.tokenizer(text, add_special_tokens=False).input_ids, model)
         except (ValueError, TypeError, TemplateError) as error:
-            reason = f"the chat template refuses the messages: {error}"
+            reason = f"the chat template rejects the messages: {error}"
             raise BadRequest(reason, field="messages", value=self.messages) from None
         names = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos", "skip_special_tokens")
         limit = self.max_completion_tokens or self.max_tokens or model.max_context_tokens - len(ids)

@@ -96,15 +96,18 @@ class SamplingFields(BaseModel):
         limit = 128 if self.max_new_tokens is None else self.max_new_tokens
         room = model.max_context_tokens - prompt_tokens
         if self.max_new_tokens is not None and self.max_new_tokens > room:
-            reason = f"the prompt of {prompt_tokens} tokens leaves {room} of the context of {model.max_context_tokens}"
-            remedy = "ask for fewer, send a shorter prompt or start the engine with a larger --max-context-tokens"
+            reason = f"the prompt of {prompt_tokens} tokens leaves room for {room} in the context of {model.max_context_tokens}"
+            remedy = "ask for fewer tokens, send a shorter prompt or start the engine with a larger --max-context-tokens"
             raise BadRequest(reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy)
         least, stop, top_k = self.min_new_tokens or 0, self.stop or [], max(self.top_k or 0, 0)
         if least > limit:
             raise BadRequest(f"min_new_tokens is above max_new_tokens, {limit}", field="min_new_tokens", value=least)
         returnable = 0 < top_k <= MAX_KEPT
         if mask and not returnable:
-            reason, remedy = "return_sampling_mask needs a bound on the tokens", f"a top_k from 1 to {MAX_KEPT}"
+            reason, remedy = (
+                "return_sampling_mask needs a limit on the candidates of a token",
+                f"send a top_k from 1 to {MAX_KEPT}",
+            )
             raise BadRequest(reason, field="top_k", value=self.top_k, remedy=remedy)
         stop_ids = () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
         return SamplingParams(
@@ -125,7 +128,7 @@ class SamplingFields(BaseModel):
 def _parse_sampling(raw: Any) -> SamplingFields:
     """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
-        raise BadRequest("sampling_params is not an object, or a very large one", field="sampling_params", value=raw)
+        raise BadRequest("sampling_params is not an object, or is too large", field="sampling_params", value=raw)
     refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
     try:
         return SamplingFields.model_validate({name: value for name, value in raw.items() if name not in _NEUTRAL})
@@ -168,7 +171,7 @@ class GenerateBody(BaseModel):
         given = self.input_ids if self.is_batch else [self.input_ids]
         if self.text is not None:
             if self.input_ids:
-                raise BadRequest("a prompt comes as text or as input_ids, not as both", field="text", value=self.text)
+                raise BadRequest("send a prompt either as text or as input_ids, not as both", field="text", value=self.text)
             given = [model.tokenizer(text).input_ids for text in (self.text if isinstance(self.text, list) else [self.text])]
         return [check_prompt(prompt, model) for prompt in given]
 
@@ -182,8 +185,10 @@ class GenerateBody(BaseModel):
         prompts = self._prompts(model)
         for fields in self._sampling(prompts):
             if fields.max_new_tokens != 0 or fields.n not in (None, 1) or self.return_logprob is not True or self.lora_path:
-                reason = "log-probabilities of a prompt come with return_logprob, max_new_tokens 0, n 1 and no lora_path only"
-                raise BadRequest(reason, field="logprob_start_len", value=self.logprob_start_len, remedy="ask for them alone")
+                reason = "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 and no lora_path"
+                raise BadRequest(
+                    reason, field="logprob_start_len", value=self.logprob_start_len, remedy="request them separately"
+                )
         return prompts
 
     def _sampling(self, prompts: list[list[int]]) -> list[SamplingFields]:
@@ -194,7 +199,12 @@ class GenerateBody(BaseModel):
         parameters = self._sampling(prompts)
         if any(fields.max_new_tokens == 0 for fields in parameters):
             remedy = "ask for at least 1, or, with return_logprob and logprob_start_len, for the prompt's log-probabilities"
-            raise BadRequest("nothing is asked for", field="sampling_params.max_new_tokens", value=0, remedy=remedy)
+            raise BadRequest(
+                "max_new_tokens is 0, so the request asks for nothing",
+                field="sampling_params.max_new_tokens",
+                value=0,
+                remedy=remedy,
+            )
         names = ("rid", "return_logprob", "return_sampling_mask", "lora_path")
         rows = zip(prompts, parameters, *(self._per_prompt(name, getattr(self, name), prompts) for name in names), strict=True)
         jobs = []
@@ -223,7 +233,7 @@ def check_prompt(prompt: Any, model: Model) -> list[int]:
         raise BadRequest(reason, field="input_ids", value=len(prompt), remedy=remedy)
     wrong = [token for token in prompt if type(token) is not int or not 0 <= token < model.vocab_size]
     if wrong:
-        remedy = f"whole numbers from 0 to {model.vocab_size - 1}"
+        remedy = f"send whole numbers from 0 to {model.vocab_size - 1}"
         raise BadRequest("a token id is not in the vocabulary", field="input_ids", value=wrong[0], remedy=remedy)
     return prompt
 

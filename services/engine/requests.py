@@ -78,8 +78,8 @@ async def score(request: Request, engine: Engine, prompts: list[list[int]], star
     Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """
     if (shortest := min(map(len, prompts))) <= start:
-        reason = f"there is a prompt of {shortest} tokens"
-        raise BadRequest(reason, field="logprob_start_len", value=start, remedy="start within every prompt")
+        reason = f"the shortest prompt has only {shortest} tokens"
+        raise BadRequest(reason, field="logprob_start_len", value=start, remedy="start within the shortest prompt")
     limit = max(1, SCORED_LOGITS // engine.model.vocab_size)
     answers: list[dict[str, Any]] = []
     while part := prompts[len(answers) :]:

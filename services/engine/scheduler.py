@@ -222,12 +222,14 @@ class Scheduler:
         """
         if again := sorted(self.released.keys() & set(kinds)):
             remedy = "POST /resume_memory_occupation first"
-            raise Refused("this memory is released already", field="tags", value=again[0], remedy=remedy)
+            raise Refused("this memory is already released", field="tags", value=again[0], remedy=remedy)
         if self.rows.sequences:
             running = len(self.rows.sequences)
-            raise Refused("requests run", field="requests", value=running, remedy="POST /pause_generation with mode retract")
+            raise Refused(
+                "requests are still running", field="requests", value=running, remedy="POST /pause_generation with mode retract"
+            )
         if "weights" in kinds and self.adapters.paths():
-            remedy = "unload the adapters, or leave it out"
+            remedy = "unload the adapters, or leave weights out"
             raise Refused("adapters belong to these weights", field="tags", value="weights", remedy=remedy)
         self.paused = True
         for kind in kinds:
@@ -303,7 +305,7 @@ def _reason(sequence: Sequence, matched: int | str | None) -> dict[str, Any]:
 
 
 def _not_finite(version: str) -> LogitsNotFinite:
-    remedy = "look for a diverged training step; load other weights"
+    remedy = "look for a training step that diverged, and load other weights"
     return LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
 
 

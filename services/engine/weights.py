@@ -48,10 +48,12 @@ def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     """Raises BadWeights when a name is unknown, a shape differs, or a number is not finite."""
     known = hub_shapes(module, module.state_dict())
     if unknown := sorted(tensors.keys() - known.keys()):
-        raise BadWeights(f"{len(unknown)} tensors are not of this model", field="name", value=unknown[0])
+        raise BadWeights(f"{len(unknown)} tensors do not belong to this model", field="name", value=unknown[0])
     for name, tensor in tensors.items():
         if tensor.shape != known[name].shape:
-            raise BadWeights(f"the model has {list(known[name].shape)}", field=name, value=list(tensor.shape))
+            raise BadWeights(
+                f"the tensor's shape is wrong: the model has {list(known[name].shape)}", field=name, value=list(tensor.shape)
+            )
         if tensor.is_floating_point() and tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
             raise BadWeights("has values that are not finite", field=name)
 
@@ -64,7 +66,7 @@ def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     own, everything = from_hub(module, tensors), module.state_dict()
     for name, tensor in own.items():
         if tensor.shape != everything[name].shape:
-            message = f"only a part came: the model has {list(everything[name].shape)}"
+            message = f"only a part arrived: the model has {list(everything[name].shape)}"
             raise BadWeights(message, field=name, value=list(tensor.shape))
     for name, tensor in own.items():
         everything[name].copy_(tensor)

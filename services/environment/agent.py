@@ -55,7 +55,7 @@ class Agent:
         self._url = target if target.startswith(("http://", "https://")) else ""
         self._words = [] if self._url else words_of(target, FIELD)
         if self._url and not _is_url(self._url):
-            raise ConfigError("this is not a URL", field=FIELD, value=target, remedy="agent:http://host:port/path")
+            raise ConfigError("this is not a URL", field=FIELD, value=target, remedy="write agent:http://host:port/path")
         self._slots = asyncio.Semaphore(slots)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
@@ -193,7 +193,7 @@ def _json(text: str, what: str, empty: bool = True) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise EpisodeFailed(f"{what} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number, or a mapping of numbers") from None
+        raise EpisodeFailed(f"{what} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers") from None
 
 
 async def _post(url: str, content: bytes) -> tuple[int, bytes]:
@@ -207,7 +207,9 @@ async def _post(url: str, content: bytes) -> tuple[int, bytes]:
         async for part in response.aiter_bytes():
             body += part
             if len(body) > _MAX_REWARD_BYTES:
-                raise EpisodeFailed(f"{url} answered more than {_MAX_REWARD_BYTES} bytes: answer a number or a mapping")
+                raise EpisodeFailed(
+                    f"{url} answered with more than {_MAX_REWARD_BYTES} bytes: answer with a number or a mapping of numbers"
+                )
         return response.status_code, body
 
 

@@ -121,7 +121,7 @@ def _key(body: Any, dialect: Dialect) -> str:
     try:
         content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # orjson can parse deeper nesting than it can write
-        raise InvalidInput("the body is nested too deeply", field="body", remedy="at most 250 levels") from None
+        raise InvalidInput("the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep") from None
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 

@@ -39,10 +39,10 @@ class Dialect(NamedTuple):
 def read_call(body: Any, dialect: Dialect) -> Call:
     """Reads a request. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
-        raise InvalidInput("the body is a mapping", field="body", value=body)
+        raise InvalidInput("the body must be a mapping", field="body", value=body)
     if body.get("n") not in (None, 1):
-        remedy = "make as many calls, each with another `seed`"
-        raise InvalidInput("a call has one answer", field="n", value=body["n"], remedy=remedy)
+        remedy = "make one call per answer, each with another `seed`"
+        raise InvalidInput("a call returns exactly one answer", field="n", value=body["n"], remedy=remedy)
     return dialect.read(body)
 
 
@@ -54,7 +54,7 @@ def _listed(body: Json, name: str) -> list[Any]:
     """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
     found = body.get(name)
     if found is not None and not isinstance(found, list):
-        raise InvalidInput(f"{name} are a list", field=name, value=found)
+        raise InvalidInput(f"{name} must be a list", field=name, value=found)
     return found or []
 
 
@@ -122,7 +122,7 @@ def _chat_events(body: Json) -> Iterator[str]:
 def _read_responses(body: Json) -> Call:
     if body.get("previous_response_id"):
         remedy = "send the whole conversation as `input`"
-        raise InvalidInput("answers are not stored", field="previous_response_id", value="…", remedy=remedy)
+        raise InvalidInput("this server does not store answers", field="previous_response_id", value="…", remedy=remedy)
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -133,7 +133,7 @@ def _read_responses(body: Json) -> Call:
         for i, item in enumerate(content):
             _add_item(chat, item, f"input[{i}]")
     else:
-        raise InvalidInput("the input is a text or a list of items", field="input", value=content)
+        raise InvalidInput("the input must be text or a list of items", field="input", value=content)
     tools = [
         {"type": "function", "function": {name: value for name, value in tool.items() if name not in ("type", "strict")}}
         if isinstance(tool, dict) and tool.get("type") == "function"
@@ -165,7 +165,7 @@ def _add_item(chat: list[Json], item: Any, where: str) -> None:
         chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
     else:
         known = "message, reasoning, function_call, function_call_output"
-        raise InvalidInput("there is no such item", field=f"{where}.type", value=kind, remedy=f"one of {known}")
+        raise InvalidInput("there is no such type of item", field=f"{where}.type", value=kind, remedy=f"use one of {known}")
 
 
 def _open(chat: list[Json]) -> bool:
@@ -248,11 +248,11 @@ def _read_messages(body: Json) -> Call:
     for i, message in enumerate(_listed(body, "messages")):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise InvalidInput("a message is a mapping with role and content", field=where, value=message)
+            raise InvalidInput("a message must be a mapping with role and content", field=where, value=message)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise InvalidInput("a content is a text or a list of blocks", field=f"{where}.content", value=content)
+            raise InvalidInput("content must be text or a list of blocks", field=f"{where}.content", value=content)
         chat += _from_blocks(str(message.get("role")), blocks, where)
     tools = [
         {
@@ -287,8 +287,8 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
             text = text_of(block.get("content"), f"{at}.content")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
         else:
-            remedy = "one of text, thinking, tool_use, tool_result"
-            raise InvalidInput(f"the {role} has no such block", field=f"{at}.type", value=kind, remedy=remedy)
+            remedy = "use one of text, thinking, tool_use, tool_result"
+            raise InvalidInput(f"a message of the {role} has no such block", field=f"{at}.type", value=kind, remedy=remedy)
     return results if results and not message["content"] else [*results, message]
 
 

@@ -60,7 +60,7 @@ class Environment:
         """Checks a class. Raises ConfigError."""
         if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
             remedy = "name a class with reset(**columns); its other public methods are tools"
-            raise ConfigError(f"{name} is not an environment class", field=FIELD, value=name, remedy=remedy)
+            raise ConfigError(f"{name} is not a class of environments", field=FIELD, value=name, remedy=remedy)
         parameters = inspect.signature(getattr(made, "reset", made)).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         methods = {key: value for key, value in inspect.getmembers(made, inspect.isfunction) if not key.startswith("_")}
@@ -103,5 +103,5 @@ def _schema(method: Callable[..., Any], name: str) -> Any:
             f"the tool {method.__name__} of {name} cannot be described: {error}",
             field=FIELD,
             value=f"{name}.{method.__name__}",
-            remedy="give every argument a type and a line in the docstring's `Args:`, or begin its name with _",
+            remedy="give every argument a type and a line in the docstring's `Args:`, or start its name with _",
         ) from None

@@ -66,5 +66,5 @@ def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
         python, _, identifier = target.strip().rpartition(" ")
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
         return Agent(config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True)
-    remedy = "one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
+    remedy = "use one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
     raise ConfigError(f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy)

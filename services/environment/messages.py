@@ -67,22 +67,26 @@ class Message:
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
     """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
-        raise InvalidInput("a conversation is a list of messages", field=where, value=content, remedy="send at least one")
+        raise InvalidInput(
+            "a conversation must be a list of messages", field=where, value=content, remedy="send at least one message"
+        )
     return [_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
 
 def _message(content: Any, where: str) -> Message:
     if not isinstance(content, dict):
-        raise InvalidInput("a message is a mapping with role and content", field=where, value=content)
+        raise InvalidInput("a message must be a mapping with role and content", field=where, value=content)
     role = ROLES.get(content.get("role", "")) if isinstance(content.get("role"), str) else None
     if role is None:
         known = ", ".join(ROLES)
-        raise InvalidInput("there is no such role", field=f"{where}.role", value=content.get("role"), remedy=f"one of {known}")
+        raise InvalidInput(
+            "there is no such role", field=f"{where}.role", value=content.get("role"), remedy=f"use one of {known}"
+        )
     fields: dict[str, Any] = {"role": role, "content": text_of(content.get("content"), f"{where}.content")}
     if role == "assistant":
         calls = content.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise InvalidInput("tool calls are a list", field=f"{where}.tool_calls", value=calls)
+            raise InvalidInput("tool calls must be a list", field=f"{where}.tool_calls", value=calls)
         if calls:
             fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         thought = next((content[name] for name in _REASONING if isinstance(content.get(name), str) and content[name]), "")
@@ -91,7 +95,7 @@ def _message(content: Any, where: str) -> Message:
     for name in ("name", "tool_call_id"):
         value = content.get(name)
         if value is not None and not isinstance(value, str):
-            raise InvalidInput(f"{name} is a text", field=f"{where}.{name}", value=value)
+            raise InvalidInput(f"{name} must be text", field=f"{where}.{name}", value=value)
         if value:
             fields[name] = value
     return Message(fields)
@@ -109,19 +113,19 @@ def text_of(content: Any, where: str) -> str:
         for i, part in enumerate(content):
             text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
             if not isinstance(text, str):
-                reason, remedy = "only text can be sent to this model", "leave out images, audio and files"
+                reason, remedy = "this model accepts only text", "leave out images, audio and files"
                 raise InvalidInput(reason, field=f"{where}[{i}]", value=part, remedy=remedy)
             parts.append(text)
         content = "".join(parts)
     if not isinstance(content, str):
-        raise InvalidInput("a content is a text or a list of texts", field=where, value=content)
+        raise InvalidInput("content must be text or a list of texts", field=where, value=content)
     return content
 
 
 def _call(content: Any, where: str) -> dict[str, Any]:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        remedy = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
+        remedy = 'send {"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
         raise InvalidInput("this is not a tool call", field=where, value=content, remedy=remedy)
     arguments = parsed_arguments(function.get("arguments"))
     return {
@@ -159,12 +163,12 @@ def parse_tools(content: Any, where: str = "tools") -> list[dict[str, Any]]:
     if content is None:
         return []
     if not isinstance(content, list):
-        raise InvalidInput("tools are a list of functions", field=where, value=content)
+        raise InvalidInput("tools must be a list of functions", field=where, value=content)
     for i, tool in enumerate(content):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            reason = "only functions can be tools here"
-            remedy = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
+            reason = "a tool must be a function"
+            remedy = 'send {"type": "function", "function": {"name": text, "parameters": JSON schema}}'
             raise InvalidInput(reason, field=f"{where}[{i}]", value=tool, remedy=remedy)
     return content
 

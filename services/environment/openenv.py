@@ -56,8 +56,10 @@ class OpenEnv:
         self._url = target.rstrip("/") if re.match(r"(https?|wss?)://\S", target) else ""
         self._words = [] if self._url else words_of(target, FIELD)
         if self._words and not any("{port}" in word for word in self._words):
-            remedy = "openenv:uvicorn package.server.app:app --port {port}"
-            raise ConfigError("the command has no place for its port", field=FIELD, value=target, remedy=remedy)
+            remedy = "write openenv:uvicorn package.server.app:app --port {port}"
+            raise ConfigError(
+                "the command has no {port}, where the server's port belongs", field=FIELD, value=target, remedy=remedy
+            )
         self._url = self._url.replace("ws", "http", 1) if self._url.startswith("ws") else self._url
         self._server: Program | None = None
         self._ready, self._starting = False, asyncio.Lock()
@@ -243,7 +245,7 @@ class Connection:
         reward = found.get("reward")
         if reward is not None and kind == "step":
             if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise EpisodeFailed(f"the reward of a step is {shorten(reward)}: a finite number")
+                raise EpisodeFailed(f"the reward of a step is {shorten(reward)}, but must be a finite number")
             self._rewards.append(float(reward))
         observation: dict[str, Any] = found["observation"]
         return observation
@@ -272,7 +274,7 @@ class Connection:
         try:
             content = json.loads(answer.data)
         except ValueError:
-            raise EpisodeFailed(f"the OpenEnv server did not answer with JSON: {shorten(answer.data)}") from None
+            raise EpisodeFailed(f"the OpenEnv server's answer is not JSON: {shorten(answer.data)}") from None
         if not isinstance(content, dict):
             raise EpisodeFailed(f"the OpenEnv server answered {shorten(content)}")
         if content.get("type") == "error":

@@ -43,7 +43,7 @@ async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, play
             await playing
     except TimeoutError:
         outcome.status, outcome.stop_reason = "timeout", "deadline"
-        outcome.detail = f"it took longer than {limits.deadline_s:g} s; the longest call may hang"
+        outcome.detail = f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
     except EnvironmentLost as error:
         outcome.status, outcome.detail = "died", str(error)
     except (EpisodeFailed, InvalidInput) as error:
@@ -62,5 +62,5 @@ def parse_reward(found: Any, where: str) -> tuple[float, dict[str, float | None]
         if not numbers or not all(map(math.isfinite, numbers.values())):
             raise ValueError
     except (TypeError, ValueError):
-        raise EpisodeFailed(f"{where} {shorten(found)}: a finite number, or a mapping of them") from None
+        raise EpisodeFailed(f"{where} {shorten(found)}, not a finite number or a mapping of finite numbers") from None
     return sum(numbers.values()), dict(numbers)

@@ -96,7 +96,9 @@ class Runner:
             return []
         found, turns = await self._method("get_turn_rewards"), len(self._session.tree.nodes)
         if not isinstance(found, list | tuple) or len(found) != turns:
-            raise EpisodeFailed(f"get_turn_rewards returned {shorten(found)}: a number for each of the {turns} answers")
+            raise EpisodeFailed(
+                f"get_turn_rewards returned {shorten(found)}, but must return a number for each of the {turns} answers"
+            )
         return [parse_reward(each, "get_turn_rewards returned")[0] for each in found]
 
     async def _begin(self) -> list[Message]:
@@ -111,7 +113,7 @@ class Runner:
         if isinstance(shown, list):
             return [*chat, *self._parsed(shown, "reset")]
         if not isinstance(shown, str):
-            raise EpisodeFailed(f"reset returned {shorten(shown)}: a text, messages or None")
+            raise EpisodeFailed(f"reset returned {shorten(shown)}, but must return text, messages or None")
         place = max((i for i, message in enumerate(chat) if message.role == "user"), default=None)
         if place is None:
             return [*chat, _user(shown)]
@@ -131,9 +133,9 @@ class Runner:
         try:
             found = parse_messages(messages, method)
         except InvalidInput as error:
-            raise EpisodeFailed(f"{method} returned no messages: {error}") from None
+            raise EpisodeFailed(f"{method} did not return messages: {error}") from None
         if any(message.role == "assistant" for message in found):
-            raise EpisodeFailed(f"{method} returned an answer of the assistant, which only the model gives")
+            raise EpisodeFailed(f"{method} returned a message of the assistant, but only the model answers")
         return found
 
     async def _tool(self, call: dict[str, Any]) -> Message:

@@ -56,10 +56,10 @@ class EpisodeService:
         self.environment = load_kind(config, gateway) if own is None else of_class(own, config)
         if self.environment.tools and not template.takes_tools:
             raise ConfigError(
-                f"{self.environment.name} has tools, and the model's chat template does not write them",
+                f"{self.environment.name} has tools, but the model's chat template cannot write them",
                 field="model.name",
                 value=template.name,
-                remedy="use a model that was trained with tools, or an environment with step() alone",
+                remedy="use a model that was trained with tools, or an environment that has only step()",
             )
         self._template, self._router, self._stops = template, router, list(stop_token_ids)
         self._requests: OrderedDict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = OrderedDict()
@@ -88,8 +88,8 @@ class EpisodeService:
         """
         known = self._requests.get(request.request_id)
         if known and known[0] != request:
-            reason = "another request had this id"
-            raise Conflict(reason, field="request_id", value=request.request_id, remedy="make a new id for a new request")
+            reason = "another request already used this id"
+            raise Conflict(reason, field="request_id", value=request.request_id, remedy="use a new id for a new request")
         if known is None or known[1].cancelled():
             self._check(request)
             self._running += request.n
@@ -194,10 +194,10 @@ class EpisodeService:
 
     def _check(self, request: EpisodeRequest) -> None:
         if request.task.env != self.environment.name:
-            remedy = f"this server has {self.environment.name}"
+            remedy = f"this server serves only {self.environment.name}"
             raise InvalidInput("there is no such environment", field="task.env", value=request.task.env, remedy=remedy)
         if self._running + request.n > MAX_EPISODES:
-            reason = f"{self._running} episodes run, the limit is {MAX_EPISODES}"
+            reason = f"{self._running} episodes are running, the limit is {MAX_EPISODES}"
             raise Overloaded(reason, field="n", value=request.n, remedy="try again later, or add nodes of environment-server")
 
     def _forget_oldest(self) -> None:
@@ -225,7 +225,7 @@ class EpisodeService:
             if episode.reward is None:
                 episode.status, episode.sequences = "error", []
                 episode.detail = (
-                    f"it ended ({episode.stop_reason}) without a reward, and other episodes of this environment have one"
+                    f"it ended ({episode.stop_reason}) without a reward, although other episodes of this environment have one"
                 )
         for episode in episodes:
             self._counts[episode.status] += 1

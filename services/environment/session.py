@@ -33,7 +33,7 @@ class LimitReached(ServiceError):
 
 def session_closed(identifier: str) -> SessionClosed:
     """Returns the error for a call that comes too late."""
-    remedy = "its episode is complete: stop"
+    remedy = "stop: its episode is complete"
     return SessionClosed("the session has ended", field="session", value=identifier, remedy=remedy)
 
 
@@ -93,7 +93,7 @@ class Session:
         if self.closed:
             raise session_closed(self.id)
         if messages[-1].role == "assistant":
-            reason, remedy = "the last message is an answer already", "end with a message of the user or a tool"
+            reason, remedy = "the last message is already an answer", "end with a message of the user or of a tool"
             raise InvalidInput(reason, field=f"messages[{len(messages) - 1}].role", value="assistant", remedy=remedy)
         if key not in self._calls:
             self._calls[key] = task = asyncio.create_task(self._answer(messages, tools, key))
@@ -110,7 +110,7 @@ class Session:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different reward."""
         if self.graded.is_set() and reward != self.reward:
             remedy = "give one reward, at the end"
-            raise Conflict("the episode has a reward already", field="reward", value=reward, remedy=remedy)
+            raise Conflict("the episode already has a reward", field="reward", value=reward, remedy=remedy)
         self.reward = reward
         self.graded.set()
         self.close()
@@ -173,7 +173,7 @@ class Session:
         """Returns the node that a call continues, its new messages, and their tokens."""
         if tools and not self._template.takes_tools:
             raise InvalidInput(
-                "the model's chat template does not write tools",
+                "the model's chat template does not support tools",
                 field="tools",
                 value=self._template.name,
                 remedy="use a model that was trained with tools, or describe them in the messages",

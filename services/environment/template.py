@@ -46,7 +46,7 @@ class Template:
         self._stops = {self._tokenizer.decode([token]): token for token in stop_token_ids}
         self.name = str(tokenizer.name_or_path)
         if not tokenizer.chat_template:
-            raise self._refused("it has none")
+            raise self._refused("the model has none")
         self.takes_tools = self._verify()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
@@ -96,7 +96,7 @@ class Template:
                 self._tokenizer.apply_chat_template(chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=asks)
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = f"the model's chat template refuses the messages: {error}"
+            reason = f"the model's chat template rejects the messages: {error}"
             raise InvalidInput(reason, field="messages", remedy="see the template of the model") from None
 
     def _after(
@@ -115,7 +115,7 @@ class Template:
         """Returns whether the template writes tools. Raises ConfigError when it cannot continue a conversation."""
         asked, silent = self._render([_user("x")], []), self._render([_user("x")], [], asks=False)
         if not asked.startswith(silent) or asked == silent:
-            raise self._refused("it writes no prompt for an answer")
+            raise self._refused("it writes nothing that starts an answer")
         plain = _stand_in(Message({"role": "assistant", "content": ""}))
         self._check(plain, [_user(_NEWS[0])], [], asked[len(silent) :])
         self._check(plain, [_user(_NEWS[0]), _user(_NEWS[1])], [], asked[len(silent) :], optional=True)
@@ -152,14 +152,14 @@ class Template:
             raise self._refused("it does not end an answer with a token at which the engines stop")
         stop, text = found[0]
         if found[0] != found[1]:
-            raise self._refused("the text that it writes after an answer depends on earlier messages")
+            raise self._refused("what it writes after an answer depends on the messages before it")
         places = [text.find(message.content) for message in new]
         if -1 in places or places != sorted(places) or not text.endswith(asks):
-            raise self._refused("after an answer it does not write the new messages in order")
+            raise self._refused("what it writes after an answer is not the new messages in order")
         whole = self._ids(self._render([*histories[0], answer, *new], tools))
         ids = self._ids(stop + text)
         if not ids or ids[0] != self._stops[stop] or whole[-len(ids) :] != ids:
-            raise self._refused("its text after an answer has other tokens on its own than in the conversation")
+            raise self._refused("its text after an answer gives other tokens alone than within the conversation")
 
     def _refused(self, reason: str) -> ConfigError:
         return ConfigError(

@@ -47,7 +47,8 @@ class Threads:
         if self.hung < self.limit:
             return None
         return (
-            f"{self.hung} calls of the environment hang, the limit is {self.limit} (environment.workers): restart this server"
+            f"{self.hung} calls of the environment are stuck, the limit is {self.limit} (environment.workers): "
+            "restart this server"
         )
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
@@ -107,7 +108,7 @@ class Threads:
         if now - self._warned >= _WARN_EVERY_S or self.hung == self.limit:
             self._warned = now
             log.warning(
-                "%s still runs though its episode has ended: %d such calls keep their threads, the limit is %d",
+                "%s is still running although its episode has ended: %d such calls hold their threads, the limit is %d",
                 name,
                 self.hung,
                 self.limit,

@@ -143,5 +143,5 @@ class Admission:
         """Counts the refusal and returns its error."""
         self.load.refused += 1
         self._metrics.refused.labels(what).inc()
-        reason = f"too much at a time: {now} {what.replace('_', ' ')} are in work, the limit is {limit}"
+        reason = f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is {limit}"
         return Overloaded(reason, field=what, value=now, remedy=f"try again later{remedy}")

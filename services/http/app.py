@@ -197,7 +197,7 @@ class Server(uvicorn.Server):
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "anyone who reaches %s may call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+                "anyone who can reach %s can call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
             )
         config = uvicorn.Config(
             app,
@@ -232,7 +232,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
     except OSError as error:
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        remedy = "end the process that uses the port, or set another one"
+        remedy = "end the process that uses the port, or set another port"
         if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: unknown host name
             raise ConfigError(reason, field="host", value=host, remedy="name an address of this machine") from None
         raise ConfigError(reason, field="port", value=port, remedy=remedy) from None

@@ -46,7 +46,7 @@ class CallerCheck:
         found = dict(headers)
         host = found.get(b"host", b"").decode("latin-1").lower()
         if not self._is_own(host, scope) or sum(name == b"host" for name, _ in headers) > 1:
-            reason = "this service does not have this name: a page of another site may have invented it (DNS rebinding)"
+            reason = "this host is not a name of this service: a page of another site may have pointed it here (DNS rebinding)"
             remedy = (
                 "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
             )

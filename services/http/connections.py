@@ -53,7 +53,7 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            log.warning("a connection is refused: there are %d", len(self.connections) - 1)
+            log.warning("a connection is refused: %d are open", len(self.connections) - 1)
             self._refuse(NotReady("too many connections", remedy="try again later, over fewer connections", code="overloaded"))
         else:
             self._watch()
@@ -71,7 +71,11 @@ class BoundedConnection(HttpToolsProtocol):
         self._bare += len(data)
         super().data_received(data)
         if self._bare > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(ServiceError("the headers are too large", code="headers_too_large", status=431, remedy="send fewer"))
+            self._refuse(
+                ServiceError(
+                    "the headers are too large", code="headers_too_large", status=431, remedy="send fewer or shorter headers"
+                )
+            )
         self._watch()
 
     def on_body(self, body: bytes) -> None:
@@ -98,9 +102,9 @@ class BoundedConnection(HttpToolsProtocol):
         if has_head and (self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S):
             self._watch()
         elif not self.transport.is_closing():
-            log.info("a connection is closed: no whole request came within %.0f s", PATIENCE_S)
+            log.info("a connection is closed: no complete request arrived within %.0f s", PATIENCE_S)
             if has_head:
-                reason = f"the rest of the body did not come within {PATIENCE_S:.0f} s"
+                reason = f"the rest of the body did not arrive within {PATIENCE_S:.0f} s"
                 self._refuse(ServiceError(reason, code="stalled", status=408, field="body", remedy="send it again"))
             self.transport.close()
 
@@ -117,7 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
         for each in waiting:
             size = each.transport.get_write_buffer_size()
             if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
-                log.info("a connection is closed: the client does not read, and %d MB of answers wait", held >> 20)
+                log.info("a connection is closed: its client has not read its answer, and %d MB of answers wait", held >> 20)
                 each.transport.abort()
                 held -= size
 
@@ -131,7 +135,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Closes the connection when the client has read nothing since `before` bytes were left."""
         left = self.transport.get_write_buffer_size()
         if before is not None and left >= before:
-            log.info("a connection is closed: the client has read nothing for %.0f s", READER_PATIENCE_S)
+            log.info("a connection is closed: its client read nothing of its answer for %.0f s", READER_PATIENCE_S)
             self.transport.abort()
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)

@@ -54,7 +54,7 @@ class Ending:
                 raise
             task.uncancel()
             if not started:  # else the connection closes, so that no client takes a partial response for complete
-                error = NotReady("the service is ending", remedy="try again: it may come back, or ask another one")
+                error = NotReady("the service is ending", remedy="try again, as the service may return, or ask another one")
                 await error_response(error, scope)(scope, receive, send)
         finally:
             work.tasks.discard(task)

@@ -110,7 +110,7 @@ class ReplayBuffer:
             Full: there is no room now.
         """
         if not groups:
-            raise InvalidInput("there are no groups", field="groups", value="[]", remedy="send at least one")
+            raise InvalidInput("the request has no groups", field="groups", value="[]", remedy="send at least one group")
         self._check_size(sum(len(group.completions) for group in groups), "groups")
         rows = [_row(group, f"groups[{i}]") for i, group in enumerate(groups)]
         added = self.store.add(rows, self.capacity)
@@ -128,10 +128,10 @@ class ReplayBuffer:
         """
         if request.count > self.capacity:
             raise InvalidInput(
-                f"the buffer holds {self.capacity} completions, so it never has this many groups",
+                f"the buffer holds at most {self.capacity} completions, so it can never have this many groups",
                 field="count",
                 value=request.count,
-                remedy="take fewer at once, or raise replay.capacity",
+                remedy="take fewer groups at once, or raise replay.capacity",
             )
         return self.store.take(request, self.clock(), self.lease_s)
 
@@ -243,7 +243,7 @@ class ReplayBuffer:
     def _check_size(self, completions: int, field: str) -> None:
         if completions > self.capacity:
             raise TooLarge(
-                f"the buffer holds {self.capacity} completions",
+                f"the buffer holds at most {self.capacity} completions",
                 field=field,
                 value=f"{completions} completions",
                 remedy="send fewer at once, or raise replay.capacity",
@@ -264,16 +264,16 @@ def _row(group: Group, where: str) -> GroupRow:
         json.dumps(group.metadata, allow_nan=False)  # GET /groups/{id} must be able to return it
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"the metadata cannot be shown as JSON: {error}",
+            f"the metadata cannot be encoded as JSON: {error}",
             field=f"{where}.metadata",
             value=group.metadata,
-            remedy="use texts, finite numbers, lists and mappings",
+            remedy="use text, finite numbers, lists and mappings",
         ) from None
     try:
         data = wire.encode(group)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise InvalidInput(
-            f"the group cannot be stored: {error}", field=where, value=group.id, remedy="send texts that are valid UTF-8"
+            f"the group cannot be stored: {error}", field=where, value=group.id, remedy="send text that is valid UTF-8"
         ) from None
     rewards = group.rewards
     return GroupRow(

@@ -76,4 +76,4 @@ class Reading(Database):
 
 def unknown(group_id: str) -> NotFound:
     """Returns the error for an unknown group id."""
-    return NotFound("there is no such group", field="id", value=group_id, remedy="GET /groups lists those there are")
+    return NotFound("there is no such group", field="id", value=group_id, remedy="GET /groups lists the groups")

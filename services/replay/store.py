@@ -108,7 +108,7 @@ class Store(Reading):
                 f"no room for {needed} completions: {waiting} of {capacity} wait to be trained on",
                 field="replay.capacity",
                 value=capacity,
-                remedy="try again when groups were acknowledged, or raise replay.capacity",
+                remedy="try again when groups have been acknowledged, or raise replay.capacity",
             )
         leaving: list[tuple[int, int]] = []
         for key, order, completions in self.db.execute(
@@ -154,7 +154,7 @@ class Store(Reading):
                     f"another request with this request_id has leased {len(rows)} groups from version {rows[0][1]} on",
                     field="request_id",
                     value=request.request_id,
-                    remedy="make a new id for every request; only a retry of the same request uses it again",
+                    remedy="use a new id for every request; only a retry of the same request repeats its id",
                 )
             if not rows:
                 self._evict(request)

@@ -11,7 +11,7 @@ def prepare(_: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     from learning.device import choose_device
 
     try:
-        device = choose_device("auto", "device", on_cpu="ask for no GPU in the resources of reward-server")
+        device = choose_device("auto", "device", on_cpu="remove the GPU from the resources of reward-server")
     except ConfigError as error:
         raise RuntimeError(f"{error.message}; {error.remedy}") from None
     return lambda: lambda _: str(device)

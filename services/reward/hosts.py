@@ -53,7 +53,9 @@ class Host(ABC):
         """Raises InvalidInput naming a field under the prefix `where`."""
         for name in _RESERVED.intersection(item.columns):
             raise InvalidInput(
-                "a reward function has an argument of this name", field=f"{where}columns.{name}", remedy="rename the column"
+                "reward functions already have an argument of this name",
+                field=f"{where}columns.{name}",
+                remedy="rename the column",
             )
         if self._check is not None:
             self._check(item, where)
@@ -73,7 +75,7 @@ class Host(ABC):
         """Raises Overloaded when `count` items are too many in addition to the waiting ones."""
         if count and waiting + count > QUEUE_LIMIT:
             raise Overloaded(
-                f"{waiting} answers wait for the reward function {self.name} already",
+                f"{waiting} answers are already waiting for the reward function {self.name}",
                 field="items",
                 value=count,
                 remedy="try again later, or raise reward.workers",

@@ -57,11 +57,11 @@ class RewardModelFunction(DetailedRewardFunction):
             )
         except (OSError, ValueError) as error:
             problem = f"the reward model cannot be loaded: {error}"
-            remedy = "a sequence-classification model on the hub (HF_TOKEN for a gated one) or a directory of one"
+            remedy = "name a sequence-classification model on the hub (set HF_TOKEN for a gated one) or its directory"
             raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy) from None
         if loaded.config.num_labels > 2:
-            problem = f"a model with {loaded.config.num_labels} classes does not score"
-            remedy = "one with a single output, or with two classes"
+            problem = f"a model with {loaded.config.num_labels} classes gives no score"
+            remedy = "use a model with a single output, or with two classes"
             raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy)
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token

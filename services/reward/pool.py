@@ -270,7 +270,7 @@ class WorkerPool:
                 self._server.fork(theirs)
             except OSError as error:
                 ours.close()
-                raise CallFailed("died", f"the process that forks graders is gone: {error}") from None
+                raise CallFailed("died", f"the process that forks graders has ended: {error}") from None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
         except BaseException:

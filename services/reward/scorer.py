@@ -200,7 +200,7 @@ class RewardScorer:
                 "there are no reward functions for this task",
                 field=f"{where}task",
                 value=item.task,
-                remedy=f"one of {', '.join(self._tasks)}, or name its functions in reward.tasks",
+                remedy=f"use one of {', '.join(self._tasks)}, or name its functions in reward.tasks",
             )
         return [self._hosts[name] for name in self._tasks[item.task]]
 
@@ -256,7 +256,7 @@ def _check_cases(item: RewardItem, where: str) -> None:
 def _custom(path: str) -> dict[str, Any]:
     """Returns the specification of a user's function, after a separate process created it once to check it."""
     spec: dict[str, Any] = {"target": path, "arguments": {}}
-    remedy = "package.module:Class of a RewardFunction that needs no arguments"
+    remedy = "name package.module:Class, a RewardFunction that needs no arguments"
     output = _tried(WorkerSpec(_CALLS, {"functions": [spec]}), path, remedy)
     return spec | {"name": json.loads(output)[0]}
 
@@ -280,5 +280,5 @@ def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
             return output
         problem = output or "the process that tried the reward function died"
     except subprocess.TimeoutExpired:
-        problem = f"the reward function was not made within {_CHECK_S:.0f} s"
+        problem = f"the reward function could not be created within {_CHECK_S:.0f} s"
     raise ConfigError(problem, field="reward.functions", value=function, remedy=remedy)

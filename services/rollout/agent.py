@@ -264,7 +264,7 @@ class Agent:
                     continue
                 try:
                     if await self._engine_api.is_paused():
-                        log.warning("the engine was paused, and not by this agent: resuming it; the engine's log has the call")
+                        log.warning("another program paused the engine: resuming it; the engine's log shows the call")
                         await self._engine_api.resume()
                 except ServiceError as error:
                     self._warnings.warn("paused", f"the paused engine could not be resumed: {error}")

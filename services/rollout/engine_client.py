@@ -88,10 +88,8 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     if window := _unknown_window(model_path):
         lengths = {"sampling": config.sampling.max_new_tokens, "evaluation": config.evaluation.max_new_tokens or 0}
         if too_long := [section for section, length in lengths.items() if length >= window]:
-            reason = (
-                f"SGLang computes this model without its attention window of {window} tokens, which completions would leave"
-            )
-            remedy = f"below {window}, or rollout.engine=embedded"
+            reason = f"SGLang ignores the attention window of this model, {window} tokens, and completions can be longer"
+            remedy = f"lower it to less than {window}, or set rollout.engine=embedded"
             field, value = f"{too_long[0]}.max_new_tokens", lengths[too_long[0]]
             raise ConfigError(reason, field=field, value=value, remedy=remedy)
         options["context-length"] = window
@@ -128,14 +126,14 @@ def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _sglang_python(rollout: RolloutSection) -> Path:
     if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
-        reason = "an engine on a CPU has one process"
-        remedy = "set it to 1, or rollout.device=cuda"
+        reason = "an engine on a CPU has only one process"
+        remedy = "set it to 1, or set rollout.device=cuda"
         raise ConfigError(reason, field="rollout.tensor_parallel_size", value=rollout.tensor_parallel_size, remedy=remedy)
     python = Path(rollout.engine_python).absolute()  # not resolved: the symlink identifies the virtual environment
     if not python.is_file():
         install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in a separate environment"
         remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
-        raise ConfigError("there is no Python with sglang", field="rollout.engine_python", value=str(python), remedy=remedy)
+        raise ConfigError("this Python does not have sglang", field="rollout.engine_python", value=str(python), remedy=remedy)
     return python
 
 

@@ -186,10 +186,10 @@ class Supervised:
             log.error("%s: %s", self.name, reason)
             if self._status == WRONG_SETTING:
                 said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
-                raise ConfigError(f"{self.name} refuses its settings: {said}", remedy=f"see {self._log_file}")
+                raise ConfigError(f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}")
             if self._failed_starts >= self._timing.max_failed_starts:
                 raise ChildFailed(
-                    f"{self.name} failed to start {self._failed_starts} times in a row, at last: {reason}\n"
+                    f"{self.name} failed to start {self._failed_starts} times in a row, most recently: {reason}\n"
                     f"the end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )

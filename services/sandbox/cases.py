@@ -81,7 +81,7 @@ def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
     if isinstance(cases, dict):
         cases = [cases]
     if not isinstance(cases, (list, tuple)) or not cases:
-        raise InvalidInput("there are no test cases", field=where, value=cases, remedy="give a list of at least one")
+        raise InvalidInput("there are no test cases", field=where, value=cases, remedy="give a list of at least one case")
     return [_parsed(case, f"{where}[{i}]") for i, case in enumerate(cases)]
 
 
@@ -101,7 +101,7 @@ def _parsed(case: Any, where: str) -> Case:
         "this is not a test case",
         field=where,
         value=case,
-        remedy='{"input": text, "output": text}, {"function": name, "args": [...], "output": value}, or an assert line',
+        remedy='give {"input": text, "output": text}, {"function": name, "args": [...], "output": value}, or an assert line',
     )
 
 
@@ -110,9 +110,11 @@ def _from_python(text: str, where: str) -> Case:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidInput(f"the test is not Python: {error}", field=where, value=text, remedy="correct it") from None
+        raise InvalidInput(
+            f"the test is not valid Python: {error}", field=where, value=text, remedy="correct the test"
+        ) from None
     if not tree.body:
-        raise InvalidInput("the test is empty", field=where, value=text, remedy="remove it")
+        raise InvalidInput("the test is empty", field=where, value=text, remedy="remove the test")
     test = tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.NotEq, ast.Is)):
         for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):

@@ -79,14 +79,14 @@ VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (
 
 def unavailable(reason: str, remedy: str, field: str = "reward.functions", value: object = "code") -> ConfigError:
     """Returns the error for a machine on which programs cannot run."""
-    return ConfigError(f"code cannot be run: {reason}", field=field, value=value, remedy=remedy)
+    return ConfigError(f"programs cannot run: {reason}", field=field, value=value, remedy=remedy)
 
 
 def find_bwrap() -> str:
     """Returns the path of bubblewrap. Raises ConfigError when it is not installed."""
     found = shutil.which("bwrap")
     if found is None:
-        raise unavailable("bubblewrap, its sandbox, is not installed", "apt-get install bubblewrap")
+        raise unavailable("the sandbox bubblewrap is not installed", "apt-get install bubblewrap")
     return found
 
 
@@ -99,8 +99,8 @@ def interpreters(named: str) -> list[Interpreter]:
     candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
     found = [python for path in dict.fromkeys(candidates) if (python := _inspected(path, bool(named))) is not None]
     if not found:
-        remedy = "name one, for example /usr/bin/python3 (apt-get install python3)"
-        raise unavailable("there is no Python for it", remedy, "reward.code_python", named or candidates)
+        remedy = "name an interpreter, for example /usr/bin/python3 (apt-get install python3)"
+        raise unavailable("there is no Python interpreter for them", remedy, "reward.code_python", named or candidates)
     return found
 
 

@@ -19,7 +19,7 @@ from common.schemas import Group
 from common.wire import decode
 from trainer.observe.run_dir import read_lines
 
-_LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is left out after")
+_LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is skipped after")
 _SAME_POLICY = 1e-3
 """|Δ logprob| of trainer and engine with the same weights (docs/explanation/built-in-task.md)."""
 

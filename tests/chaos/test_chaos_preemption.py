@@ -39,7 +39,7 @@ def test_preempted_nodes_rejoin_the_run_at_its_current_step(base_model: Path, tm
     # Both rollout nodes get traffic again, with weights made after the preemption.
     assert sorted(served) == ["rollout-server-0", "rollout-server-1"]
     assert all(status["registered"] and status["report"]["version"] > FAULTS[0].step for status in served.values())
-    assert f"going on after step {FAULTS[1].step // 5 * 5}" in group.output()
+    assert f"continuing after step {FAULTS[1].step // 5 * 5}" in group.output()
     evidence = read_evidence(group.run_dir, group.state_dir, group.seen, target_accuracy=0.0)
     assert [each for each in violations(evidence) if not each.startswith("accuracy: ")] == []
     assert evidence.metrics[-1]["dropped"] == {}

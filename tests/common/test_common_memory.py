@@ -118,5 +118,5 @@ def test_impossible_values_are_refused_by_name() -> None:
         engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", "8"], {}), GPU)
     with pytest.raises(ConfigError, match=r"cannot be estimated.*mixtral"):
         ModelShape.of({"model_type": "mixtral"})
-    with pytest.raises(ConfigError, match=r"not complete.*hidden_size"):
+    with pytest.raises(ConfigError, match=r"incomplete.*hidden_size"):
         ModelShape.of({"model_type": "llama", "num_attention_heads": 4})

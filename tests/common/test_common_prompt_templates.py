@@ -48,8 +48,8 @@ def test_prompt_template_equals_plain_replacement_on_random_texts() -> None:
     ("template", "words"),
     [
         ("{question} {levle}", ("{levle}", "p1", "did you mean level", "question, level, hint, tags")),
-        ("{question} {answer}", ("{answer}", "its answer is not part of a prompt")),
-        ("{question} {tags}", ("{tags}", "neither a text nor a number", "data.map")),
+        ("{question} {answer}", ("{answer}", "its answer is not available in a prompt")),
+        ("{question} {tags}", ("{tags}", "neither text nor a number", "data.map")),
     ],
 )
 def test_prompt_template_names_the_column(template: str, words: tuple[str, ...]) -> None:
@@ -93,12 +93,12 @@ def test_templates_that_look_like_yaml_are_texts() -> None:
         ("data.prompt_template", "r1-zero", ("did you mean r1_zero",)),
         ("data.prompt_template", "Answer {text}.", ("has no {question}",)),
         ("data.prompt_template", "/", ("not a file", "Is a directory")),
-        ("model.chat_template", "{% for m in messages %}", ("not Jinja, in line 1",)),
-        ("model.chat_template", "{{ bos_token }} hello", ("never uses `messages`",)),
-        ("model.chat_template", "template.jinja", ("neither Jinja nor a file", "or own")),
-        ("sampling.chat_template_kwargs", {"messages": "x"}, ("which you cannot set",)),
-        ("sampling.chat_template_kwargs", {"enable-thinking": "x"}, ("which you cannot set",)),
-        ("sampling.chat_template_kwargs", {"documents": [1]}, ("documents is [1]", "no truth value, number or text")),
+        ("model.chat_template", "{% for m in messages %}", ("not valid Jinja, line 1",)),
+        ("model.chat_template", "{{ bos_token }} hello", ("never uses the variable `messages`",)),
+        ("model.chat_template", "template.jinja", ("nor a file", "or own")),
+        ("sampling.chat_template_kwargs", {"messages": "x"}, ("cannot be a variable of a template",)),
+        ("sampling.chat_template_kwargs", {"enable-thinking": "x"}, ("cannot be a variable of a template",)),
+        ("sampling.chat_template_kwargs", {"documents": [1]}, ("documents is [1]", "give true, false, a number or text")),
     ],
 )
 def test_wrong_templates_are_refused_with_field_and_remedy(setting: str, value: object, words: tuple[str, ...]) -> None:

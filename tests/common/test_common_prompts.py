@@ -102,7 +102,7 @@ def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
             "sampling.chat_template_kwargs",
             ("did you mean enable_thinking",),
         ),
-        (None, {"model__chat_template": "own"}, "model__chat_template", ("no chat template of its own",)),
+        (None, {"model__chat_template": "own"}, "model__chat_template", ("the model has no chat template",)),
     ],
 )
 def test_a_style_that_the_tokenizer_cannot_follow_is_refused(

@@ -108,7 +108,7 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
         first.check()
         monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
         first._beat()  # the run wakes up
-        with pytest.raises(ServiceError, match=r"stood still, and run second \(process .* took over"):
+        with pytest.raises(ServiceError, match=r"was suspended, and run second \(process .* took over"):
             first.check()
 
 

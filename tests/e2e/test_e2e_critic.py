@@ -52,7 +52,7 @@ def test_a_run_never_goes_on_with_another_critic_than_it_trained(base_model: Pat
     assert "restart 1 of critic-server" in text
     assert "the critic-server lost the critic of this run: the critic is not that of any run" in text
     assert "restart 1 of ppo-trainer" in text
-    assert f"going on after step {EVERY}" in text
+    assert f"continuing after step {EVERY}" in text
     lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[0]["critic"]["value_mean"] == 0, "a new critic expects nothing"

@@ -63,7 +63,7 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
     assert status == 0, text[-6000:]
     assert "restart 1 of reward-server" in text
     assert "restart 1 of ppo-trainer" in text
-    assert "going on after step 4" in text
+    assert "continuing after step 4" in text
     lines = read_lines(run_dir / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["staleness"] == 0 for line in lines)

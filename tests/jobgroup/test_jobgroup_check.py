@@ -66,7 +66,7 @@ FAULTS = {
     "no-inter-connection": Fault(GROUP, "inter_connection: true", "inter_connection: false", "header: inter_connection is off"),
     "unknown-primary": Fault(GROUP, "[ppo-trainer]", "[trainer]", "primary_tasks references unknown job: trainer"),
     "delay-is-no-time": Fault(GROUP, "10s", "soon", "header: SkyPilot refuses it: Invalid time duration for termination_delay"),
-    "no-delay-for-one": Fault(GROUP, "10s", "{default: 10s, replay-buffer: 0s}", f"{REPLAY}: it is ended without delay"),
+    "no-delay-for-one": Fault(GROUP, "10s", "{default: 10s, replay-buffer: 0s}", f"{REPLAY}: SkyPilot ends it without delay"),
     "delay-of-unknown": Fault(GROUP, "10s", "{default: 10s, replay: 1m}", "termination_delay references unknown job: replay"),
     "group-name": Fault(
         GROUP, f"name: {GROUP}", "name: rlhf_math", "header: the name 'rlhf_math' cannot be part of a host name"
@@ -79,8 +79,10 @@ FAULTS = {
     "variable": Fault(DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"),
     "skypilot-variable": Fault(DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"),
     "variable-of-setup": Fault(DATA, f"{SETUP}\n{RUN_DATA}", "setup: A=1; echo $A\nrun: echo $A", f"{DATA}.run: ${{A}} is not"),
-    "no-restarts": Fault(REPLAY, RESTARTS, "", f"{REPLAY}: nobody restarts it after an error"),
-    "restarts-on-preemption-only": Fault(REPLAY, RESTARTS, "\n  job_recovery: failover", f"{REPLAY}: nobody restarts it"),
+    "no-restarts": Fault(REPLAY, RESTARTS, "", f"{REPLAY}: SkyPilot does not restart it after an error"),
+    "restarts-on-preemption-only": Fault(
+        REPLAY, RESTARTS, "\n  job_recovery: failover", f"{REPLAY}: SkyPilot does not restart it"
+    ),
     "another-cloud": Fault(REWARD, "infra: kubernetes", "infra: aws", f"{REWARD}: resources.infra is AWS"),
     "unknown-task-field": Fault(REWARD, "cpus: 4+", "cpu: 4+", f"{REWARD}: SkyPilot refuses it"),
     "resources": Fault(REWARD, "cpus: 4+", "cpus: many", f"{REWARD}: SkyPilot refuses it"),
@@ -194,7 +196,7 @@ def test_a_warning_is_not_a_problem(tmp_path: Path) -> None:
     status, output = check(*VOLUMES, *sorted(tmp_path.glob("*.yaml")), home=tmp_path / "home")
     assert status == 1
     assert re.findall(r"(?m)^  PROBLEM \S+/(\w+)\.yaml: (.*): ", output) == [
-        ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), and a node has 1")
+        ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), but a node has 1")
     ]
     assert re.findall(r"(?m)^  WARNING \S+/(\w+)\.yaml( \(volumes on\))?: ([\w-]+): ", output) == [
         ("idle", "", ROLLOUT),
@@ -221,7 +223,7 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     assert re.search(r"broken\.yaml: file: .*line \d+", output)
     assert re.search(r"INVALID \S+volume\.yaml: SkyPilot refuses it: .*Everybody", output)
     status, output = check("--env", "1=2", home=tmp_path / "c")
-    assert (status, "not a variable name · field: --env · value: 1" in output) == (2, True)
+    assert (status, "not the name of a variable · field: --env · value: 1" in output) == (2, True)
 
 
 @pytest.mark.integration

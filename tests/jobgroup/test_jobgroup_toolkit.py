@@ -166,10 +166,10 @@ def test_missing_parts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = _verdicts(plan)
     assert found["nvcc"] == (
         "fail",
-        f"there is none in {tmp_path}/no-cuda/bin or on the path, and SGLang compiles kernels with it",
+        f"nvcc is not in {tmp_path}/no-cuda/bin or on the path, but SGLang compiles kernels with it",
     )
     assert found["C++ compiler"][0] == "fail"
-    assert "there is no c++ on the path" in found["C++ compiler"][1]
+    assert "c++ is not on the path" in found["C++ compiler"][1]
     _toolkit(tmp_path / "venv" / WHEELS, linked=False)
     assert _verdicts(plan)["nvcc"][0] == "fail"
     assert "lib64/libcudart.so" in _verdicts(plan)["nvcc"][1]

@@ -82,7 +82,7 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
         page.driver.get("about:blank")
         second = group.start()
         with journey.part("starts it again, until it goes on"):
-            assert int(group.found(r"going on after step (\d+)", second)) >= 10
+            assert int(group.found(r"continuing after step (\d+)", second)) >= 10
         with journey.part("waits for the end"):
             assert second.wait(LIMIT_S) == 0, group.output.read_text()[-6000:]
             assert marked(group.mark) == []

@@ -84,16 +84,16 @@ class Library:
 @pytest.mark.parametrize(
     ("cuda", "env", "driver", "said"),
     [
-        (None, {}, None, r"torch \S+ is a build for CPUs.*install the CUDA build of the same version"),
+        (None, {}, None, r"torch \S+ is a CPU build.*install the CUDA build of the same version"),
         ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, 13000, r"is '', which hides every GPU.*unset it, or name GPUs"),
         ("13.0", {"CUDA_VISIBLE_DEVICES": "-1"}, 13000, "is '-1', which hides every GPU"),
-        ("13.0", {}, None, r"no NVIDIA driver \(libcuda\.so\.1\).*start it with GPUs"),
-        ("13.0", {}, 12080, r"the driver supports CUDA 12\.8, and torch \S+ needs 13\.0.*update the driver"),
+        ("13.0", {}, None, r"no NVIDIA driver \(libcuda\.so\.1\).*start a container with GPUs"),
+        ("13.0", {}, 12080, r"the driver supports CUDA 12\.8, but torch \S+ needs 13\.0.*update the driver"),
         (
             "13.0",
             {"CUDA_VISIBLE_DEVICES": "7"},
             13000,
-            "the driver is there, and gives this process no GPU.*nvidia-smi",
+            "the driver is installed, but gives this process no GPU.*nvidia-smi",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_the_reason_distinguishes_wheel_driver_and_hidden_devices(
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(ctypes, "CDLL", library)
     set_all(monkeypatch, {"SKYPILOT_NUM_GPUS_PER_NODE": "2", **env})
-    with pytest.raises(ConfigError, match=said + ".*; or set it to cpu to compute there"):
+    with pytest.raises(ConfigError, match=said + ".*; or set it to cpu to compute on the CPU"):
         choose_device("auto", "trainer.device")
 
 

@@ -116,7 +116,7 @@ def test_an_engine_refuses_incomplete_experts_and_keeps_its_own(kind: str, tmp_p
     before = {name: tensor.clone() for name, tensor in own_tensors(engine)}
     some = {name: tensor + 1 for name, tensor in before.items() if ".experts.1." not in name}
     check_tensors(engine, some)
-    with pytest.raises(BadWeights, match="only a part came"):
+    with pytest.raises(BadWeights, match="only a part arrived"):
         copy_tensors(engine, some)
     assert_equal(dict(own_tensors(engine)), before)
 
@@ -165,7 +165,7 @@ def test_a_run_does_not_start_if_the_files_lack_tensors(missing: str, ranks: Ran
     """transformers would fill them with random numbers, and the engine would skip them."""
     directory = write("Llama 3", tmp_path / "hub")
     rename(directory, {missing: ""})
-    with pytest.raises(ConfigError, match=rf"files do not have.*published.*{missing}.*model\.name.*remedy"):
+    with pytest.raises(ConfigError, match=rf"files do not match.*publish.*{missing}.*model\.name.*remedy"):
         Policy(settings(directory, tmp_path), ranks)
 
 

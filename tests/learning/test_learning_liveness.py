@@ -97,7 +97,7 @@ def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, los
     text = nodes.text(1 - lost)
     who = f"rank {lost} on ppo-trainer-{lost} ({ADDRESSES[lost]})"
     assert f"{who} is lost: its process was killed" in text
-    assert "on from its newest checkpoint" in text
+    assert "continues from its newest checkpoint" in text
     assert "liveness.py" in text.partition(" was here:")[2]  # where the rank waited
     assert f"exitcode  : {LOST}" in text or lost == 0  # in torchrun's own report, unless node 0 is gone
 

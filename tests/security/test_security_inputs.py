@@ -62,7 +62,7 @@ async def test_a_compressed_answer_is_refused_before_it_is_unpacked() -> None:
 
     async with Client("thing", "http://x", transport=httpx.ASGITransport(app)) as client:
         assert client.http.headers["accept-encoding"] == "identity"
-        with pytest.raises(ServiceError, match="the answer is compressed"):
+        with pytest.raises(ServiceError, match="the response is compressed"):
             await client.request("GET", "/bomb")
 
 
@@ -104,7 +104,7 @@ def test_weights_in_a_pickle_are_not_loaded(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path)
     (path / "model.safetensors").unlink()
     torch.save(model.state_dict(), path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="the model does not load"):
+    with pytest.raises(ConfigError, match="the model cannot be loaded"):
         Model(path, 64)
 
 
@@ -122,7 +122,7 @@ def test_an_index_of_weights_names_files_of_its_own_directory(tmp_path: Path) ->
 def test_settings_have_no_credentials(url: str) -> None:
     with pytest.raises(ValueError, match="JUDGE_API_KEY") as caught:
         RewardSection(functions=["judge"], judge_url=url, judge_model="m")
-    assert "judge_url has credentials" in str(caught.value)
+    assert "judge_url contains credentials" in str(caught.value)
     words = ["--reward.functions", "judge", "--reward.judge_url", url, "--reward.judge_model", "m"]
     with pytest.raises(ConfigError, match="JUDGE_API_KEY") as told:
         load(words, {})

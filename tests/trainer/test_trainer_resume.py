@@ -156,7 +156,7 @@ def test_one_flipped_byte_in_any_file_of_a_checkpoint_is_named_with_the_one_befo
     with pytest.raises(ConfigError, match=rf"{name} has changed since it was written") as error:
         resume(config)
     assert error.value.value == str(path)
-    assert "remove it to go on from step_000002" in str(error.value.remedy)
+    assert "remove it to continue from step_000002" in str(error.value.remedy)
     shutil.rmtree(path)
     assert resume(config)[1].step == 2
 

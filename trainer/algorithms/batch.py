@@ -91,10 +91,10 @@ class Batch:
         sizes = {len(item.group.answers) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
-                f"the groups of a batch have one size, got {sorted(sizes)}",
+                f"the groups of a batch must have the same size, got {sorted(sizes)}",
                 field="sampling.group_size",
                 value=config.sampling.group_size,
-                remedy="keep it as it was when the replay buffer was filled, or empty that with POST /clear",
+                remedy="restore the value with which the replay-buffer was filled, or empty the replay-buffer with POST /clear",
             )
         size = sizes.pop()
         rows = [
@@ -192,9 +192,9 @@ def _taught(group: Group, completion: Completion) -> Float32:
     """Returns the teacher's scores of a completion. Raises ConfigError when there are none."""
     if completion.teacher_logprobs is None:
         raise ConfigError(
-            f"group {group.id} has no scores of a teacher",
+            f"group {group.id} has no scores from a teacher",
             field="teacher.url",
-            remedy="it was stored by a run without one: empty the replay-buffer with POST /clear, or leave the setting out",
+            remedy="a run without a teacher stored it: empty the replay-buffer with POST /clear, or leave the setting out",
         )
     return completion.teacher_logprobs
 

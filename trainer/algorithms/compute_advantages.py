@@ -137,7 +137,7 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
         if not own:
             group = batch.groups[i // batch.group_size].group
             raise ConfigError(
-                f"group {group.id} has no scores of single reward functions, which GDPO normalises",
+                f"group {group.id} has no scores per reward function, which GDPO needs",
                 field="algorithm.advantage",
                 value="reward_normalised",
                 remedy="use another algorithm.advantage, or let the reward-server grade every group",

@@ -15,7 +15,9 @@ def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str
         for name in OWN_SGLANG:
             if (setting := f"rollout.{name}") in config.settings:
                 value, remedy = {setting: config.settings[setting]}, "leave it out, or give engine='sglang'"
-                raise ConfigError("it is for an SGLang that is started here", field="settings", value=value, remedy=remedy)
+                raise ConfigError(
+                    "this setting needs an SGLang that the trainer starts", field="settings", value=value, remedy=remedy
+                )
     if engine == "embedded":
         return "embedded"
     if engine == "sglang":
@@ -25,12 +27,12 @@ def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str
     urls = [url.rstrip("/") for url in ([engine] if isinstance(engine, str) else engine)]
     for url in urls or [""]:
         if not url.startswith(("http://", "https://")):
-            remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, http://127.0.0.1:30000"
-            raise ConfigError("it is not an engine", field="engine", value=url, remedy=remedy)
+            remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, such as http://127.0.0.1:30000"
+            raise ConfigError("this is not an engine", field="engine", value=url, remedy=remedy)
         if urls.count(url) > 1:
-            raise ConfigError("it is named twice", field="engine", value=url, remedy="name every server once")
+            raise ConfigError("this server is named twice", field="engine", value=url, remedy="name every server only once")
     if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
         reason = "a server that this trainer did not start may not accept adapters"
-        remedy = "set settings={'lora.publish': 'merged'}: it gets the whole model with the adapter merged"
+        remedy = "set settings={'lora.publish': 'merged'}: it then receives the whole model with the adapter merged"
         raise ConfigError(reason, field="engine", value=urls[0], remedy=remedy)
     return urls

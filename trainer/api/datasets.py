@@ -60,7 +60,7 @@ def as_held_out(datasets: Any, field: str) -> list[Prompt]:
     named = {str(name): as_prompts(dataset, f"{field}[{name!r}]") for name, dataset in datasets.items()}
     if strange := [name for name in named if not name or "/" in name]:
         remedy = "give it a name without a slash"
-        raise ConfigError("a data set has no name that can begin an id", field=field, value=strange[0], remedy=remedy)
+        raise ConfigError("this name of a data set cannot start an id", field=field, value=strange[0], remedy=remedy)
     return [prompt.model_copy(update={"id": f"{name}/{prompt.id}"}) for name, prompts in named.items() for prompt in prompts]
 
 
@@ -93,9 +93,10 @@ def _prompt(item: Any, default_id: str, where: str) -> Prompt:
     if chat and (chat[-1][0] != "user" or not {role for role, _ in chat} <= {*_ROLES}):
         roles = ", ".join(role for role, _ in chat)
         problem = (
-            f"the chat in column {column!r} has the roles {roles}; they must be {', '.join(_ROLES)}, and the last one user"
+            f"the chat in column {column!r} has the roles {roles}; they must be {', '.join(_ROLES)}, "
+            "and the last one must be user"
         )
-        stop_at(where, problem, "move the answer into a separate column, or leave it out")
+        stop_at(where, problem, "move the answer into a separate column, or remove it")
     answer = next((name for name in _ANSWER_COLUMNS if item.get(name) is not None), "")
     has_answer = answer and str(item[answer]).strip()
     for name in _ARGUMENTS.intersection(item):
@@ -123,7 +124,9 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
     """
     several = list(reward_fn) if isinstance(reward_fn, list | tuple) else [reward_fn]
     if not several:
-        raise ConfigError("there is no reward function", field="reward_fn", value=[], remedy="give at least one")
+        raise ConfigError(
+            "there is no reward function", field="reward_fn", value=[], remedy="give at least one reward function"
+        )
     made = [_reward(each, log) for each in several]
     for function, name in zip(made, numbered([function.name for function in made]), strict=True):
         if isinstance(function, PlainFunction):
@@ -142,7 +145,7 @@ def _reward(function: Any, log: FunctionLog | None) -> RewardFunction:
         return PlainFunction(function, log=log)
     hint = " (add parentheses to make an instance)" if isinstance(function, type) else ""
     if hasattr(function, "state_dict"):
-        hint = "; a reward model by its name on the hub or its directory"
+        hint = "; give a reward model by its name on the hub or its directory"
     raise ConfigError(
         "this is not a reward function",
         field="reward_fn",

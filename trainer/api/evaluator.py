@@ -134,7 +134,7 @@ class ModelEvaluator:
         self._served = self.model.startswith(("http://", "https://"))
         for name, value in (("max_new_tokens", max_new_tokens), ("concurrency", concurrency), ("timeout_s", timeout_s)):
             if value <= 0:
-                raise ConfigError("it is not above 0", field=name, value=value, remedy="raise it")
+                raise ConfigError("this is not above 0", field=name, value=value, remedy="raise it")
         if temperature <= 0:
             remedy = "set it above 0; the first answer to every problem is greedy anyway"
             raise ConfigError(
@@ -144,7 +144,9 @@ class ModelEvaluator:
             if setting is not None and not self._served:
                 raise ConfigError(f"a local model has no {name}", field=name, remedy="leave it out, or give a URL as the model")
         if tokenizer is not None and model_id:
-            raise ConfigError("SGLang's native call knows no model_id", field="tokenizer", remedy="leave it out")
+            raise ConfigError(
+                "with a tokenizer, SGLang's native call cannot select a model_id", field="tokenizer", remedy="leave it out"
+            )
         own = {"system_prompt": system_prompt, "max_new_tokens": max_new_tokens, "temperature": temperature}
         config = _config(own | {"request_timeout_s": timeout_s}, settings)
         if self._served and tokenizer is None:
@@ -170,11 +172,11 @@ class ModelEvaluator:
         and another ServiceError when any answer is missing.
         """
         if k < 1:
-            raise ConfigError("it is not above 0", field="k", value=k, remedy="1, or as many as pass@k needs")
+            raise ConfigError("this is not above 0", field="k", value=k, remedy="give 1, or as many samples as pass@k needs")
         prompts, rewards = as_prompts(dataset, "dataset"), as_rewards(reward_fn)
         weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
         if len(weights) != len(rewards):
-            remedy = "give one weight for each"
+            remedy = "give one weight for each function"
             raise ConfigError(
                 f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy
             )
@@ -221,11 +223,11 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     mapped = {f"sampling.{name}": value for name, value in own.items()}
     for name, value in settings.items():
         if name in mapped:
-            remedy = f"give {name.partition('.')[2]} itself"
-            raise ConfigError("it is an argument of its own", field="settings", value={name: value}, remedy=remedy)
+            remedy = f"give the argument {name.partition('.')[2]} instead"
+            raise ConfigError("this setting has its own argument", field="settings", value={name: value}, remedy=remedy)
         if not is_read(name):
             remedy = f"give {', '.join(_READ)} or settings of sampling"
-            raise ConfigError("an evaluation does not read it", field="settings", value={name: value}, remedy=remedy)
+            raise ConfigError("an evaluation does not read this setting", field="settings", value={name: value}, remedy=remedy)
     room = {"rollout.engine": "embedded", "rollout.max_context_tokens": own["max_new_tokens"] + 1}  # the model decides later
     return from_mapping({**mapped, **room, **settings})
 
@@ -237,8 +239,8 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
         needs |= name == "model.chat_template" and config.model.chat_template != OWN
         if needs or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False):
             message, remedy = (
-                "it cannot be sent to a server that makes the tokens itself",
-                "give the tokenizer of its model: tokens are sent then",
+                "this setting cannot be sent to a server that tokenises the problems itself",
+                "give the tokenizer of its model; the evaluator then sends tokens",
             )
             raise ConfigError(message, field="settings", value={name: settings[name]}, remedy=remedy)
 
@@ -252,10 +254,12 @@ def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> 
         if results["accuracy"] is None:
             remedy = "evaluate with a reward that verifies answers"
             raise ConfigError(
-                "its rewards do not show which answers are right", field=name, value=results["model"], remedy=remedy
+                "its rewards do not tell whether an answer is right", field=name, value=results["model"], remedy=remedy
             )
     if first["prompts"] != second["prompts"]:
-        raise ConfigError("the two evaluations are not about the same problems", field="second", remedy="use one data set")
+        raise ConfigError(
+            "the two evaluations have different problems", field="second", remedy="use the same data set for both"
+        )
     return paired_difference(first["correct"], second["correct"])
 
 

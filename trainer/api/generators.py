@@ -172,7 +172,7 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
-        remedy = "name one (model_id)"
+        remedy = "name one of its models (model_id)"
         message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
         raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

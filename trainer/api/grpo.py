@@ -52,7 +52,7 @@ class GRPOConfig(TrainerConfig):
         if data.get("use_gpu") and "bf16" not in data:
             data = data | {"bf16": True}
         if data.get("loss_type", "dapo") is None:
-            raise ConfigError("TRL has no such loss", field="loss_type", value=None, remedy="leave it out for dapo")
+            raise ConfigError("TRL has no such loss", field="loss_type", value=None, remedy="leave it out to use dapo")
         return data
 
 

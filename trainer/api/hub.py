@@ -89,6 +89,6 @@ def push(directory: Path, name: str, private: bool | None, token: str | None) ->
         ) from None
     except (OfflineModeIsEnabled, httpx.TransportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        print(f"not pushed, the hub cannot be reached ({reason}); the model and its card are in {directory}")
+        print(f"not pushed: the hub cannot be reached ({reason}); the model and its card are in {directory}")
         return None
     return str(address)

@@ -25,12 +25,14 @@ class GivenModel:
         self.model, self._tokenizer, self._directory, self._done = model, tokenizer, directory, False
         self.is_object = model is not None and not isinstance(model, str | Path)
         if hasattr(model, "peft_config"):
-            remedy = "give the model without it, and its LoraConfig as peft_config"
-            raise ConfigError("the model has an adapter already", field="model", value=type(model).__name__, remedy=remedy)
+            remedy = "give the model without the adapter, and its LoraConfig as peft_config"
+            raise ConfigError("the model already has an adapter", field="model", value=type(model).__name__, remedy=remedy)
         for field, given, method in (("model", model, "save_pretrained"), ("processing_class", tokenizer, "encode")):
             if given is not None and not isinstance(given, str | Path) and not hasattr(given, method):
                 remedy = "give a transformers object, or a name"
-                raise ConfigError("it is nothing that can be saved", field=field, value=type(given).__name__, remedy=remedy)
+                raise ConfigError(
+                    "an object of this type cannot be saved", field=field, value=type(given).__name__, remedy=remedy
+                )
 
     def written(self, config: TrainerConfig) -> str:
         """Returns the name or directory of the model; the first call writes the directory."""
@@ -62,24 +64,28 @@ def of_optimizers(optimizers: Any) -> dict[str, Any]:
     optimizer, scheduler = optimizers or (None, None)
     if scheduler is not None:
         remedy = "set lr_scheduler_type and warmup_steps instead"
-        reason = "the learning rate follows from the step, so that a run that is resumed has the same"
+        reason = "the learning rate is a function of the step, so that a resumed run has the same rates"
         raise ConfigError(reason, field="optimizers", value=type(scheduler).__name__, remedy=remedy)
     if optimizer is None:
         return {}
     import torch
 
     if type(optimizer) is not torch.optim.AdamW:
-        reason = "the trainer supports only AdamW, whose state is sharded and saved with the weights"
-        raise ConfigError(reason, field="optimizers", value=type(optimizer).__name__, remedy="give torch.optim.AdamW, or none")
+        reason = "the trainer supports only AdamW, whose state it shards and saves with the weights"
+        raise ConfigError(
+            reason, field="optimizers", value=type(optimizer).__name__, remedy="give torch.optim.AdamW, or leave it out"
+        )
     if optimizer.state or len(optimizer.param_groups) != 1:
-        reason = "it has taken steps" if optimizer.state else f"it has {len(optimizer.param_groups)} groups of parameters"
-        raise ConfigError(reason, field="optimizers", value="AdamW", remedy="give a new one with one group of parameters")
+        reason = (
+            "it has already taken steps" if optimizer.state else f"it has {len(optimizer.param_groups)} groups of parameters"
+        )
+        raise ConfigError(reason, field="optimizers", value="AdamW", remedy="give a new optimiser with one group of parameters")
     (group,) = optimizer.param_groups
     plain = {"eps": 1e-8, "amsgrad": False, "maximize": False}
     if other := [name for name, value in plain.items() if group[name] != value]:
         remedy = f"leave it at {plain[other[0]]}"
         raise ConfigError(
-            "the trainer's AdamW has another", field=f"optimizers: {other[0]}", value=group[other[0]], remedy=remedy
+            "the trainer's AdamW has another value", field=f"optimizers: {other[0]}", value=group[other[0]], remedy=remedy
         )
     settings = {"trainer.adam_betas": tuple(group["betas"])}
     return {"learning_rate": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "settings": settings}
@@ -96,21 +102,27 @@ _ANY = (
 def of_peft(config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported options."""
     if type(config).__name__ != "LoraConfig":
-        remedy = "give a peft.LoraConfig, or none to train all weights"
-        raise ConfigError("adapters here are LoRA", field="peft_config", value=type(config).__name__, remedy=remedy)
+        remedy = "give a peft.LoraConfig, or leave it out to train all weights"
+        raise ConfigError(
+            "the trainer supports only LoRA adapters", field="peft_config", value=type(config).__name__, remedy=remedy
+        )
     for field in fields(config):
         value = getattr(config, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if field.name not in (*_READ, *_ANY) and value != default and value:
-            reason = "an adapter here is two matrices beside each linear layer, and nothing else"
+            reason = "an adapter of this trainer consists only of two matrices beside each linear layer"
             raise ConfigError(reason, field=f"peft_config.{field.name}", value=shorten(value), remedy="leave it out")
     if config.task_type not in (None, "CAUSAL_LM"):
-        remedy = "set CAUSAL_LM"
-        raise ConfigError("a policy generates", field="peft_config.task_type", value=config.task_type, remedy=remedy)
+        remedy = "set task_type to CAUSAL_LM"
+        raise ConfigError(
+            "the policy must be a causal language model", field="peft_config.task_type", value=config.task_type, remedy=remedy
+        )
     if config.init_lora_weights is not True:
         remedy = "leave it at True"
         value = config.init_lora_weights
-        raise ConfigError("an adapter begins with B = 0", field="peft_config.init_lora_weights", value=value, remedy=remedy)
+        raise ConfigError(
+            "an adapter of this trainer starts with B = 0", field="peft_config.init_lora_weights", value=value, remedy=remedy
+        )
     scale = config.lora_alpha * (config.r**0.5 if config.use_rslora else 1)  # rank-stabilised: alpha / sqrt(r)
     return {
         "lora.rank": config.r,
@@ -126,7 +138,12 @@ def _targets(config: Any, given: dict[str, Any]) -> list[str]:
         return []
     if isinstance(targets, str):
         remedy = "name the layers in a list, or all-linear"
-        raise ConfigError("layers are chosen by their names", field="peft_config.target_modules", value=targets, remedy=remedy)
+        raise ConfigError(
+            "a pattern cannot choose the layers, only their names can",
+            field="peft_config.target_modules",
+            value=targets,
+            remedy=remedy,
+        )
     if targets is None:
         remedy = "name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear"
         reason = "PEFT's choice depends on its version and on the model"

@@ -114,7 +114,7 @@ class OnlineRLTrainer:
         if model is not None and given.get("model_name_or_path", str(model)) != str(model):
             remedy = "leave one of them out"
             named = given["model_name_or_path"]
-            raise ConfigError("model is another one", field="model_name_or_path", value=named, remedy=remedy)
+            raise ConfigError("the argument model names another model", field="model_name_or_path", value=named, remedy=remedy)
         if isinstance(model, str | Path):
             given["model_name_or_path"] = str(model)
         self.config = type(config)(**given)
@@ -125,11 +125,11 @@ class OnlineRLTrainer:
         self._engine = chosen(engine, self.config)
         if reward_fn is None or train_dataset is None:
             field = "reward_fn" if reward_fn is None else "train_dataset"
-            raise ConfigError("there is none", field=field, remedy=f"give {field}")
+            raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
         self._rewards = as_rewards(reward_fn, self._callbacks)
         self._weights = _weights(self.config, self._rewards)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
-            remedy = "set it: nothing else limits how much to read"
+            remedy = "set max_steps, which limits how much of the data set is read"
             raise ConfigError("the data set has no length", field="max_steps", value=None, remedy=remedy)
         most = self.config.problems_per_step * (self.config.max_steps or 0)
         self._held_out = [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
@@ -217,7 +217,7 @@ class OnlineRLTrainer:
             )
         target = Path(path)
         if target.exists() and not target.is_dir():
-            raise ConfigError("it is a file", field="path", value=str(target), remedy="name a directory")
+            raise ConfigError("this is a file", field="path", value=str(target), remedy="name a directory")
         target.mkdir(parents=True, exist_ok=True)
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
@@ -277,10 +277,14 @@ class OnlineRLTrainer:
             k: samples per problem, as in `ModelEvaluator.evaluate`.
         """
         if self.config.settings.get("environment.name"):
-            remedy = "give an eval_dataset: it is evaluated by episodes before and after training, and every eval_steps"
-            raise ConfigError("it is for single answers, and this trainer has episodes", field="evaluate", remedy=remedy)
+            remedy = (
+                "give an eval_dataset: the trainer evaluates it with episodes before and after training, and every eval_steps"
+            )
+            raise ConfigError("evaluate is for single answers, and this trainer runs episodes", field="evaluate", remedy=remedy)
         if dataset is None and not self._problems.held_out:
-            raise ConfigError("there is no data to evaluate on", field="dataset", remedy="give it here, or as eval_dataset")
+            raise ConfigError(
+                "there is no data to evaluate on", field="dataset", remedy="give dataset here, or eval_dataset to the trainer"
+            )
         settings = self.config
         cuts = {f"sampling.{name}": getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
         cuts = {name: value for name, value in cuts.items() if value is not None}
@@ -350,8 +354,8 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
         choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
     if config.total_steps(len(problems.train)) == 0:
         data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
-        message, field = f"{data} do not make one step of {step} problems", "gradient_accumulation_steps"
-        remedy = "lower it or per_device_train_batch_size, or give more data or epochs"
+        message, field = f"{data} are too few for one step of {step} problems", "gradient_accumulation_steps"
+        remedy = "lower it or per_device_train_batch_size, or give more data or more epochs"
         raise ConfigError(message, field=field, value=config.gradient_accumulation_steps, remedy=remedy)
     if config.eval_steps and not problems.held_out:
         raise ConfigError(
@@ -371,5 +375,7 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
         raise ConfigError(message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy)
     if positions is not None and lengths[longest] + config.max_new_tokens > positions:
         remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
-        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context is {positions}"
+        message = (
+            f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context has only {positions}"
+        )
         raise ConfigError(message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy)

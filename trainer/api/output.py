@@ -16,7 +16,7 @@ _CONTENT = (
 def check_output(directory: Path, may_hold_run: bool) -> None:
     """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and `may_hold_run` is false."""
     if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
-        message = "there is a run in the output directory already"
+        message = "the output directory already has a run"
         remedy = "continue it (resume_from_checkpoint=True), replace it (overwrite_output_dir=True), or name another directory"
         raise ConfigError(message, field="output_dir", value=str(directory), remedy=remedy)
     make_directory(directory, "output_dir")

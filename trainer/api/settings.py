@@ -175,7 +175,7 @@ class TrainerConfig(BaseModel):
     def preset(cls, name: str, **changes: Any) -> Self:
         """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown name."""
         if name not in PRESETS:
-            raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"use {', '.join(PRESETS)}")
+            raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"use one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
@@ -243,7 +243,7 @@ class TrainerConfig(BaseModel):
                 message = message.replace(name, FIELDS[name])
             field = FIELDS.get(error.field or "", error.field)
             raise ConfigError(
-                f"the settings do not fit: {message}", field=field, value=error.value, remedy=error.remedy
+                f"the settings do not fit together: {message}", field=field, value=error.value, remedy=error.remedy
             ) from None
 
     def _defaults(self) -> dict[str, Any]:
@@ -309,15 +309,15 @@ class TrainerConfig(BaseModel):
         if answers % self.num_generations:
             product = f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers a step"
             message = f"{product} are not a multiple of num_generations = {self.num_generations}"
-            yield "per_device_train_batch_size", message, "change one of the three"
+            yield "per_device_train_batch_size", message, "change one of these three"
         if kind == "ppo" and answers < 2:
-            message = "ppo learns from a step's answers in two mini-batches, and there is one answer"
+            message = "ppo learns from a step's answers in two mini-batches, and this step has only one answer"
             yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
             yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or use trainer_type='ppo'"
         if self.loss_type not in (None, kind, *LOSSES) and "advantage" in RECIPES[self.loss_type or kind]:
-            message = f"it is a way to compute advantages, and trainer_type is {kind}"
-            yield "loss_type", message, "set trainer_type to it, and leave loss_type out"
+            message = f"this is a way to compute advantages, and trainer_type is {kind}"
+            yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.warmup_ratio and self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
         if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
@@ -332,12 +332,15 @@ class TrainerConfig(BaseModel):
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if name in fixed:
-                message, remedy = f"{name} follows from the other fields", "set the field of TrainerConfig instead"
+                message, remedy = (
+                    f"{name} is derived from the other fields",
+                    "set the corresponding field of TrainerConfig instead",
+                )
             elif isinstance(value, Mapping):
                 message, remedy = f"{name} is a section, not a setting", f"write {{'{name}.name': value}}"
             elif _decided_elsewhere(name):
-                message = f"{name} is not for a run in one process with your own data and reward function"
-                remedy = "leave it out; say it with the data set or the reward function, or run the job group"
+                message = f"{name} does not apply to a run in one process with your own data and reward function"
+                remedy = "leave it out and change the data set or the reward function instead, or run the job group"
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)

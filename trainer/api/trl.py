@@ -59,7 +59,7 @@ def _choice(argument: str, choices: Mapping[Any, Values]) -> Callable[[Any], Val
     def convert(value: Any) -> Values:
         if value not in choices:
             names = ", ".join(map(repr, choices))
-            raise ConfigError("there is nothing like it here", field=argument, value=value, remedy=f"use one of {names}")
+            raise ConfigError("this trainer has no such option", field=argument, value=value, remedy=f"use one of {names}")
         return choices[value]
 
     return convert
@@ -290,7 +290,7 @@ def refuse(name: str, argument: Argument, value: Any) -> None:
     asks = value is not None and value is not False and not (isinstance(value, int | float | str | list | dict) and not value)
     if asks and not any(value is other or (type(value) is type(other) and value == other) for other in argument.accepted):
         raise ConfigError(
-            f"TRL's argument {name} is not for this trainer: {argument.remark}",
+            f"this trainer does not support TRL's argument {name}: {argument.remark}",
             field=name,
             value=shorten(value),
             remedy="leave it out" + (f", or set {argument.ours}" if argument.ours else ""),
@@ -324,8 +324,8 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
             made = {argument.ours: value}
         for key, wish in made.items():
             if key != name and key in given and given[key] != wish and name != "generation_kwargs":
-                remedy = f"leave one of them out: {name} is {key}"
-                raise ConfigError(f"{key} says otherwise", field=name, value=shorten(value), remedy=remedy)
+                remedy = f"leave one of them out: {name} sets {key}"
+                raise ConfigError(f"{key} has another value", field=name, value=shorten(value), remedy=remedy)
             (settings if "." in key else found)[key] = wish
     for key, wish in _generation(found.get("generation_kwargs")).items():
         (settings if "." in key else found)[key] = wish
@@ -342,13 +342,13 @@ def _cispo(given: Values) -> None:
     if given.get("loss_type") != "cispo":
         return
     if "epsilon" in given:
-        reason = "TRL's cispo does not read it: only epsilon_high bounds the ratio"
+        reason = "TRL's cispo does not read epsilon: only epsilon_high bounds the ratio"
         raise ConfigError(reason, field="epsilon", value=given["epsilon"], remedy="leave it out")
     if given.get("epsilon_high") is not None:
         if given["epsilon_high"] <= 1:
-            reason = "it bounds the ratio itself, and at 1 or below nearly every token is cut"
+            reason = "epsilon_high bounds the ratio itself, and at 1 or below clips nearly every token"
             raise ConfigError(
-                reason, field="epsilon_high", value=given["epsilon_high"], remedy="5.0 is what ScaleRL recommends"
+                reason, field="epsilon_high", value=given["epsilon_high"], remedy="set it above 1; ScaleRL recommends 5.0"
             )
         given["clip_range_high"] = given.pop("epsilon_high") - 1
 

@@ -95,19 +95,21 @@ def _compare(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        problem = "it is a directory" if output.is_dir() else "there is no such directory"
-        raise ConfigError(problem, field="--output-file", value=str(output), remedy="make it, or name another file")
+        problem = "this is a directory" if output.is_dir() else "there is no such directory"
+        raise ConfigError(problem, field="--output-file", value=str(output), remedy="name a file in an existing directory")
     if output is not None:
         make_directory(output.parent, "--output-file")
     if arguments["temperature"] <= 0:
-        remedy = "give one above 0; every evaluation has greedy answers too"
+        remedy = "give a number above 0; every evaluation has greedy answers too"
         raise ConfigError("this number is too small", field="--temperature", value=arguments["temperature"], remedy=remedy)
     local = [flag for flag in ("--model", "--compare") if arguments[flag[2:]] and not _served(arguments[flag[2:]])]
     if arguments["compare"] is None and local:
         for flag in ("--tokenizer", "--model-id", "--api-key-env"):
             if (given := arguments[flag[2:].replace("-", "_")]) is not None:
                 remedy = "leave it out, or give the URL of a server as --model"
-                raise ConfigError("a local model does not need it", field=flag, value=given, remedy=remedy)
+                raise ConfigError(
+                    "this argument is only for a server, and the model is local", field=flag, value=given, remedy=remedy
+                )
     for flag in [*local, *(["--tokenizer"] if arguments["tokenizer"] else [])]:
         check_model(arguments[flag[2:]], flag)
     given = dict(arguments["set"])
@@ -147,8 +149,8 @@ def _of_generation(settings: dict[str, Any], data: DataSection) -> dict[str, Any
     own = ("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "sampling.system_prompt")
     for name, value in settings.items():
         if not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code")) or name in own:
-            remedy = "--set is for settings of data, sampling and chat template here, such as data.prompt_field=question"
-            raise ConfigError("this setting is not for an evaluation", field=name, value=value, remedy=remedy)
+            remedy = "give a setting of data, sampling or the chat template, such as data.prompt_field=question"
+            raise ConfigError("an evaluation does not read this setting", field=name, value=value, remedy=remedy)
     from_mapping({"rollout.engine": "embedded", **settings})
     return settings | ({"data.prompt_template": data.prompt_template} if data.prompt_template else {})
 
@@ -162,7 +164,10 @@ def _key(variable: str | None) -> str | None:
         return None
     if not (key := os.environ.get(variable)):
         raise ConfigError(
-            "there is no such environment variable, or it is empty", field="--api-key-env", value=variable, remedy="set it"
+            "there is no such environment variable, or it is empty",
+            field="--api-key-env",
+            value=variable,
+            remedy="set the variable",
         )
     return key
 
@@ -185,7 +190,7 @@ def _summary(results: "EvaluationResults") -> str:
             f"longest {lengths['longest']:.0f}, {lengths['truncated']:.1%} cut"
         )
     if results["num_ungraded"]:
-        lines.append(f"  {results['num_ungraded']} answers could not be graded and are left out")
+        lines.append(f"  {results['num_ungraded']} answers could not be graded and do not count")
     return "\n".join(lines)
 
 

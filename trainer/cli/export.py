@@ -39,7 +39,9 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_cod
     Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
     """
     if out.exists():
-        raise ConfigError("it exists", field="OUT", value=str(out), remedy="name a directory that is not there yet")
+        raise ConfigError(
+            "this directory already exists", field="OUT", value=str(out), remedy="name a directory that does not exist yet"
+        )
     if not checkpoint.is_dir():
         raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
     check_model(str(checkpoint), "CHECKPOINT")

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     directory: Path = arguments.directory
     if directory.exists() and not (directory / "config.json").exists():
-        problem, remedy = "it exists and is not a model directory", "remove it, or name another"
+        problem, remedy = "this exists and is not a model directory", "remove it, or name another directory"
         raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
     make_directory(directory.parent, "DIRECTORY")
     from trainer.cli.tiny_base import build  # heavy: torch and transformers

@@ -98,7 +98,9 @@ def _train(arguments: dict[str, Any]) -> None:
         settings["data.prompt_template"] = of_data["data.prompt_template"]
     chosen |= {"settings": settings, "verbose": not arguments["quiet"]}
     if arguments["resume"] and chosen.get("output_dir") is None:
-        raise ConfigError("there is no run to go on with", field="--resume", value=True, remedy="name its --output-dir")
+        raise ConfigError(
+            "--resume needs the directory of the run", field="--resume", value=True, remedy="name it with --output-dir"
+        )
     preset, save_to = arguments["preset"], arguments["save_to"]
     config = TrainerConfig.preset(preset, **chosen) if preset else TrainerConfig(**chosen)
     data = data_section(arguments["dataset"], of_data)
@@ -132,4 +134,4 @@ def _train(arguments: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with prompt_exit():
-        run(main, "; the same command with --resume and --output-dir goes on from the newest checkpoint")
+        run(main, "; the same command with --resume and --output-dir continues from the newest checkpoint")

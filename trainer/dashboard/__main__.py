@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
     arguments = parser().parse_args(argv)
     if not 0 < arguments.port < 65536:
-        raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give one from 1 to 65535")
+        raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give a port from 1 to 65535")
     app = create_dashboard_app(RunList(arguments.run_dir))
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)

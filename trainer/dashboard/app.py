@@ -65,7 +65,7 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
 
     async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
         if run >= len(runs):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(runs) - 1}")
+            raise NotFound("there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}")
         return runs[run]
 
     Chosen = Annotated[RunReader, Depends(chosen)]

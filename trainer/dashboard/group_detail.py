@@ -91,30 +91,34 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
     if content is None:
         return None, _why_not_here(run_dir, row["step"])
     if content["id"] != row["id"]:
-        return None, f"the file of step {row['step']} is of another attempt"
+        return None, f"the file of step {row['step']} belongs to another attempt"
     return content, ""
 
 
 def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
     """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in neither place."""
-    there = "the group has left the replay-buffer, or none runs"
+    there = "the group has left the replay-buffer, or no replay-buffer is running"
     try:
         if replay and (group := replay.group(row["id"])) is not None:
             return group_json(group)
     except ServiceError as error:
         there = error.message
-    remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run goes on"
+    remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run is going on"
     raise NotFound(
-        f"the group is known, but not in full: {why}; {there}", code="evicted", field="id", value=row["id"], remedy=remedy
+        f"the group is known, but its content is not: {why}; {there}",
+        code="evicted",
+        field="id",
+        value=row["id"],
+        remedy=remedy,
     )
 
 
 def _why_not_here(run_dir: Path, step: int) -> str:
     steps = recorded_steps(run_dir)
     if not steps:
-        return "the run directory has no groups in full (trainer.keep_groups_mb is 0, or the run is of an older version)"
+        return "the run directory has no complete groups (trainer.keep_groups_mb is 0, or an older version wrote the run)"
     if step < min(steps):
-        return f"the groups of step {step} left to make room (trainer.keep_groups_mb); the oldest kept are of step {min(steps)}"
+        return f"the groups of step {step} were removed (trainer.keep_groups_mb); the oldest left are of step {min(steps)}"
     if step > max(steps):
-        return f"the groups of step {step} are not written yet, or the run was ended before they were"
+        return f"the groups of step {step} are not written yet, or the run ended before they were"
     return f"the file of step {step} is missing"

@@ -188,10 +188,12 @@ class GroupIndex:
         try:
             listing = self._replay.listing()
             own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
-            problem = "" if own or not listing else f"{ATTEMPTS} is missing, so which of them are this run's is not known"
+            problem = (
+                "" if own or not listing else f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
+            )
         except (ServiceError, OSError) as error:
             listing, own, problem = [], (), error.message if isinstance(error, ServiceError) else str(error)
-        self._replay_problem = problem and f"groups that wait are not shown: {problem}"
+        self._replay_problem = problem and f"waiting groups are not shown: {problem}"
         self._asked = time.monotonic()
         self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]  # a shared store has other runs' too
         return True

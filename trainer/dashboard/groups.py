@@ -84,7 +84,7 @@ def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = No
 
     def groups_of(run: int) -> RunGroups:
         if run >= len(runs):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"0 to {len(runs) - 1}")
+            raise NotFound("there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}")
         with lock:
             return known.setdefault(run, known.get(run) or RunGroups(runs[run], None if run else live))
 

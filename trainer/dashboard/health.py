@@ -134,7 +134,7 @@ class Health:
         failed = ", ".join(f"{count:,} {status}" for status, count in episodes.items() if count and status != "ok")
         hung, limit = stats["hung_calls"], stats["hung_calls_limit"]
         text = f"{episodes['ok']:,} episodes" + (f", {failed}" if failed else "")
-        text += f"; {hung:,} calls hang, the limit is {limit:,}" if hung else ""
+        text += f"; {hung:,} calls are stuck, the limit is {limit:,}" if hung else ""
         return {"text": text, "running": stats["running"]}
 
     def _trainer(self) -> ServiceHealth:
@@ -178,7 +178,7 @@ def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
         if response.is_success:
             return ServiceHealth(name=target.name, **{"state": "healthy", **describe(await _get(target.client, path))})
         if response.status_code == 401:
-            raise ServiceError("it does not take the API_TOKEN of the trainer")
+            raise ServiceError("it rejects the API_TOKEN of the trainer")
         try:
             reason = str(response.json()["reason"])
         except (ValueError, KeyError, TypeError):
@@ -237,5 +237,8 @@ async def _rollout_node(target: _Target) -> ServiceHealth:
                 found.waiting = sum(part["num_waiting_reqs"] for part in load)
                 found.tokens_per_s = sum(part["gen_throughput"] for part in load)
         except TimeoutError:
-            found.state, found.text = "warning", f"ready, but its engine told no load within {_ENGINE_PATIENCE_S:.0f} s"
+            found.state, found.text = (
+                "warning",
+                f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s",
+            )
     return found

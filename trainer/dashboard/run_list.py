@@ -34,12 +34,12 @@ class RunList(Sequence[RunReader]):
         for directory in directories:
             found = [(directory, "")] if is_run(directory) else list(_below(directory))
             if not found:
-                message = "this is not a run directory, and there is none below it"
+                message = "this is not a run directory, and contains none"
                 raise ConfigError(
                     message if directory.is_dir() else "there is no such run directory",
                     field="RUN_DIR",
                     value=str(directory),
-                    remedy="name the directory that a run wrote, as runs/NAME (it has a config.json), or one above several",
+                    remedy="name the directory of a run, such as runs/NAME (it has a config.json), or one above several",
                 )
             for path, name in found:
                 self._add(path, name)

@@ -67,7 +67,10 @@ class RunReader:
     def __init__(self, directory: Path, live: bool = False, name: str = "") -> None:
         if not live and not directory.is_dir():
             raise ConfigError(
-                "there is no such run directory", field="RUN_DIR", value=str(directory), remedy="name one, as runs/NAME"
+                "there is no such run directory",
+                field="RUN_DIR",
+                value=str(directory),
+                remedy="name the directory of a run, such as runs/NAME",
             )
         self.directory, self.live, self.name = directory, live, name or directory.resolve().name
         self._lock = threading.Lock()

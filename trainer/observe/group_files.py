@@ -179,7 +179,7 @@ def read_texts(run_dir: Path, step: int, places: Iterable[int] | None = None) ->
 def _member(file: ZipFile, place: int) -> bytes:
     member = file.getinfo(_name(place))
     if member.file_size > _MAX_GROUP_BYTES:
-        raise ValueError(f"{member.filename} has {member.file_size} bytes, a group at most {_MAX_GROUP_BYTES}")
+        raise ValueError(f"{member.filename} has {member.file_size} bytes, but a group has at most {_MAX_GROUP_BYTES}")
     with file.open(member) as packed:
         return packed.read(member.file_size)  # no more, however much is packed
 

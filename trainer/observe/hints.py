@@ -39,7 +39,7 @@ _DROPS = {
     "(reward.workers)",
     "teacher": "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) or fewer groups at "
     "once (teacher.concurrency)",
-    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: use "
+    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: set "
     "trainer.when_stale wait, raise trainer.max_staleness, or lower sampling.max_new_tokens",
 }
 _SLOW = {
@@ -152,11 +152,11 @@ def _zero_variance_groups(steps: _Steps) -> str:
     easy = solved > failed if solved + failed else accuracy is not None and accuracy >= 0.5
     cause = "" if accuracy is None else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
     text = (
-        f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is lost. "
+        f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is wasted. "
     )
     if accuracy is None:
         text += (
-            "The reward does not tell answers to one prompt apart: use one with more steps in between (reward.functions), "
+            "The reward does not tell answers to one prompt apart: use one with intermediate steps (reward.functions), "
             "more tries (sampling.group_size), or other prompts (data.source)"
         )
     elif easy:
@@ -164,7 +164,7 @@ def _zero_variance_groups(steps: _Steps) -> str:
     else:
         text += (
             "The prompts are too hard for this model: use easier ones (data.source, data.levels), a better model "
-            "(model.name), more tries (sampling.group_size), or a reward with steps in between (reward.functions)"
+            "(model.name), more tries (sampling.group_size), or a reward with intermediate steps (reward.functions)"
         )
     if config.data.curriculum == "none":
         text += ", or prefer those in between (data.curriculum difficulty)"

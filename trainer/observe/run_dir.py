@@ -206,7 +206,7 @@ class Recorder:
 
         metrics, evaluations = (read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         curves = self.directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+        with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
             plot_curves(metrics, evaluations, curves)
         self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
@@ -302,7 +302,7 @@ def _keep_before(path: Path, step: int) -> set[int]:
 
 def storing_run(path: Path) -> AbstractContextManager[None]:
     """Returns the context in which to write a file of the run; it raises StorageFailed."""
-    remedy = "start again with the same run directory: the run goes on from its newest checkpoint"
+    remedy = "start again with the same run directory: the run continues from its newest checkpoint"
     return storing(path.name, path, "trainer.run_dir", remedy)
 
 

@@ -79,7 +79,7 @@ class Checkpoints:
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
         if self.alone and ranks.first:
-            log.info("the other ranks do not see %s: rank 0 gathers and writes all of every checkpoint", shared)
+            log.info("the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint", shared)
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -113,7 +113,7 @@ class Checkpoints:
                 f"a checkpoint could not be written: {type(error).__name__} {error}".splitlines()[0],
                 field="trainer.run_dir",
                 value=str(self.directory),
-                remedy="look at the disk, then start again: the run goes on from its newest complete checkpoint",
+                remedy="check the disk, then start again: the run continues from its newest complete checkpoint",
             )
 
     def wait(self) -> None:
@@ -275,7 +275,7 @@ def cannot_resume(error: Exception, path: Path) -> ConfigError:
         f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
         field="trainer.run_dir",
         value=str(path),
-        remedy=f"restore it from a copy; or remove it to go on from {before.name if before else 'the beginning'}; or set "
+        remedy=f"restore it from a copy; or remove it to continue from {before.name if before else 'the beginning'}; or set "
         "trainer.resume false",
     )
 

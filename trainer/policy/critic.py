@@ -179,7 +179,7 @@ class RemoteCritic(ValueFunction):
                     f"the critic-server lost the critic of this run: {error.message.removeprefix(f'{self._server.service}: ')}",
                     field=error.field,
                     value=error.value,
-                    remedy="start the run again: it goes on from its newest checkpoint, with the critic of that time",
+                    remedy="start the run again: it continues from its newest checkpoint and that checkpoint's critic",
                 ) from None
 
         return answer
@@ -202,5 +202,5 @@ def _no_critic(directory: Path | None) -> ConfigError:
         "the checkpoint holds no critic that this run can continue with",
         field="critic.location",
         value=str(directory),
-        remedy="keep algorithm.advantage and critic.location as they were in that run, or use another trainer.run_dir",
+        remedy="keep algorithm.advantage and critic.location as they were in that run, or set another trainer.run_dir",
     )

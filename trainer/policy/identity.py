@@ -77,7 +77,7 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
                 remedy=f"set it to {was or 'nothing'} again, or start over: another run directory, or trainer.resume false",
             )
         if was != is_now:
-            log.warning("%s was %s and is %s now; what the checkpoint holds fits both", name, was, is_now)
+            log.warning("%s was %s and is %s now; the checkpoint fits both", name, was, is_now)
 
 
 def _model(name: str) -> list[str]:

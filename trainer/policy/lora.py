@@ -101,10 +101,10 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         problem = not_in_files(model, own, config.model.name) or ""
     if problem := ranks.broadcast(problem.encode()).decode():
         raise ConfigError(
-            f"the model's files do not have what would be published to the engines: {problem}",
+            f"the model's files do not match the tensors that the trainer would publish to the engines: {problem}",
             field="model.name",
             value=config.model.name,
-            remedy="use a whole, unquantised model in the format of its publisher, with the head that it generates with",
+            remedy="use a complete, unquantised model in its publisher's format, with its language-model head",
         )
 
 
@@ -119,7 +119,7 @@ def _peft_config(config: Config, model: Any) -> Any:
             f"the model has no linear layer {strangers[0]}",
             field="lora.target_modules",
             value=lora.target_modules,
-            remedy=f"use some of {', '.join(sorted(linear))}, or leave it empty for all",
+            remedy=f"use some of {', '.join(sorted(linear))}, or leave the setting empty for all",
         )
     return LoraConfig(
         r=lora.rank,
@@ -153,7 +153,7 @@ def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
         try:
             tensors = load_file(directory / ADAPTER_WEIGHTS)
             if {name: tensor.shape for name, tensor in tensors.items()} != {name: t.shape for name, t in targets.items()}:
-                raise ValueError("its tensors are not those of this run's adapter")
+                raise ValueError("its tensors do not match this run's adapter")
             reader = MemoryReader(tensors)
         except (OSError, ValueError, SafetensorError) as error:
             problem = f"{type(error).__name__} {error}".encode()
@@ -162,7 +162,7 @@ def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
             f"the checkpoint's adapter cannot be loaded: {problem.decode()}".splitlines()[0],
             field="trainer.run_dir",
             value=str(directory / ADAPTER_WEIGHTS),
-            remedy="remove that checkpoint to go on from the one before, or start with --trainer.resume false",
+            remedy="remove that checkpoint to continue from the one before it, or start with --trainer.resume false",
         )
     fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
 

@@ -79,7 +79,7 @@ class Policy:
         self._own_old = config.algorithm.own_old_logprobs(computes_low(config.model, ranks))
         if settings.offload_optimizer and not ranks.sharded:
             raise ConfigError(
-                "models that are not sharded cannot be offloaded",
+                "only sharded models can be offloaded",
                 field="trainer.offload_optimizer",
                 value=True,
                 remedy="leave trainer.shard_size unset, or set this to false: one process on a CPU has nothing to offload",

@@ -53,7 +53,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
 
         try:
             if not (Path(source) / "adapter_model.safetensors").is_file():
-                raise ValueError("it has no adapter_model.safetensors, the only format supported")
+                raise ValueError("it has no adapter_model.safetensors, the only supported format")
             model = PeftModel.from_pretrained(model, source).merge_and_unload()
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise cannot_load("adapter", source, error) from None
@@ -84,7 +84,7 @@ def load_scorer(
     pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code, added=added)
     if is_adapter(pretrained.source):
         raise ConfigError(
-            "a run needs a whole model to start from, this is an adapter",
+            "a run must start from a whole model, and this is an adapter",
             field="model.name",
             value=pretrained.source,
             remedy="merge it first: python -m trainer.export ADAPTER OUT",
@@ -135,7 +135,7 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
         f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
         field="model.name",
         value=str(name),
-        remedy="name a model of the hub (with network, and HF_TOKEN if it is gated) or a local model directory; "
+        remedy="name a model on the hub (with network access, and HF_TOKEN if it is gated) or a local model directory; "
         "`python -m trainer.tiny_model DIRECTORY` makes the built-in one",
     )
 

@@ -169,7 +169,7 @@ class Collector:
         for each in drawn:
             self.taken(each.position)
             if not self._cursor.retry(each):
-                log.warning("prompt %s at %d is left out after %d tries", each.prompt.id, each.position, MAX_TRIES)
+                log.warning("prompt %s at %d is skipped after %d tries", each.prompt.id, each.position, MAX_TRIES)
 
     async def _draw(self, count: int) -> list[Drawn]:
         """Returns `count` prompts: retries first, then the next ones of the stream."""

@@ -154,7 +154,7 @@ class TokenGenerator:
             return self._settings.max_new_tokens
         if (room := self._context - length) < 1:
             raise ConfigError(
-                f"the problem {prompt.id} has {length} tokens, and the model's context is {self._context}",
+                f"the problem {prompt.id} has {length} tokens, and the model's context has only {self._context}",
                 field="dataset",
                 value=prompt.prompt,
                 remedy="leave it out, or use a model with a longer context",

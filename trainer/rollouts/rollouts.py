@@ -113,7 +113,7 @@ class ServedRollouts(Rollouts):
         self._total_steps = min(prompts // self._fresh_per_step, settings.max_steps or prompts)
         if self._total_steps == 0:
             raise ConfigError(
-                f"{prompts} prompts over all epochs do not make one batch",
+                f"{prompts} prompts over all epochs are too few for one batch",
                 field="trainer.batch_size",
                 value=settings.batch_size,
                 remedy="lower it or raise trainer.num_epochs",
@@ -124,14 +124,14 @@ class ServedRollouts(Rollouts):
         if stats["added"] < step * self._fresh_per_step:
             log.warning(
                 "warning: the replay-buffer has stored %d groups since it was made, and this run trained on %d: %s was removed "
-                "or replaced; training goes on%s",
+                "or replaced; training continues%s",
                 *(stats["added"], step * self._fresh_per_step, self._config.state_dir / "replay"),
-                ", reuse begins with an empty buffer" if reuses else ", nothing that is still needed is lost",
+                ", and reuse starts with an empty buffer" if reuses else ", and nothing that is still needed is lost",
                 extra=SHOWN,
             )
         if stored and reuses:
             raise ConfigError(
-                f"the replay buffer holds {stored} groups of another run, which this run would reuse",
+                f"the replay-buffer holds {stored} groups of another run, which this run would reuse",
                 field="state_dir",
                 value=str(self._config.state_dir),
                 remedy="empty it with POST /clear, give this run its own state_dir, or set replay.reuse_ratio 0",
@@ -207,7 +207,7 @@ class ServedRollouts(Rollouts):
                     f"group {group.id} has a token that is not in the model's vocabulary of {self._vocabulary}",
                     field=name,
                     value=wrong,
-                    remedy="find who added that group: the engines serve another model, or another program uses the "
+                    remedy="find out who added that group: the engines serve another model, or another program uses the "
                     "replay-buffer; a restarted run drops the groups that it has not trained on",
                 )
 
@@ -292,7 +292,7 @@ class ServedRollouts(Rollouts):
                     "a group was delivered twice: its lease ended before it was trained on",
                     field="replay.lease_s",
                     value=self._config.replay.lease_s,
-                    remedy="raise it above the longest time from a batch to the end of its update",
+                    remedy="raise it above the longest time from the delivery of a batch to the end of its update",
                 )
             self._held.add(group.id)
             self._collector.taken(group.position)
@@ -354,8 +354,8 @@ class ServedRollouts(Rollouts):
 def no_reward(reason: str, settings: RewardSection) -> ConfigError:
     """Returns the error for reward functions that fail for a first answer; `reason` names function and failure."""
     if "no answer within" not in reason:
-        message = f"the reward functions give no reward to a first answer: {reason}"
-        return ConfigError(message, field="reward.functions", remedy="correct the function, and try it on its own")
+        message = f"the reward functions gave no reward for a first answer: {reason}"
+        return ConfigError(message, field="reward.functions", remedy="correct the function, and test it by itself")
     if reason.startswith("reward_model: ") and settings.reward_model_name:
         field, value = "reward.reward_model_max_tokens", str(settings.reward_model_max_tokens)
         remedy = "give the reward-server a GPU or a smaller reward.reward_model_name, or lower this setting"

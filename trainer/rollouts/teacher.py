@@ -48,10 +48,12 @@ class Teacher(Client):
             tokens = row[len(prompt_ids) :]
             pairs = pairs[-len(tokens) :]
             if [token for _, token in pairs] != tokens:
-                raise TeacherFailed("the teacher scored tokens it was not given", field="url", value=self.base_url)
+                raise TeacherFailed("the teacher scored tokens that it did not receive", field="url", value=self.base_url)
             logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
             if not np.isfinite(logprobs).all():
-                raise TeacherFailed("the teacher gives tokens no finite log-probability", field="url", value=self.base_url)
+                raise TeacherFailed(
+                    "the teacher returned log-probabilities that are not finite", field="url", value=self.base_url
+                )
             found.append(logprobs)
         return found
 
@@ -75,7 +77,7 @@ class Teacher(Client):
             if theirs == ours:
                 await self.score(own[:1], [np.array(own[1:], np.int32)])
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise self._unfit(f"the teacher gives no log-probabilities of a prompt: {error!r}") from None
+            raise self._unfit(f"the teacher does not return log-probabilities of a prompt: {error!r}") from None
         except TeacherFailed as error:
             raise self._unfit(error.message) from None
         if theirs != ours:
@@ -85,7 +87,7 @@ class Teacher(Client):
                 f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
                 field="teacher.url",
                 value=self.base_url,
-                remedy="use a teacher with the tokenizer of model.name: its scores are per token",
+                remedy="use a teacher with the tokenizer of model.name, because its scores are per token",
             )
 
     def _unfit(self, reason: str) -> ConfigError:
@@ -93,7 +95,7 @@ class Teacher(Client):
             reason,
             field="teacher.url",
             value=self.base_url,
-            remedy="use SGLang, this system's engine, or (with /v1) an endpoint whose /completions knows echo with logprobs",
+            remedy="use SGLang, this system's engine, or (with /v1) an endpoint whose /completions supports echo with logprobs",
         )
 
     async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:

@@ -62,7 +62,7 @@ class SftLog:
         from trainer.observe.plots import plot_losses  # heavy: matplotlib
 
         curves = directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"look at {checkpoint}: it is complete"):
+        with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
             plot_losses(metrics, evaluations, curves)
         self.recorder.show(seconds_table(metrics))
         if len(evaluations) >= 2:

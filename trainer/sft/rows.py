@@ -86,14 +86,14 @@ class Encoder:
     def _check(self, example: Prompt, tokens: list[int]) -> None:
         if not tokens or max(tokens) >= self.vocabulary:
             raise ConfigError(
-                f"the tokenizer makes the token {max(tokens, default=-1)} of {example.id}, the model knows {self.vocabulary}",
+                f"{example.id} has the token {max(tokens, default=-1)}, but the model has only {self.vocabulary} tokens",
                 field="model.name",
                 value=self._tokenizer.name_or_path,
                 remedy="use the tokenizer that belongs to the model",
             )
         if self.context is not None and len(tokens) > self.context:
             raise ConfigError(
-                f"{example.id} has {len(tokens)} tokens with its answer, and the model's context is {self.context}",
+                f"{example.id} has {len(tokens)} tokens with its answer, and the model's context has only {self.context}",
                 field="data.source",
                 value=example.prompt,
                 remedy="shorten it or leave it out (data.map), or use a model with a longer context",

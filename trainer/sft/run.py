@@ -100,7 +100,7 @@ class SftRun:
         """Reads the data and opens the log; returns rank 0's parts and the message to the other ranks."""
         config, policy, settings = self._config, self._policy, self._config.trainer
         set_run(lock.run)
-        tell(console, f"run directory {run_dir}" + (f", going on after step {policy.step}" if policy.step else ""))
+        tell(console, f"run directory {run_dir}" + (f", continuing after step {policy.step}" if policy.step else ""))
         tokenizer = load_tokenizer(config.model)
         static_files(config, policy.model, tokenizer, run_dir / "model")
         prompter = Prompter(
@@ -117,7 +117,7 @@ class SftRun:
         gpus = policy.ranks.world_size if policy.ranks.on_gpu else 0
         log = SftLog(self._stack.enter_context(recorder), total, gpus)
         if policy.step >= total:
-            recorder.say(f"already finished: all {total} steps were trained before, and below is their result")
+            recorder.say(f"already finished: all {total} steps were trained before, and their result is below")
         told = _Told(log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers"))
         return told, f"{positions} {total} {len(held_out)}\n".encode() + pack([row for rows in held_out for row in rows])
 

@@ -77,7 +77,7 @@ def check(settings: TrackersSection) -> None:
             remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
             raise ConfigError(f"the library {name} is not installed", field="trackers.names", value=name, remedy=remedy)
     if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
-        remedy = "put it into the environment of the trainer (a secret of the job group), or WANDB_MODE=offline"
+        remedy = "set it in the environment of the trainer (as a secret of the job group), or set WANDB_MODE=offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 

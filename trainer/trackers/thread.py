@@ -46,7 +46,7 @@ class TrackerThread:
             self._finish("lost")
         elif self._queue.qsize() >= self._limit:
             self._finish("lost")
-            self._report(f"it is too slow: {self._limit} records wait for it already")
+            self._report(f"it is too slow: {self._limit} records are already waiting for it")
         else:
             self._queue.put((call, arguments))
 
@@ -60,7 +60,7 @@ class TrackerThread:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._reported = True
-            self._say(f"tracker {self.name} did not take what was left in the time it had")
+            self._say(f"tracker {self.name} did not accept the remaining records in time")
         self._drop_rest()
         if self.lost:
             self._say(f"tracker {self.name}: {self.lost} of {self._given} records are lost")
@@ -105,7 +105,7 @@ class TrackerThread:
     def _report(self, reason: str) -> None:
         if not self._reported:
             self._reported = True
-            self._say(f"tracker {self.name}: {reason}. The run goes on; the records that it does not take are lost and counted")
+            self._say(f"tracker {self.name}: {reason}. The run continues; records that it does not accept are lost and counted")
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class Broadcaster:
             transfer.finish()
             self._prepare(version)
             if problem := self._problem(group, transfer):
-                log.error("weights %d were not broadcast and go over HTTP: %s", version, problem)
+                log.error("weights %d were not broadcast, so they go over HTTP: %s", version, problem)
                 group.close(stuck=not transfer.done.is_set())
                 manifest = self._board.withdraw(manifest)
         return manifest, copy.size
@@ -87,7 +87,7 @@ class Broadcaster:
             try:
                 self._group = EngineGroup(members, self._rendezvous, self._timeout_s)
             except RuntimeError as error:
-                log.error("no group can be formed at %s, weights go over HTTP: %s", self._rendezvous.address, error)
+                log.error("no group can be formed at %s, so weights go over HTTP: %s", self._rendezvous.address, error)
                 return None
             names = ", ".join(f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members)
             log.info("group %s of the trainer and the engines of %s", self._group.name, names)
@@ -100,7 +100,7 @@ class Broadcaster:
             if lost := self._lost(group):
                 return lost
             if time.monotonic() > limit:
-                return f"not done after {self._timeout_s:.0f} s; {self._states(group)}"
+                return f"the broadcast was not done after {self._timeout_s:.0f} s; {self._states(group)}"
         if transfer.error is None:
             return None
         blame = time.monotonic() + _BLAME_S
@@ -115,7 +115,7 @@ class Broadcaster:
         for member in group.members:
             report = now.get(member.name)
             if report is None:
-                lost.append(f"{member.name} has fallen silent")
+                lost.append(f"{member.name} stopped reporting")
             elif report.epoch != member.epoch or report.state in ("failed", "starting"):
                 lost.append(f"{report.name} is {report.state}: {report.detail or 'its engine was started again'}")
         return "; ".join(lost) or None

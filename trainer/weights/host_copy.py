@@ -93,7 +93,7 @@ class HostCopy:
             for name, view in views(flat, bucket):
                 found, tensor = next(weights, ("nothing", view))
                 if (found, tensor.shape, tensor.dtype) != (name, view.shape, view.dtype):
-                    raise ServiceError("the layout of the weights to publish has changed", field=name, value=found)
+                    raise ServiceError("the layout of the published weights has changed", field=name, value=found)
                 copies = self._copies(tensor)
                 copies.to_host(tensor, view)
             copies.then(partial(ready, index))
@@ -105,7 +105,12 @@ class HostCopy:
         """Yields the tensors of this version, and keeps `fill` waiting. Raises NotFound when the version is gone."""
         with self.lock:
             if version != self._version:
-                raise NotFound("these weights are gone", field="version", value=version, remedy="ask for the newest")
+                raise NotFound(
+                    "this version of the weights was removed",
+                    field="version",
+                    value=version,
+                    remedy="ask for the newest version",
+                )
             yield {
                 name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)
             }

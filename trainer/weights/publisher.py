@@ -72,7 +72,7 @@ def write_version(
     partial = target.with_suffix(".partial")
     for leftover in (partial, target):
         shutil.rmtree(leftover, ignore_errors=True)
-    remedy = "start again: the run goes on from its newest checkpoint"
+    remedy = "start again: the run continues from its newest checkpoint"
     try:
         with storing(f"weights {version}", target, "trainer.run_dir", remedy):
             partial.mkdir(parents=True)
@@ -172,7 +172,7 @@ class WeightBoard:
             latest = self._latest
             if latest is not None and latest.version == manifest.version and latest.files:
                 return latest
-            log.info("writing the files of weights %d: a node asks for them", manifest.version)
+            log.info("writing the files of weights %d, because a node asks for them", manifest.version)
             written = broadcaster.write(manifest.version)
             with self._lock:
                 if self._latest is not None and self._latest.version == written.version:
@@ -238,7 +238,7 @@ class WeightBoard:
         finally:
             del self._waiting[event]
         if (latest := self._latest) is None:
-            raise NotFound("no weight version was published yet", remedy="ask again; the trainer is starting")
+            raise NotFound("no weight version has been published yet", remedy="ask again; the trainer is starting")
         return latest
 
     def file(self, version: int, name: str) -> Path:
@@ -259,7 +259,9 @@ class WeightBoard:
             now = time.monotonic()
             alive = {name: entry for name, entry in self._workers.items() if now - entry[1] < _FORGOTTEN_S}
             if len(alive) >= _MAX_WORKERS and report.name not in alive:
-                raise TooLarge("too many workers report", field="name", value=report.name, remedy=f"at most {_MAX_WORKERS}")
+                raise TooLarge(
+                    "too many workers report", field="name", value=report.name, remedy=f"run at most {_MAX_WORKERS} workers"
+                )
             self._workers = alive | {report.name: (report, now)}
             self._lock.notify_all()
         if report.state in ("stale", "failed") and (previous is None or previous[0].state != report.state):
@@ -318,7 +320,7 @@ class WeightBoard:
                 watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
                 if not current:
                     raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
-                log.error("after %.0f s %s; training goes on without them until they catch up", timeout_s, waited)
+                log.error("after %.0f s %s; training continues without them until they catch up", timeout_s, waited)
                 return self._exclude([*missing, *self._silent()])
             if now - said > say_after_s:
                 say(f"waited {now - start:.0f} s so far: {waited}")

@@ -88,7 +88,7 @@ def _gold(ground_truth: str, field: str) -> str:
             "the ground truth states no answer",
             field=field,
             value=ground_truth,
-            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or a text with a \\boxed{{}} or #### answer",
+            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or text with a \\boxed{{}} or #### answer",
         )
     return gold
 

@@ -160,7 +160,7 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
     values = kwargs.get(name)
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Sequence) or len(values) != count:
         raise InvalidInput(
-            f"the reward function {function} needs a list {name} as long as the completions",
+            f"the reward function {function} needs a list {name} with one item per completion",
             field=name,
             value=values,
             remedy=f"give the data set a column {name}",
@@ -194,7 +194,9 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
     try:
         function = target(**spec["arguments"]) if isinstance(target, type) else target
     except Exception as error:
-        raise RuntimeError(f"the reward function {spec['target']} cannot be made: {type(error).__name__}: {error}") from error
+        raise RuntimeError(
+            f"the reward function {spec['target']} cannot be created: {type(error).__name__}: {error}"
+        ) from error
     if isinstance(function, RewardFunction):
         return function
     if not callable(function):

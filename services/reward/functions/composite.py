@@ -32,13 +32,13 @@ class CompositeRewardFunction(DetailedRewardFunction):
         weights = [1.0] * len(functions) if weights is None else list(weights)
         if not functions or len(weights) != len(functions):
             raise ConfigError(
-                f"{len(functions)} functions and {len(weights)} weights",
+                f"there are {len(functions)} functions but {len(weights)} weights",
                 field="weights",
                 value=weights,
                 remedy="give at least one function, and one weight for each",
             )
         if not all(map(math.isfinite, weights)):
-            raise ConfigError("a weight is not a finite number", field="weights", value=weights, remedy="correct it")
+            raise ConfigError("a weight is not a finite number", field="weights", value=weights, remedy="give finite numbers")
         check_names([function.name for function in functions])
         self.functions, self._name = list(functions), name
         self.weights = {function.name: float(weight) for function, weight in zip(functions, weights, strict=True)}

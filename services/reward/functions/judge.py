@@ -80,7 +80,7 @@ class JudgeRewardFunction(DetailedRewardFunction):
                 "the judge needs the URL of an OpenAI-compatible endpoint and the name of a model",
                 field="judge_url, judge_model",
                 value=f"{url!r}, {model!r}",
-                remedy="for example http://127.0.0.1:8000/v1",
+                remedy="set both, for example http://127.0.0.1:8000/v1 and the model's name there",
             )
         check_positive(judge_scale=scale, judge_timeout_s=timeout_s, judge_concurrency=concurrency, judge_max_tokens=max_tokens)
         self._url, self._model, self._scale = f"{url.rstrip('/')}/chat/completions", model, scale

@@ -98,7 +98,7 @@ class PlainFunction(DetailedRewardFunction):
                 f"the reward function {self.name} gave log_extra {len(columns[wrong[0]])} values of {wrong[0]} for "
                 f"{len(completions)} completions",
                 field=self.name,
-                remedy="give it one for each",
+                remedy="give log_extra one value for each completion",
             )
         columns = {"prompt": prompts, "completion": completions, **columns}
         return [{"function": self.name, **{name: values[i] for name, values in columns.items()}} for i in range(len(prompts))]

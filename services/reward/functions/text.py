@@ -34,7 +34,7 @@ class FormatRewardFunction(RewardFunction):
 
     def __init__(self, required_patterns: Sequence[str] = (), forbidden_patterns: Sequence[str] = ()) -> None:
         if not required_patterns and not forbidden_patterns:
-            raise ConfigError("the format reward has no pattern", field="required_patterns", remedy="give at least one")
+            raise ConfigError("the format reward has no pattern", field="required_patterns", remedy="give at least one pattern")
         self._required = _compiled("required_patterns", required_patterns)
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
@@ -63,7 +63,7 @@ class LengthPenaltyFunction(RewardFunction):
     def __init__(self, soft_chars: int = 4000, hard_chars: int = 8000) -> None:
         if not 0 <= soft_chars < hard_chars:
             raise ConfigError(
-                "the soft limit is not below the hard one", field="soft_chars", value=soft_chars, remedy="lower it"
+                "soft_chars is not below hard_chars", field="soft_chars", value=soft_chars, remedy="lower soft_chars"
             )
         self._soft, self._hard = soft_chars, hard_chars
 
@@ -103,7 +103,7 @@ class RepetitionPenaltyFunction(RewardFunction):
 
 def _compiled(field: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:
     if isinstance(patterns, str):
-        raise ConfigError(f"{field} is one text", field=field, value=patterns, remedy="give a list of patterns")
+        raise ConfigError(f"{field} is a single text", field=field, value=patterns, remedy="give a list of patterns")
     compiled = []
     for pattern in patterns:
         try:

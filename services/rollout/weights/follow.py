@@ -195,7 +195,7 @@ class WeightFollower:
         """Returns the newest version with its files, which the trainer writes on demand."""
         manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
         if manifest is None or not manifest.files:
-            raise WeightsGone("the trainer has no files of its weights")
+            raise WeightsGone("the trainer has no files of these weights")
         return manifest
 
     async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
@@ -208,7 +208,7 @@ class WeightFollower:
         if broadcast is None or not self._engine.up:
             return False
         if broadcast.epochs.get(self._name) != self.epoch:
-            log.info("this node is not in the broadcast of weights %d: it takes them as files", wanted.version)
+            log.info("this node is not in the broadcast of weights %d: it downloads the files", wanted.version)
             return False
         start = self._engine.starts
         try:
@@ -224,7 +224,7 @@ class WeightFollower:
         self._failed_broadcasts += 1
         self._changed()
         if self._engine.up and self._engine.starts == start and not await self._receiver.abandon(broadcast):
-            self._engine.restart(f"the engine hangs in the broadcast of weights {wanted.version}")
+            self._engine.restart(f"the engine is stuck in the broadcast of weights {wanted.version}")
         self._state.updating = True
         return False
 
@@ -265,7 +265,7 @@ class WeightFollower:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
         self._updates.labels("failed").inc()
         self._state.update_failed(reason, engine_failed=stage == "load")
-        log.error("this node is stale and gets no traffic: %s", reason)
+        log.error("this node is stale and receives no traffic: %s", reason)
         if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:

@@ -82,7 +82,7 @@ class BroadcastReceiver:
         await self._api.control("/end_weight_update", {}, limit)
         sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(limit))
         verdict = await self._trainer.verify(version, sums, limit)
-        log.info("weights %d came by broadcast; compared: %s", version, verdict.compared)
+        log.info("weights %d arrived by broadcast; comparison: %s", version, verdict.compared)
         await self._api.resume()
         await self._api.confirm(str(version))
         return verdict.checksum

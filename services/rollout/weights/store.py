@@ -144,7 +144,7 @@ class WeightStore:
         if problem is None:
             self._inherited.discard(path)
             return True
-        log.error("the weights in %s are damaged and not used, they are downloaded again: %s", path, problem)
+        log.error("the weights in %s are damaged; downloading them again: %s", path, problem)
         self._forget(path)
         return False
 
@@ -181,7 +181,7 @@ class WeightStore:
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the download is retried"):
+            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the agent retries the download"):
                 partial.mkdir()
                 for file in manifest.files:
                     linked = await asyncio.to_thread(self._link, file, partial / file.name)
@@ -230,7 +230,9 @@ class WeightStore:
         if made == file.xxh3:
             return True
         target.unlink(missing_ok=True)
-        log.error("the delta of %s of weights %d is not used, the whole file is: %s", file.name, manifest.version, made)
+        log.error(
+            "the delta of %s of weights %d is unusable, the whole file replaces it: %s", file.name, manifest.version, made
+        )
         return False
 
     def _forget(self, path: Path) -> None:
@@ -303,5 +305,5 @@ def _copied(source: Path, file: SentFile, target: Path) -> bool:
     if digest.hexdigest() == file.xxh3:
         return True
     target.unlink()
-    log.error("%s does not match the manifest, it is downloaded instead", source)
+    log.error("%s does not match the manifest; downloading the file instead", source)
     return False

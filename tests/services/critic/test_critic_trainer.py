@@ -105,7 +105,7 @@ def test_a_critic_server_gives_what_the_trainer_would_compute_itself(
         start()
         with pytest.raises(CriticLost, match="lost the critic of this run") as error:
             first.values(make_batch(2))
-        assert "goes on from its newest checkpoint" in str(error.value.remedy)
+        assert "continues from its newest checkpoint" in str(error.value.remedy)
         with pytest.raises(CriticLost):
             first.start_update(make_batch(2), seed=0)()
         with pytest.raises(CriticLost):

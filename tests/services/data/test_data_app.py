@@ -139,5 +139,5 @@ async def test_pass_rates_are_refused_without_a_curriculum(client: DataClient) -
 
 
 def test_an_id_in_both_splits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="'t/2' is in the training and in the evaluation split"):
+    with pytest.raises(ConfigError, match="'t/2' is in both the training and the evaluation split"):
         create_data_app(config(tmp_path), TRAIN, [TRAIN[2]])

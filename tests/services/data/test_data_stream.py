@@ -183,7 +183,7 @@ def test_remedy_never_removes_an_intact_file(why: str, remedy: str) -> None:
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file", encoding="utf-8")
-    with pytest.raises(ConfigError, match="set state_dir to a folder that can be written"):
+    with pytest.raises(ConfigError, match="set state_dir to a writable folder"):
         PromptStream(prompts(), 0, tmp_path)
 
 

@@ -122,7 +122,7 @@ def test_embedded_unavailable_attention_is_refused_at_the_start(tmp_path: Path, 
     directory = write(tmp_path / "model", tokenizer_dir, "gemma3")
     config = directory / "config.json"
     config.write_text(config.read_text().replace('"use_bidirectional_attention": false', '"use_bidirectional_attention": true'))
-    with pytest.raises(ConfigError, match="looks ahead"):
+    with pytest.raises(ConfigError, match="attend to later tokens"):
         Model(directory, CONTEXT)
 
 

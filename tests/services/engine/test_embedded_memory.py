@@ -114,7 +114,7 @@ async def test_calls_that_would_end_sglang_are_refused(engine: Engine, client: E
     assert "was not released" in await _refused(client, resume, {"tags": ["kv_cache"]})
     assert "tags" in await _refused(client, release, {"tags": ["everything"]})
     assert (await client.http.post(release, json={})).json() is None  # takes both kinds of memory
-    assert "released already" in await _refused(client, release, {"tags": ["weights"]})
+    assert "already released" in await _refused(client, release, {"tags": ["weights"]})
     assert "needs" in await _refused(client, "/continue_generation", {})
     assert "memory of the weights is released" in await _refused(
         client, "/update_weights_from_disk", {"model_path": str(directory)}

@@ -169,7 +169,7 @@ async def test_a_request_sent_again_gets_the_same_episodes() -> None:
         third = await server.client.episodes(request)
         assert wire.encode(one) == wire.encode(other) == wire.encode(third)
         assert len(server.engine.asked) == 4
-        with pytest.raises(ServiceError, match="another request had this id") as caught:
+        with pytest.raises(ServiceError, match="another request already used this id") as caught:
             await server.client.episodes(request_for(NAMES[Calculator], "other", n=2))
         assert caught.value.status == 409
 
@@ -304,11 +304,11 @@ class Undescribed:
 
 WRONG = {
     "gym:CartPole": "there is no environment",
-    "python:tests.support.environments:Nothing": "there is no such name",
+    "python:tests.support.environments:Nothing": "the module has no such name",
     "python:no_such_package.Class": "cannot be imported",
-    f"python:{__name__}:NoReset": "is not an environment class",
+    f"python:{__name__}:NoReset": "is not a class of environments",
     f"python:{__name__}:Undescribed": "the tool act",
-    "python:json:dumps": "is not an environment class",
+    "python:json:dumps": "is not a class of environments",
 }
 
 

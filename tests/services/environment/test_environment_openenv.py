@@ -110,7 +110,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "lost at step": ({"step": "end"}, "died", "ended the connection"),
     "no session": ({"reset": {"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no image"}}}, "died", "no image"),
     "refused": ({"step": {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of order"}}}, "error", "order"),
-    "no JSON": ({"reset": "<html>"}, "error", "did not answer with JSON"),
+    "no JSON": ({"reset": "<html>"}, "error", "answer is not JSON"),
     "no mapping": ({"reset": "[]"}, "error", "answered []"),
     "no observation": ({"step": {"type": "state", "data": {}}}, "error", "answered a step with"),
     "no reward": ({"step": observed(observation={}, reward="much", done=True)}, "error", "the reward of a step is much"),
@@ -144,9 +144,7 @@ async def test_a_command_that_ends_says_why() -> None:
         assert "ended with status 1 before it answered: no such app" in episode.detail
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"), [("openenv:sh -c true", "no place for its port"), ("openenv:nowhere", "no program")]
-)
+@pytest.mark.parametrize(("name", "reason"), [("openenv:sh -c true", "has no {port}"), ("openenv:nowhere", "no program")])
 def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")

@@ -344,11 +344,11 @@ async def test_bad_messages_are_named(chat: Any, field: str) -> None:
 
 
 TEMPLATES = {
-    "it has none": None,
+    "the model has none": None,
     "stop": CHATML.replace("<|im_end|>", "<|done|>"),
-    "depends on earlier messages": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
-    "no prompt for an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
-    "not write the new messages": CHATML.replace("else message.content", "else message.content | upper"),
+    "depends on the messages before it": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
+    "starts an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
+    "not the new messages": CHATML.replace("else message.content", "else message.content | upper"),
 }
 
 
@@ -364,7 +364,7 @@ async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
     plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     session, _, _ = trap_session(["ok", "ok"], plain + asks)
-    with pytest.raises(InvalidInput, match="does not write tools"):
+    with pytest.raises(InvalidInput, match="does not support tools"):
         await ask(session, [user("x")], TOOLS)
     first = await ask(session, [user("x")])
     await ask(session, [user("x"), sent_back(first), user("y")])

@@ -82,9 +82,9 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(caplog: pytest.Log
                 await asyncio.sleep(0.01)
         stats = (await server.http.get("/stats")).json()
         assert (stats["hung_calls"], stats["hung_calls_limit"]) == (2, 2)
-        assert "Hangs: hang still runs though its episode has ended: 1 such calls" in caplog.text
+        assert "Hangs: hang is still running although its episode has ended: 1 such calls" in caplog.text
         health = await server.http.get("/health")
-        assert (health.status_code, "2 calls of the environment hang" in health.json()["reason"]) == (503, True)
+        assert (health.status_code, "2 calls of the environment are stuck" in health.json()["reason"]) == (503, True)
         episode = await play()
         assert (episode.status, episode.reward) == ("died", None)
         assert "environment.workers" in episode.detail

@@ -133,7 +133,7 @@ def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, messag
         ),
         (["--reward.functions", "nothing"], "functions"),
         (["--reward.functions", "format"], "format needs reward.format_required or reward.format_forbidden"),
-        (["--reward.weights", "format=2"], "which reward.functions lacks"),
+        (["--reward.weights", "format=2"], "which reward.functions does not have"),
         (["--reward.tasks", '{"a": []}'], "tasks"),
         (["--reward.functions", "length", "--reward.length_soft_chars", "9000"], "length_soft_chars"),
     ],

@@ -318,7 +318,7 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
             with pytest.raises(ConfigError, match="Permission denied") as caught:
                 CodeRewardFunction(python=f"{folder}/venv/bin/python")
             assert "code_python" in str(caught.value.remedy)
-    with pytest.raises(ConfigError, match="there is no Python for it"):
+    with pytest.raises(ConfigError, match="there is no Python interpreter for them"):
         CodeRewardFunction(python="/nowhere/python")
 
 

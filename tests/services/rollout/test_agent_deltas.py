@@ -141,7 +141,7 @@ async def test_a_wrong_delta_is_never_loaded(
     with caplog.at_level(logging.ERROR):
         path = await store.fetch(manifest, client)
     assert checksum(path / FILE) == file.xxh3
-    assert "is not used, the whole file is" in caplog.text
+    assert "is unusable, the whole file replaces it" in caplog.text
     assert trainer.paths[-1] == FILE
 
 

@@ -236,6 +236,6 @@ async def test_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: 
 
 async def test_child_whose_setting_is_wrong_is_not_started_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path, f"print('loading'); print('error: there is no GPU'); raise SystemExit({WRONG_SETTING})")
-    with pytest.raises(ConfigError, match="child refuses its settings: there is no GPU"):
+    with pytest.raises(ConfigError, match="child rejects its settings: there is no GPU"):
         await rig.child.run()
     assert rig.child.starts == 1

@@ -85,7 +85,9 @@ def test_a_window_that_sglang_does_not_have_bounds_the_context(tmp_path: Path, s
         return
     assert command[command.index("--context-length") + 1] == str(window)
     config.sampling.max_new_tokens = window
-    with pytest.raises(ConfigError, match=rf"without its attention window of {window} tokens.*sampling\.max_new_tokens.*below"):
+    with pytest.raises(
+        ConfigError, match=rf"ignores the attention window of this model, {window} tokens.*sampling\.max_new_tokens.*less than"
+    ):
         engine_command(config, Topology(), str(tmp_path), "3")
 
 

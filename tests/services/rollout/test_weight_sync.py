@@ -182,7 +182,7 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     publisher.publish(killing(), 2)
     both.until(lambda: both.serving("killed", 2), "weights 2 everywhere")
     assert both.held() == [sums(new)] * 2
-    assert "weights 2 were not broadcast and go over HTTP: " in caplog.text
+    assert "weights 2 were not broadcast, so they go over HTTP: " in caplog.text
     assert "rollout-server-1 is failed" in caplog.text
     assert "v000002" in both.files()
     both.until(both.healthy, "both nodes healthy")
@@ -218,7 +218,7 @@ def test_an_engine_that_hangs_is_started_again_and_takes_files(both: Cluster, ca
     try:
         publisher.publish(new.items(), 2)
         assert set(both.fenced) <= {"rollout-server-1"}  # empty if it is back before the publisher gives up on it
-        assert "the engine hangs in the broadcast of weights 2" in caplog.text
+        assert "the engine is stuck in the broadcast of weights 2" in caplog.text
         both.until(lambda: both.serving("hung", 2), "weights 2 everywhere")
     finally:
         with contextlib.suppress(ProcessLookupError, Exception):

@@ -199,7 +199,7 @@ def test_gdpo_reads_the_scores_of_the_reward_functions_and_their_weights(config:
         total = math_part + weight * length_part
         np.testing.assert_allclose(found, total / total.std(ddof=1), rtol=1e-4)
     group.completions[1].components = {}
-    with pytest.raises(ConfigError, match="no scores of single reward functions"):
+    with pytest.raises(ConfigError, match="no scores per reward function"):
         gdpo(changed, [group])
 
 
@@ -253,24 +253,27 @@ def test_the_teacher_is_compared_with_the_policy_about_to_be_updated(config: Con
 
 def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> None:
     changed = with_algorithm(config, name="opd")
-    with pytest.raises(ConfigError, match="has no scores of a teacher"):
+    with pytest.raises(ConfigError, match="has no scores from a teacher"):
         batch_of([make_group(np.random.default_rng(0), [1.0, 0.0])], changed)
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"algorithm.name": "opd"}, "learns from a teacher alone, and teacher.url is empty"),
+        ({"algorithm.name": "opd"}, "learns only from a teacher, and teacher.url is empty"),
         ({"teacher.coef": 2.0}, "teacher.coef is set but not read"),
         ({"teacher.url": "localhost:30000"}, "is not a URL"),
         ({"teacher.url": "http://me:secret@host"}, "TEACHER_API_KEY"),
         ({"teacher.url": "http://host/v1"}, "set teacher.model"),
         ({"teacher.url": "http://host", "teacher.model": "m"}, "teacher.model is set but not read"),
-        ({"algorithm.name": "opd", "teacher.url": "http://host", "algorithm.dynamic_sampling": True}, "rewards do not teach"),
+        (
+            {"algorithm.name": "opd", "teacher.url": "http://host", "algorithm.dynamic_sampling": True},
+            "the rewards are not used",
+        ),
         ({"teacher.url": "http://host", "sampling.top_p": 0.9, "rollout.engine": "embedded"}, "cannot be compared"),
         ({"algorithm.name": "gdpo", "reward.require_stop": True}, "algorithm.mask_truncated"),
-        ({"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "use algorithm.kl_in loss"),
-        ({"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}}, "leave its weight at 1"),
+        ({"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "set algorithm.kl_in loss"),
+        ({"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}}, "remove this weight"),
         ({"algorithm.name": "sapo", "algorithm.clip_low": 0.1}, "algorithm.clip_low is set but not read"),
         ({"algorithm.sapo_tau_positive": 2.0}, "algorithm.sapo_tau_positive is set but not read"),
         ({"algorithm.name": "dppo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip is set but not read"),
@@ -278,7 +281,7 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
             {"algorithm.rollout_correction": "truncate", "algorithm.correction_floor": 0.5},
             "correction_floor is set but not read",
         ),
-        ({"algorithm.name": "geo_rs", "algorithm.old_logprobs": "engine"}, "compare with the trainer's own"),
+        ({"algorithm.name": "geo_rs", "algorithm.old_logprobs": "engine"}, "always use the trainer's own"),
         ({"algorithm.name": "maxrl", "algorithm.advantage_eps": 1e-3}, "advantage_eps is set but not read"),
     ],
 )

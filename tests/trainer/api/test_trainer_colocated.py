@@ -125,7 +125,7 @@ def test_a_colocated_run_equals_a_separate_one(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--trainer.max_staleness", "1"), r"trainer\.max_staleness 1 .*rollout\.colocate.*set the former to 0"),
+        (("--trainer.max_staleness", "1"), r"trainer\.max_staleness 1 .*rollout\.colocate.*set trainer\.max_staleness to 0"),
         (("--trainer.weight_sync", "distributed"), r"weight_sync distributed .*rollout\.colocate.*http or shared"),
         (("--rollout.engine", "sglang", "--rollout.device", "cpu"), r"rollout\.device cpu .*rollout\.engine embedded"),
     ],

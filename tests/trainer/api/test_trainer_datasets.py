@@ -99,7 +99,7 @@ def test_several_data_sets_by_their_names() -> None:
             [{"prompt": [{"role": "robot", "content": "x"}]}],
             r"row 0: the chat in column 'prompt' has the roles robot; they must be system, user, assistant",
         ),
-        ([{"prompt": [{"role": "assistant", "content": "x"}]}], r"has the roles assistant; .*the last one user"),
+        ([{"prompt": [{"role": "assistant", "content": "x"}]}], r"has the roles assistant; .*the last one must be user"),
         ([{"prompt": "a?", "answer": [1]}], r"row 0: column 'answer' is \[1\], not a text or a number"),
         ([{"prompt": "a?", "blob": object()}], r"row 0: column 'blob' is of type object, which JSON cannot represent"),
         ([{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}], r"two problems have the id '1'.*field: train"),

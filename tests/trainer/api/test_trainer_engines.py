@@ -76,11 +76,15 @@ def test_servers_share_the_prompts_and_get_every_version(base_model: Path, tmp_p
 @pytest.mark.parametrize(
     ("engine", "settings", "message"),
     [
-        ("vllm", {}, r"it is not an engine.*field: engine.*value: vllm.*sglang, or the URLs"),
-        (["http://a:1", "http://a:1/"], {}, r"it is named twice.*value: http://a:1"),
+        ("vllm", {}, r"this is not an engine.*field: engine.*value: vllm.*sglang, or the URLs"),
+        (["http://a:1", "http://a:1/"], {}, r"this server is named twice.*value: http://a:1"),
         ("http://a:1", {"lora.rank": 4}, r"may not accept adapters.*lora.publish"),
-        ("embedded", {"rollout.engine_args": []}, r"SGLang that is started here.*engine='sglang'"),
-        ("sglang", {"rollout.engine_python": "no/python"}, r"no Python with sglang.*rollout.engine_python.*no/python"),
+        ("embedded", {"rollout.engine_args": []}, r"SGLang that the trainer starts.*engine='sglang'"),
+        (
+            "sglang",
+            {"rollout.engine_python": "no/python"},
+            r"this Python does not have sglang.*rollout.engine_python.*no/python",
+        ),
     ],
 )
 def test_an_impossible_engine_is_refused_at_once(

@@ -50,7 +50,7 @@ def test_an_environment_that_a_function_makes_plays_and_rewards_the_episodes(bas
     (group,) = read_lines(result.output_dir / "samples.jsonl")
     assert all(completion["turns"] for completion in group["completions"])
     assert {completion["reward"] for completion in group["completions"]} <= {n / 7 for n in range(7)}
-    with pytest.raises(ConfigError, match=r"it is for single answers.*eval_dataset"):
+    with pytest.raises(ConfigError, match=r"evaluate is for single answers.*eval_dataset"):
         trainer.evaluate()
 
 
@@ -66,11 +66,11 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
             """Begins."""
 
     refused: list[tuple[Any, dict[str, Any], str]] = [
-        (by_environment, {"environment_factory": Silent}, "gets no environments.*get_reward"),
-        (length, {"environment_factory": Insists}, "has get_reward, which is the whole reward"),
+        (by_environment, {"environment_factory": Silent}, "receive no environments.*get_reward"),
+        (length, {"environment_factory": Insists}, "has get_reward, which gives the whole reward"),
         (None, {"environment_factory": Silent}, "there is none.*reward_fn"),
-        (length, {"environment_factory": 7}, "makes no environments.*environment_factory"),
-        (length, {"environment_factory": dict}, "not an environment class"),
+        (length, {"environment_factory": 7}, "cannot make environments.*environment_factory"),
+        (length, {"environment_factory": dict}, "not a class of environments"),
         (length, {"environment_factory": Silent, "tools": [length]}, "brings its own tools"),
         (length, {"tools": [undescribed]}, "undescribed of .* cannot be described"),
         (length, {"tools": [Silent]}, "not a function"),
@@ -79,7 +79,7 @@ def test_conflicting_arguments_are_refused(base_model: Path, tmp_path: Path) -> 
         with pytest.raises(ConfigError, match=message):
             GRPOTrainer(str(base_model), reward, config(tmp_path), ROWS, **given)
     other = config(tmp_path, settings={"environment.name": "python"})
-    with pytest.raises(ConfigError, match="there is another environment"):
+    with pytest.raises(ConfigError, match="the arguments give another environment"):
         GRPOTrainer(str(base_model), length, other, ROWS, environment_factory=Silent)
 
 

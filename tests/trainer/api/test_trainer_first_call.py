@@ -105,7 +105,7 @@ def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
     names = ("accuracy", "standard_error", "confidence_interval", "pass_at_k", "avg_at_k", "maj_at_k", "pass_at")
     assert (measured["mean_reward"], {measured[name] for name in names}) == (8.5, {None})  # type: ignore[literal-required]
     assert measured["correct"] == [None, None]
-    with pytest.raises(ConfigError, match="its rewards do not show which answers are right"):
+    with pytest.raises(ConfigError, match="its rewards do not tell whether an answer is right"):
         compare_evaluations(measured, measured)
 
 

@@ -169,7 +169,7 @@ def test_a_model_and_a_tokenizer_as_objects(
     card = (result.output_dir / "hub" / "README.md").read_text(encoding="utf-8")
     for words in ("trained with grpo", "`lora.rank` | `4`", "12 training problems", "95 % interval", "`length`"):
         assert words in card
-    assert "not pushed, the hub cannot be reached" in capsys.readouterr().out
+    assert "not pushed: the hub cannot be reached" in capsys.readouterr().out
 
 
 def test_only_grpo_trainer_continues_a_text_as_it_is(base_model: Path, tmp_path: Path) -> None:
@@ -210,9 +210,9 @@ def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
         ),
         ({"args": {"max_steps": -1}, "train_dataset": iter(ROWS)}, r"the data set has no length.*field: max_steps"),
         ({"train_dataset": [{"prompt": "a?", "completion_ids": 1}]}, r"'completion_ids'.*rename the column"),
-        ({"args": {"model_name_or_path": "other"}}, r"model is another one.*field: model_name_or_path"),
-        ({"model": object()}, r"nothing that can be saved.*field: model"),
-        ({"peft_config": object()}, r"adapters here are LoRA"),
+        ({"args": {"model_name_or_path": "other"}}, r"the argument model names another model.*field: model_name_or_path"),
+        ({"model": object()}, r"this type cannot be saved.*field: model"),
+        ({"peft_config": object()}, r"supports only LoRA adapters"),
     ],
 )
 def test_missing_or_impossible_arguments_are_refused_at_once(

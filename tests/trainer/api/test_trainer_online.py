@@ -160,7 +160,7 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     assert seen[passes:] == [size] * 2 * passes
     assert sum(len(group["completions"]) for group in samples(more)) == 4
     assert result.history[0]["zero_variance_groups"] <= 2
-    with pytest.raises(ConfigError, match=r"8 problems × 1 epochs do not make one step of 16 problems.*gradient_acc"):
+    with pytest.raises(ConfigError, match=r"8 problems × 1 epochs are too few for one step of 16 problems.*gradient_acc"):
         run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes)
 
 

@@ -85,7 +85,9 @@ def test_training_again_adds_the_same_number_of_steps(base_model: Path, tmp_path
 def test_an_output_directory_with_a_run_is_not_reused_silently(base_model: Path, tmp_path: Path) -> None:
     OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
     again = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS)
-    with pytest.raises(ConfigError, match=r"a run in the output directory.*field: output_dir.*resume_from_checkpoint=True"):
+    with pytest.raises(
+        ConfigError, match=r"the output directory already has a run.*field: output_dir.*resume_from_checkpoint=True"
+    ):
         again.train()
     resumed = again.train(resume_from_checkpoint=True)
     assert [line["step"] for line in resumed.history] == [1, 2, 3]
@@ -151,7 +153,7 @@ def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> 
     assert len(after["samples"][0]) == 2
     apart = ModelEvaluator(result.checkpoint, max_new_tokens=16).evaluate(held_out, Short())
     assert apart["responses"] == after["responses"]
-    with pytest.raises(ConfigError, match=r"no data to evaluate on.*give it here, or as eval_dataset"):
+    with pytest.raises(ConfigError, match=r"no data to evaluate on.*give dataset here, or eval_dataset to the trainer"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).evaluate()
 
 
@@ -198,7 +200,7 @@ def test_what_is_not_a_reward_function_is_refused(base_model: Path, tmp_path: Pa
 def test_unsuitable_data_is_refused_before_anything_is_loaded(base_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the data set is empty.*field: train_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
-    with pytest.raises(ConfigError, match=r"1 problems × 1 epochs do not make one step of 2 problems"):
+    with pytest.raises(ConfigError, match=r"1 problems × 1 epochs are too few for one step of 2 problems"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS[:1])
     with pytest.raises(ConfigError, match=r"field: eval_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS, [])

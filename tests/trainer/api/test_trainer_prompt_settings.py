@@ -66,9 +66,9 @@ def test_evaluate_model_takes_prompts_and_sampling(base_model: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"trainer.batch_size": 3}, ("an evaluation does not read it",)),
-        ({"sampling.group_size": 3}, ("an evaluation does not read it",)),
-        ({"sampling.temperature": 3}, ("it is an argument of its own",)),
+        ({"trainer.batch_size": 3}, ("an evaluation does not read this setting",)),
+        ({"sampling.group_size": 3}, ("an evaluation does not read this setting",)),
+        ({"sampling.temperature": 3}, ("this setting has its own argument",)),
         ({"sampling.top_p": 0}, ("too small",)),
         ({"data.prompt_template": "no place"}, ("no {question}",)),
     ],

@@ -128,7 +128,7 @@ def test_custom_problems_and_resuming(base_model: Path, tmp_path: Path, capsys: 
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["--model", str(base_model), "--dataset", str(file), *QUICK[2:], "--output-dir", str(tmp_path / "run")]
     train_math.main([*words, "--max-steps", "1"])
-    with pytest.raises(ConfigError, match="a run in the output directory already"):
+    with pytest.raises(ConfigError, match="the output directory already has a run"):
         train_math.main([*words, "--max-steps", "2"])
     capsys.readouterr()
     train_math.main([*words, "--max-steps", "2", "--resume"])
@@ -155,14 +155,14 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
         (("trainer.train_math", "--num-generations", "1"), "error: grpo compares the answers"),
         (("trainer.train_math", "--set", "seed"), "error: 'seed' is not NAME=VALUE"),
         (("trainer.train_math", "--dataset", "nothing.jsonl"), "error: "),
-        (("trainer.train_math", "--resume"), "error: there is no run to go on with"),
+        (("trainer.train_math", "--resume"), "error: --resume needs the directory of the run"),
         pytest.param(
             ("trainer.train_math", "--use-gpu", "--model", ".cache/tiny-base", *QUICK),
             "error: torch finds no GPU",
             marks=pytest.mark.slow,  # imports torch
         ),
         (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: there is no such directory here"),
-        (("trainer.evaluate_model",), "error: this is needed · field: --model"),
+        (("trainer.evaluate_model",), "error: this argument is required · field: --model"),
         (("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"), "error: there is no such directory"),
     ],
 )

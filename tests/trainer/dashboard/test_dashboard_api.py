@@ -145,7 +145,7 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
         health = Health(ports(config, environment=server.port), Topology(), lambda: 0, lambda: None)
         async with health.running():
             found = await until(health, "environment-server-0", "healthy")
-            assert found["environment-server-0"][1] == "0 episodes; 3 calls hang, the limit is 64"
+            assert found["environment-server-0"][1] == "0 episodes; 3 calls are stuck, the limit is 64"
             health._environment(
                 {"nodes": 2, "episodes": {"ok": 1200, "died": 2}, "running": 1, "hung_calls": 0, "hung_calls_limit": 64}
             )

@@ -129,18 +129,18 @@ def test_a_removed_group_is_a_404_with_the_reason(run: RunReader) -> None:
         assert directory.is_dir()
     (run.directory / "groups" / "step_000001.zip").unlink()
     said = refused(client(run).get("/dashboard/api/groups/group-1"), 404, "id")
-    assert said.startswith("evicted: the group is known, but not in full: the groups of step 1 left to make room")
-    assert said.endswith("the group has left the replay-buffer, or none runs")
+    assert said.startswith("evicted: the group is known, but its content is not: the groups of step 1 were removed")
+    assert said.endswith("the group has left the replay-buffer, or no replay-buffer is running")
     (run.directory / "groups" / "step_000002.zip").write_bytes(b"half a file")
     said = refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
     assert "the groups of step 2 cannot be read: File is not a zip file" in said
     shutil.rmtree(run.directory / "groups")
-    assert "no groups in full" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
+    assert "no complete groups" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
 
 
 def test_a_file_of_another_attempt_is_not_taken_for_the_group(run: RunReader) -> None:
     (run.directory / "groups" / "step_000002.zip").write_bytes((run.directory / "groups" / "step_000001.zip").read_bytes())
-    assert "step 2 is of another attempt" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
+    assert "step 2 belongs to another attempt" in refused(client(run).get("/dashboard/api/groups/group-4"), 404, "id")
 
 
 def test_without_a_tokenizer_texts_are_whole(run: RunReader) -> None:

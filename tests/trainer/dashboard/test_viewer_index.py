@@ -160,7 +160,7 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
     assert found(index, sort="step") == [1, 2, 3]
     store.error = "it does not answer"
     assert found(index, sort="step") == [1, 2]
-    assert index.problems() == ["groups that wait are not shown: it does not answer"]
+    assert index.problems() == ["waiting groups are not shown: it does not answer"]
 
 
 @pytest.mark.parametrize("steps", [310, pytest.param(3125, marks=pytest.mark.slow)])

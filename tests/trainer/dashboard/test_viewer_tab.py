@@ -307,7 +307,7 @@ def test_missing_data_is_reported(page: Page, tmp_path: Path) -> None:
         tab.run("document.querySelector('.viewer-open').click()")
         alert = ".viewer-detail p[role=alert]"
         page.until(lambda: tab.text(alert), "why it is not shown")
-        assert "the group is known, but not in full: the run directory has no groups in full" in tab.text(alert)
+        assert "the group is known, but its content is not: the run directory has no complete groups" in tab.text(alert)
         (complaint,) = page.errors()
         assert "404" in complaint
         tab.push("Close")

@@ -223,5 +223,5 @@ def test_a_held_policy_stays_and_its_version_moves(config: Config, groups: list[
 
 def test_groups_of_different_sizes_are_refused(config: Config) -> None:
     rng = np.random.default_rng(0)
-    with pytest.raises(ConfigError, match=r"one size.*sampling\.group_size"):
+    with pytest.raises(ConfigError, match=r"the same size.*sampling\.group_size"):
         batch_of([make_group(rng, [0.0, 1.0]), make_group(rng, [0.0])], config)

@@ -127,7 +127,7 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
     assert [row.episode for row in batch.rows] == [0, 0, 1, 2, 3]
     assert batch.parts == [slice(0, 3), slice(3, 5)]
     assert batch.lengths == [int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None]
-    with pytest.raises(ConfigError, match="one size"):
+    with pytest.raises(ConfigError, match="the same size"):
         batch_of([groups[0], with_episodes([1.0, 0.0, 0.0], [1, 1, 1])], config)
 
 

@@ -343,6 +343,6 @@ def test_an_app_that_is_no_teacher_is_refused(model_dir: Path) -> None:
         return {"text": "hello"}
 
     server = BackgroundServer(app, "127.0.0.1", 0)
-    own, reason = Model(model_dir, 256).tokenizer, r"gives no log-probabilities of a prompt.*teacher\.url"
+    own, reason = Model(model_dir, 256).tokenizer, r"does not return log-probabilities of a prompt.*teacher\.url"
     with server, pytest.raises(ConfigError, match=reason):
         checked(settings_of(f"http://127.0.0.1:{server.port}"), own)

@@ -132,7 +132,7 @@ def test_an_error_of_a_custom_function_is_passed_on(package: str) -> None:
         (".module:right", "cannot be imported"),
         ("{}.raises:right", "ZeroDivisionError"),
         ("{}.garbled:right", "SyntaxError"),
-        ("{}.module:wrong", "there is no such name"),
+        ("{}.module:wrong", "the module has no such name"),
         ("{}.module:number", "of type int"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     (row,) = encoder(tokenizer).rows(answered("row", "Question: 1\nAnswer:", " #### 1"))
     assert texts(tokenizer, row) == (f"Question: 1\nAnswer: #### 1{END}", [f" #### 1{END}"])
-    with pytest.raises(ConfigError, match="no chat template is used"):
+    with pytest.raises(ConfigError, match="but the model has no chat template"):
         encoder(tokenizer).rows(chat("a", "b", "c", "d"))
 
 
@@ -112,7 +112,7 @@ def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"context": 8}, "row has .* tokens with its answer, .* context is 8"), ({"vocabulary": 9}, "the model knows 9")],
+    [({"context": 8}, "row has .* tokens with its answer, .* context has only 8"), ({"vocabulary": 9}, "the model has only 9")],
 )
 def test_rows_that_the_model_cannot_read_are_refused(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -170,7 +170,7 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
     long = examples.train[0].model_copy(
         update={"id": "long", "chat": [{**message, "content": "1 " * 600} for message in examples.train[0].chat]}
     )
-    with pytest.raises(ConfigError, match=r"long has .* tokens with its answer, and the model's context is 512"):
+    with pytest.raises(ConfigError, match=r"long has .* tokens with its answer, and the model's context has only 512"):
         fine_tune(config, Examples([*examples.train, long], []), QUIET)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

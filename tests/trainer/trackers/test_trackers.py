@@ -104,8 +104,8 @@ def test_trackers_that_hang_raise_or_exit_cost_only_records(
     assert [content["step"] for call, content in kept(config) if call == "metrics" and "reward" in content["values"]] == [1, 2]
     told = [line for line in output.getvalue().splitlines() if line.startswith("tracker ")]
     by_name = {name: [line for line in told if f"{FAKES}:{name}" in line] for name in (*broken, "Keeps")}
-    assert "did not take what was left" in by_name["Hangs"][1]
-    assert "did not take what was left" in by_name["NeverStarts"][0]
+    assert "did not accept the remaining records" in by_name["Hangs"][1]
+    assert "did not accept the remaining records" in by_name["NeverStarts"][0]
     assert "ConnectionError: no way to [secret]" in by_name["Raises"][1]
     assert "SystemExit: 9" in by_name["Exits"][1]
     assert "ValueError: there is no such project" in by_name["Refuses"][0]
@@ -125,7 +125,7 @@ def test_a_queue_that_is_full_loses_records_at_once_and_says_so_once(tmp_path: P
         thread.put("metrics", step=step, values={})
     assert (thread.lost, counted) == (4, ["lost"] * 4)
     assert len(told) == 1
-    assert "too slow: 2 records wait" in told[0]
+    assert "too slow: 2 records are already waiting" in told[0]
     thread.end(finished=True)
     thread.wait(time.monotonic())
     thread.put("metrics", step=7, values={})
