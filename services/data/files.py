@@ -28,7 +28,7 @@ def file_of_split(folder: Path, split: str) -> Path:
         problem = "no file" if not files else "more than one file"
         wanted = " or ".join(f"{split}{suffix}" for suffix in _READERS)
         stop(
-            f"the directory has {problem} for the split {split!r}; its files are {there}",
+            f"the directory has {problem} for the split {split!r}; it has {there}",
             folder,
             f"put one file {wanted} there",
         )

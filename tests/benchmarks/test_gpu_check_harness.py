@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -15,6 +14,7 @@ from benchmarks.gpu_check import report
 from benchmarks.gpu_check.__main__ import check, parse
 from benchmarks.gpu_check.harness import Claim, Findings, Outcome, leave, run
 from benchmarks.gpu_check.sections import BASE, SECTIONS
+from tests.support.processes import alive
 
 GOOD = {"error": "", "claims": [["a", "1", "1", True]], "figures": {"x": 1.5}, "tables": {}}
 LEAVE = "import sys; from benchmarks.gpu_check.harness import Findings, leave; from pathlib import Path\n"
@@ -115,8 +115,7 @@ def test_processes_that_a_section_leaves_behind_are_ended(tmp_path: Path) -> Non
 
 
 def _wait_gone(pid: int) -> None:
-    """Waits until the process has ended. A process that nobody waits for may stay as a zombie."""
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while alive(pid):
         time.sleep(0.05)
 
 

@@ -140,7 +140,7 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
         error = response.json()["error"]
         assert (response.status_code, error["field"]) == (503, "state_dir")
         assert "stream.db" in error["value"]
-        assert "nothing was handed out" in error["remedy"]
+        assert "no prompt was handed out" in error["remedy"]
         disk.free()
         served += [prompt.id for prompt in (await client.prompts(5, "last")).prompts]
     assert len(served) == len(set(served))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
+from tests.support.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 8

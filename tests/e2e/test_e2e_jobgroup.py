@@ -18,8 +18,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.certificates import make_certificates
-from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
+from tests.support.processes import marked
 from trainer.observe.run_dir import read_lines
 
 STEPS = 16

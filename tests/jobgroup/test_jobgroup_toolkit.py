@@ -183,7 +183,7 @@ def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.Mon
     named = _plan(tmp_path, monkeypatch, CUDA_HOME=str(_toolkit(tmp_path / "mine")), CXX="clang++")
     found = _verdicts(named)
     assert found["nvcc"][0] == "ok"
-    assert "there is no clang++" in found["C++ compiler"][1]
+    assert "clang++ is not on the path" in found["C++ compiler"][1]
 
 
 @pytest.mark.integration

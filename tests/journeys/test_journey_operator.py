@@ -14,8 +14,8 @@ import pytest
 
 from tests.support.browser import Page
 from tests.support.journey import LIMIT_S, Journey
-from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
+from tests.support.processes import marked
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 STEPS = 60

@@ -16,8 +16,8 @@ import pytest
 from common.topology import Topology
 from learning.liveness import LOST, Liveness
 from learning.ranks import Ranks
-from tests.support.marked_processes import marked
 from tests.support.paths import ROOT
+from tests.support.processes import marked
 
 pytestmark = pytest.mark.integration
 

@@ -179,7 +179,7 @@ async def test_client_refuses_a_foreign_certificate(other_certificates: Certific
             await client.http.get("/health", timeout=60)
         for call in (lambda: client.request("GET", "/health", deadline_s=1000), lambda: wait_healthy([client], 1000)):
             with pytest.raises(
-                ServiceError, match=r"the certificate of impostor is refused.*TLS_CA"
+                ServiceError, match=r"the certificate of impostor is not trusted.*TLS_CA"
             ):  # at once, not at the deadline
                 await asyncio.wait_for(call(), 60)
     assert heard == []

@@ -211,7 +211,7 @@ def test_tokens_outside_the_vocabulary_are_refused(config: Config, ids: list[int
     with pytest.raises(InvalidInput, match="tokens 0 to 299") as error:
         critic.update(rows, seed=0)
     assert error.value.field == "rows[0].completion_ids"
-    with pytest.raises(InvalidInput, match="512 tokens at most"):
+    with pytest.raises(InvalidInput, match="at most 512 tokens"):
         critic.values([TokenSequence(np.ones(500, np.int32), np.ones(13, np.int32))])
     with pytest.raises(InvalidInput, match="no rows to learn from"):
         critic.update([], seed=0)

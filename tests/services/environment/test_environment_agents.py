@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -19,6 +18,7 @@ from services.environment.kinds import load_kind
 from services.http.app import listen, serving
 from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
+from tests.support.processes import alive
 
 PROGRAM = f"{sys.executable} -I -S {ROOT / 'tests' / 'support' / 'agent_program.py'}"
 NAME = f"agent:{PROGRAM}"
@@ -113,7 +113,7 @@ async def gone(pids: Path, count: int) -> None:
     """Waits until `count` noted processes have ended."""
     found = noted(pids)
     assert len(found) == count
-    await until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in found))
+    await until(lambda: not any(alive(pid) for pid in found))
 
 
 async def test_program_leaves_no_process_or_session_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ async def test_custom_functions_may_read_standard_input_and_print() -> None:
     [
         ("no.such.module:Thing", "cannot be imported"),
         ("tests.support.own_rewards:Nothing", "cannot be imported"),
-        ("tests.support.own_rewards:NeedsArguments", "cannot be made"),
+        ("tests.support.own_rewards:NeedsArguments", "cannot be created"),
         ("tests.support.own_rewards:NotAFunction", "neither a RewardFunction nor a function"),
     ],
 )

@@ -1,6 +1,5 @@
 """The real `python -m services.reward`: hung graders, clients that disconnect, and no process left behind."""
 
-import contextlib
 import signal
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.processes import alive
 
 pytestmark = pytest.mark.integration
 
@@ -73,12 +73,7 @@ class Server:
         return client
 
     def left(self) -> list[psutil.Process]:
-        alive = []
-        for process in self.graders:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-        return alive
+        return [process for process in self.graders if alive(process.pid)]
 
 
 class Start(Protocol):

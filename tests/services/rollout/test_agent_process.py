@@ -1,7 +1,6 @@
 """Supervision of real child processes: they are kept alive, killed when they hang, and never left behind."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 from common.errors import ConfigError, ServiceError
 from common.topology import WRONG_SETTING
 from services.rollout.process import Child, ChildFailed, Supervised, Timing
+from tests.support.processes import alive
 
 pytestmark = pytest.mark.integration
 
@@ -65,12 +65,6 @@ async def until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < limit, f"never: {what}"
         await asyncio.sleep(0.02)
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 class Rig:

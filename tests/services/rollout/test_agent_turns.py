@@ -15,6 +15,7 @@ from common.rollout_client import RolloutClient
 from common.schemas import WeightManifest, WorkerReport
 from common.topology import TRAINER
 from services.rollout.engine_client import EngineClient
+from tests.support.processes import alive
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, until
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.publisher import PublishFailed, WeightBoard
@@ -99,7 +100,7 @@ async def test_an_engine_that_keeps_its_memory_is_killed(cluster: Cluster) -> No
         async with EngineClient("engine", node.engine_url) as other:
             await other.sleep(["kv_cache"], LIMIT_S)
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
-        assert not engine.is_running()
+        assert not alive(engine.pid)
         assert node.status()["engine_pid"] is None
         assert "it did not release its memory" in node.output.read_text()
         cluster.publish("a", 1)
@@ -118,7 +119,7 @@ async def test_a_killed_agent_takes_its_engine_along_and_waits_for_its_turn(clus
         engine = node.engine()
         node.process.kill()
         node.process.wait()
-        await until(lambda: not engine.is_running(), "the engine ends with its agent", cluster)
+        await until(lambda: not alive(engine.pid), "the engine ends with its agent", cluster)
         cluster.nodes[0] = node = Node(0, 1, cluster.directory, cluster.model, RLHF_ROLLOUT__COLOCATE="true")
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
         assert node.status()["engine_pid"] is None

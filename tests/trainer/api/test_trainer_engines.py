@@ -21,6 +21,7 @@ from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed
+from tests.support.processes import alive
 from trainer import GRPOConfig, GRPOTrainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
@@ -136,4 +137,4 @@ def test_real_sglang_is_started_restarted_and_ended(
     assert all(line["update"]["delta_logprob"] < 1e-3 for line in result.history)
     assert len(result.evaluations) == 2
     assert len(killed.servers) == 2
-    assert [each for each in killed.family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
+    assert [each for each in killed.family if alive(each.pid)] == []

@@ -317,5 +317,5 @@ def test_two_evaluations_are_compared_problem_by_problem(
     assert found.difference == pytest.approx(long["accuracy"] - short["accuracy"])
     assert found.gained == [i for i in range(12) if long["correct"][i] and not short["correct"][i]]
     other = ModelEvaluator(base_model, max_new_tokens=1).evaluate(test_data[:5], reward)
-    with pytest.raises(ConfigError, match="not about the same problems"):
+    with pytest.raises(ConfigError, match="have different problems"):
         compare_evaluations(long, other)

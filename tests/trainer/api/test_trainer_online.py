@@ -175,7 +175,7 @@ def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> Non
     with pytest.raises(ConfigError, match=rf"has {longest} tokens.*field: max_prompt_length.*value: {longest - 1}.*raise it"):
         run(max_prompt_length=longest - 1)
     room = 512 - longest
-    with pytest.raises(ConfigError, match=rf"context is 512.*field: max_new_tokens.*remedy: lower it to {room}"):
+    with pytest.raises(ConfigError, match=rf"context has only 512.*field: max_new_tokens.*remedy: lower it to {room}"):
         run(max_new_tokens=room + 1)
 
 

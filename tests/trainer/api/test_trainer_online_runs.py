@@ -137,7 +137,7 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
     saved, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint))
     torch.testing.assert_close(saved.state_dict(), trained.state_dict())
     assert AutoTokenizer.from_pretrained(target).chat_template
-    with pytest.raises(ConfigError, match=r"it is a file.*field: path"):
+    with pytest.raises(ConfigError, match=r"this is a file.*field: path"):
         trainer.save_model(target / "notes.txt")
 
 

@@ -63,7 +63,7 @@ MISTAKES = [
     ("train_math", "--model docs --dataset tiny", "--model|docs|no config.json"),
     ("train_math", "--model not/there --dataset tiny", "--model|not/there|hub|HF_HUB_OFFLINE"),
     ("train_math", "--trainer gropo", "--trainer|gropo|did you mean grpo?"),
-    ("train_math", "--preset small", "--preset|small|use one of grpo_math_small"),
+    ("train_math", "--preset small", "--preset|small|use grpo_math_small"),
     ("train_math", "--num-generations 1", "--num-generations|1|--trainer ppo"),
     ("train_math", "--num-generations four", "--num-generations|four|give a whole number"),
     ("train_math", "--learning-rate -1", "--learning-rate|-1|above 0"),

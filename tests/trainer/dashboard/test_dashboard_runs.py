@@ -142,7 +142,7 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name one"):
+    with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name the directory of a run"):
         RunReader(tmp_path / "absent")
 
 

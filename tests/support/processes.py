@@ -1,6 +1,16 @@
-"""Finds the processes of a run by an environment variable that they inherited."""
+"""Tells which processes are alive, and which belong to a run."""
 
 from pathlib import Path
+
+import psutil
+
+
+def alive(pid: int) -> bool:
+    """Returns whether the process is running. A zombie has ended, even if nobody has waited for it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def marked(mark: str, words: str = "") -> list[int]:
