@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -17,6 +18,8 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from tests.support.browser import Page
 
+# With the default of 700, importing torch and the tests takes a tenth longer.
+gc.set_threshold(50_000)
 # Every run has the same examples; `make fuzz` looks for new ones.
 settings.register_profile("repeatable", derandomize="FUZZ_SECONDS" not in os.environ, deadline=None)
 settings.load_profile("repeatable")
