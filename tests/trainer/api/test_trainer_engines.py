@@ -1,11 +1,13 @@
 """The engines of the Python API: several servers, and an SGLang that the trainer starts, restarts and ends."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,14 @@ import pytest
 import torch
 import uvicorn
 
+from common.clients import Unreachable, wait_healthy
 from common.errors import ConfigError, ServiceError
 from services.data.tiny import problems
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
 from tests.support.engines import PLUGIN, SGLANG, sglang_is_installed
+from tests.support.ports import free_port
 from tests.support.processes import alive
 from trainer import GRPOConfig, GRPOTrainer
 
@@ -93,6 +97,17 @@ def test_an_impossible_engine_is_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(str(base_model), length, config(tmp_path, settings=settings), ROWS, engine=engine)
+
+
+def test_a_quiet_run_warns_of_a_server_that_it_waits_for(
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainer.run.wait_healthy", partial(wait_healthy, every_s=0.1))
+    url = f"http://127.0.0.1:{free_port()}"
+    settings = config(tmp_path, settings={"trainer.wait_timeout_s": 1.0})
+    with pytest.raises(Unreachable, match=f"not healthy after 1 s: .* at {url}"):
+        GRPOTrainer(str(base_model), length, settings, ROWS, engine=url).train()
+    assert any(url in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
 
 
 def test_an_sglang_that_does_not_start_ends_the_run_with_its_output(base_model: Path, tmp_path: Path) -> None:
