@@ -1,7 +1,6 @@
 """Only one run at a time can use a directory, whatever happens to the other runs."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -138,6 +137,6 @@ def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path) -> None:
 
 
 def test_a_damaged_lock_file_blocks_nobody(tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_bytes(os.urandom(100))
+    (tmp_path / LOCK).write_bytes(bytes(range(100, 200)))
     with RunLock(tmp_path, "run"):
         pass

@@ -112,6 +112,7 @@ def test_kill_9_leaves_no_process_even_when_graders_hang(start: Start) -> None:
     server = start(1000.0)
     with server.start_hanging_request():
         server.note_graders()
+        assert len(server.left()) >= 3
         server.process.kill()
         server.process.wait(400)
         until(lambda: not server.left(), 20)
