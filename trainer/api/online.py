@@ -25,7 +25,7 @@ from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import GivenModel, of_optimizers, of_peft
 from trainer.api.output import check_output, remove_run
-from trainer.api.settings import FIELDS, TrainerConfig
+from trainer.api.settings import FIELDS, TrainerConfig, renamed
 from trainer.cli.export import export
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
@@ -167,7 +167,7 @@ class OnlineRLTrainer:
         resume = resume_from_checkpoint or self._began
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
         self.config.model_name_or_path = self._given.written(self.config)
-        with self._config_field_names():
+        with self._own_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
         if not resume:
             remove_run(self.output_dir)
@@ -181,7 +181,7 @@ class OnlineRLTrainer:
         self._callbacks.begin(count)
         target = console() if self.config.verbose else Console(quiet=True)
         try:
-            with self._config_field_names():
+            with self._own_names():
                 self._checkpoint = train_in_process(
                     settings,
                     target,
@@ -303,8 +303,8 @@ class OnlineRLTrainer:
         return evaluator.evaluate(data, self._rewards, k, list(self._weights.values()))
 
     @contextmanager
-    def _config_field_names(self) -> Iterator[None]:
-        """Renames the field of an error to its name in the Python API."""
+    def _own_names(self) -> Iterator[None]:
+        """Gives settings in an error their names in the Python API."""
         try:
             yield
         except ConfigError as error:
@@ -312,8 +312,7 @@ class OnlineRLTrainer:
             names = {**FIELDS, "reward.functions": "reward_fn"} | (
                 {"model.name": "ref_model_name_or_path"} if reference else {}
             )
-            field = names.get(error.field or "", error.field)
-            raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from None
+            raise renamed(error, names) from None
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")

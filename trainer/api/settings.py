@@ -1,6 +1,7 @@
 """`TrainerConfig`: settings of the Python API, which also accept TRL's names, and their conversion to `Config`."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -58,6 +59,21 @@ FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
+
+
+def renamed(error: ConfigError, names: Mapping[str, str], prefix: str = "") -> ConfigError:
+    """Returns the error with other names for settings, wherever it mentions them."""
+    mentioned = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, names))})(?!\w|\.\w)")
+
+    def rename(text: str) -> str:
+        return mentioned.sub(lambda found: names[found[0]], text)
+
+    return ConfigError(
+        prefix + rename(error.message),
+        field=error.field and rename(error.field),
+        value=error.value,
+        remedy=error.remedy and rename(error.remedy),
+    )
 
 
 class TrainerConfig(BaseModel):
@@ -238,13 +254,7 @@ class TrainerConfig(BaseModel):
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
-            message = error.message
-            for name in filter(message.count, sorted(FIELDS, key=len, reverse=True)):
-                message = message.replace(name, FIELDS[name])
-            field = FIELDS.get(error.field or "", error.field)
-            raise ConfigError(
-                f"the settings do not fit together: {message}", field=field, value=error.value, remedy=error.remedy
-            ) from None
+            raise renamed(error, FIELDS, "the settings do not fit together: ") from None
 
     def _defaults(self) -> dict[str, Any]:
         """Returns the defaults that differ from the system's; `settings` may set them."""

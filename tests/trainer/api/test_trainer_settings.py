@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import ConfigError
 from trainer.api.presets import PRESETS
-from trainer.api.settings import TrainerConfig
+from trainer.api.settings import FIELDS, TrainerConfig, renamed
 
 OUT = Path("out")
 
@@ -57,6 +57,13 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
 def test_invalid_settings_are_refused_with_field_value_and_remedy(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**fields)
+
+
+def test_an_error_has_the_names_of_the_python_api_in_every_part() -> None:
+    error = ConfigError("critic.model.name, model.names and model.name differ", field="model.name", remedy="set model.name.")
+    own = renamed(error, FIELDS, "refused: ")
+    assert own.message == "refused: critic.model.name, model.names and model_name_or_path differ"
+    assert (own.field, own.remedy) == ("model_name_or_path", "set model_name_or_path.")
 
 
 def test_ppo_may_have_one_answer_to_a_problem() -> None:
