@@ -38,10 +38,10 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
-from trainer.engines import DirectPublisher, OwnSGLang, ServersClient
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
+from trainer.rollouts.engines import DirectPublisher, OwnSGLang, ServersClient
 from trainer.rollouts.services import Services
 from trainer.run import Listener, Opening, Run
 from trainer.weights.adapters import AdapterPublisher
