@@ -160,7 +160,9 @@ def unknown(known: Iterable[str], name: str, field: str, value: object = None) -
     """
     if name in REMOVED:
         return ConfigError(f"the setting {name} was removed", field=field, value=value, remedy=REMOVED[name])
-    likely = near(name := name.replace("-", "_"), known)
+    likely = near(name := name.replace("-", "_") or '""', known)
     written = map(variable, likely) if field.startswith(PREFIX) else ("--" * field.startswith("--") + each for each in likely)
     hint = f"did you mean {' or '.join(written)}? " if likely else ""
-    return ConfigError(f"there is no setting {name}", field=field, value=value, remedy=f"{hint}--help-all lists every one")
+    return ConfigError(
+        f"there is no setting {name}", field=field or name, value=value, remedy=f"{hint}--help-all lists every one"
+    )

@@ -84,7 +84,7 @@ def test_any_bytes_load_or_are_named(tmp_path: Path, content: bytes) -> None:
 
 BAD_YAML = [
     *(b"2023-99-99", b"a: 2023-02-30", b"[" * 2000, b"1: {}", b"? [1]\n: 2", b"a: &a [*a]", b"\xff\xfe", b"{? {} : 1}"),
-    b"!!python/object:x {}",
+    *(b"!!python/object:x {}", b"'': 1", b"'': {a: 1}"),
 ]
 
 
