@@ -213,7 +213,7 @@ class Run:
         if config.teacher.url:
             services.teacher = Teacher(config.teacher)
             stack.callback(lambda teacher: loop.call(teacher.close()), services.teacher)
-        waiting = partial(say, level=logging.WARNING) if backend.console.quiet else say  # it may take half an hour
+        waiting = partial(say, level=logging.WARNING) if backend.console.quiet else say  # never wait in silence
         loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, waiting))
         if services.teacher:
             loop.call(services.teacher.check(tokenizer, config.trainer.wait_timeout_s))

@@ -166,7 +166,9 @@ def _last_number(text: str) -> str | None:
     if last is None or last.end() - last.start() > MAX_ANSWER_CHARS:
         return None
     found = _run(last)
-    return clean(found) or clean(last.group()) or None if len(found) <= MAX_ANSWER_CHARS else None
+    if len(found) > MAX_ANSWER_CHARS:
+        return None
+    return clean(found) or clean(last.group()) or None  # nothing is left of `1=\)` beyond its equals sign
 
 
 def _content(span: re.Match[str]) -> str:
