@@ -52,7 +52,7 @@ def write_delta(old: Path, new: Path, target: Path) -> int | None:
 
 def _is_dense(old: Path, new: Path, size: int) -> bool:
     """Whether too many bytes differ for a delta, judged by sampling a few places."""
-    if size <= 2 * _WORDS:
+    if size == 0:
         return False
     before, after = (np.memmap(path, np.uint8, "r") for path in (old, new))
     starts = range(0, size, max(_LOOK, size // _TRIED))
