@@ -39,7 +39,7 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         metrics=engine.metrics,
         max_requests=engine.max_waiting + 1024,  # the queue bounds generation; agents need some more
         fails=(400,),
-        access_level=logging.DEBUG,  # a step makes hundreds of requests, and every line passes through the agent's pipe
+        access_level=logging.DEBUG,  # a step makes many requests, and every line passes through the agent's pipe
     )
     add_control(app, engine)
     add_memory(app, engine)

@@ -68,7 +68,7 @@ async def test_health_answers_while_it_computes(start: Start, port: int) -> None
 
 async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(start: Start, port: int) -> None:
     start()
-    sequences = make_sequences(100)
+    sequences = make_sequences(300)
     async with client_of(port) as client:
         await client.restore("a", 0)
         waiting = [asyncio.create_task(client.values(sequences, "a", 0)) for _ in range(MAX_REQUESTS + 4)]
