@@ -100,7 +100,12 @@ class Node:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def engine(self) -> psutil.Process:
-        return psutil.Process(self.status()["engine_pid"]).children()[0]
+        """The engine's own process, a child of the guard that the agent starts; the guard is there a moment earlier."""
+        guard = psutil.Process(self.status()["engine_pid"])
+        while not (children := guard.children()):
+            assert guard.status() != psutil.STATUS_ZOMBIE, "the engine's guard ended"
+            time.sleep(0.01)
+        return children[0]
 
     def end(self) -> None:
         """Ends every process that the test left."""
