@@ -76,6 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def pytest_collection_finish() -> None:
+    """Collections during the tests skip what the imports made, hundreds of thousands of objects."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def base_model() -> Path:
     """The cached tiny base model; `make test` creates it in advance, otherwise it is created here."""

@@ -7,6 +7,7 @@ from common import VERSION
 from common.config import fail, load, program
 from common.errors import ConfigError, ServiceError
 from common.hub import check_models
+from common.imports import heavy_imports
 from common.logs import last_words, wants_json
 from common.storing import make_directory
 from common.topology import Topology, setting_status
@@ -24,7 +25,8 @@ def main() -> None:
         make_directory(config.trainer.run_dir, "trainer.run_dir")
         if not wants_json() and os.environ.get("RANK", "0") == "0":
             print(f"ppo-trainer {VERSION}: loading torch and {config.model.name} …", flush=True)
-        from trainer.process import run  # heavy: torch and transformers
+        with heavy_imports():
+            from trainer.process import run
 
         run(config, topology)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from common.cli import Parser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
+from common.imports import heavy_imports
 from common.observe import setup_logging
 from common.topology import setting_status
 
@@ -41,14 +42,15 @@ def _die() -> None:
 def main() -> None:
     """Serves until SIGTERM."""
     arguments = parse()
-    import torch  # heavy, as transformers and the app are
-    import transformers
+    with heavy_imports():
+        import torch
+        import transformers
 
-    from learning.device import choose_device
-    from services.engine.app import make_app
-    from services.engine.engine import Engine
-    from services.engine.model import Model
-    from services.http.app import serve
+        from learning.device import choose_device
+        from services.engine.app import make_app
+        from services.engine.engine import Engine
+        from services.engine.model import Model
+        from services.http.app import serve
 
     transformers.utils.logging.disable_progress_bar()
     try:

@@ -1,5 +1,6 @@
 """Imports run one way, and the light services stay light."""
 
+import gc
 import importlib
 import pkgutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common.imports import heavy_imports
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
@@ -45,3 +47,15 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     for package in ("common", "services", "trainer", "jobgroup"):
         for path in (ROOT / package).rglob("*.py"):
             assert path.stem.startswith("__") or path.stem not in sys.stdlib_module_names, path
+
+
+def test_garbage_is_collected_again_after_a_heavy_import_that_fails() -> None:
+    collected = gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), heavy_imports():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled() == collected
+
+
+def test_no_garbage_is_collected_during_a_heavy_import() -> None:
+    with heavy_imports():
+        assert not gc.isenabled()

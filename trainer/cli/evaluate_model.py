@@ -11,6 +11,7 @@ from common.cli import Parser, positive, run
 from common.config import from_mapping
 from common.errors import ConfigError
 from common.hub import check_model
+from common.imports import heavy_imports
 from common.sections import DataSection
 from common.storing import make_directory
 from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
@@ -133,8 +134,9 @@ def _compare(arguments: dict[str, Any]) -> None:
 
 
 def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
-    from services.reward.functions import MathRewardFunction
-    from trainer.api.evaluator import ModelEvaluator  # heavy: torch and transformers
+    with heavy_imports():
+        from services.reward.functions import MathRewardFunction
+        from trainer.api.evaluator import ModelEvaluator
 
     names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device", "dtype", "settings")
     options: dict[str, Any] = {name: arguments[name] for name in names}

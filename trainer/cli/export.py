@@ -7,6 +7,7 @@ from typing import Any
 from common.cli import Parser, run
 from common.errors import ConfigError
 from common.hub import check_model
+from common.imports import heavy_imports
 from common.storing import make_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -46,10 +47,11 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_cod
         raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
     check_model(str(checkpoint), "CHECKPOINT")
     make_directory(out.parent, "OUT")
-    import torch
+    with heavy_imports():
+        import torch
 
-    from common.sections import ModelSection
-    from trainer.policy.scorer import load_model, load_tokenizer  # heavy: torch and transformers
+        from common.sections import ModelSection
+        from trainer.policy.scorer import load_model, load_tokenizer
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
     model: Any = load_model(section).to(getattr(torch, dtype))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from common.cli import Parser, run
 from common.errors import ConfigError
+from common.imports import heavy_imports
 from common.storing import make_directory
 
 
@@ -23,7 +24,8 @@ def main(argv: list[str] | None = None) -> None:
         problem, remedy = "this exists and is not a model directory", "remove it, or name another directory"
         raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
     make_directory(directory.parent, "DIRECTORY")
-    from trainer.cli.tiny_base import build  # heavy: torch and transformers
+    with heavy_imports():
+        from trainer.cli.tiny_base import build
 
     build(directory, arguments.seed)
 

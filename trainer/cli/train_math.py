@@ -7,6 +7,7 @@ from typing import Any
 from common.cli import Parser, count, positive, run
 from common.errors import ConfigError
 from common.hub import check_model
+from common.imports import heavy_imports
 from common.storing import make_directory
 from trainer.api.output import check_output
 from trainer.api.presets import PRESETS
@@ -117,8 +118,9 @@ def _train(arguments: dict[str, Any]) -> None:
 
     if config.verbose:
         print(f"{len(train)} training problems; loading torch and {config.model_name_or_path} …", flush=True)
-    from services.reward.functions import MathRewardFunction
-    from trainer.api.online import OnlineRLTrainer  # heavy: torch and transformers
+    with heavy_imports():
+        from services.reward.functions import MathRewardFunction
+        from trainer.api.online import OnlineRLTrainer
 
     with closing(MathRewardFunction()) as reward:
         trainer = OnlineRLTrainer(config, reward, train, test)

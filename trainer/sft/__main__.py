@@ -7,6 +7,7 @@ from common import VERSION
 from common.config import fail, load, program
 from common.errors import ConfigError, ServiceError
 from common.hub import check_model
+from common.imports import heavy_imports
 from common.logs import last_words, wants_json
 from common.storing import make_directory
 from common.topology import Topology, setting_status
@@ -27,7 +28,8 @@ def main() -> None:
         examples = load_examples(config) if first else None  # before torch, which takes seconds
         if first and not wants_json():
             print(f"rlhf-sft {VERSION}: loading torch and {config.model.name} …", flush=True)
-        from trainer.sft.run import run  # heavy: torch and transformers
+        with heavy_imports():
+            from trainer.sft.run import run
 
         run(config, topology, examples)
     except ConfigError as error:
