@@ -24,7 +24,7 @@ NOT_CHECKED = (
     "negative_data_rejection",  # pydantic reads "1" as a number, and like SGLang, some calls ignore unknown fields
     "allow_header_conformance",  # starlette's 405 names the methods of a path's first route only
 )
-_LATER = ("critic", "engine", "agent", "trainer", "reward", "environment")
+_LATER = ("data", "critic", "engine", "agent", "trainer", "reward", "environment")
 """Services with few routes for users, or slow ones; fuzzed only by `make test-all` and `make fuzz`."""
 WAITS = {"engine": ("/pause_generation", "/release_memory_occupation", "/init_weights_update_group")}
 """Calls that make later calls wait, by design."""

@@ -119,7 +119,7 @@ async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: C
     assert await generate(rollout) == 20
 
 
-@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.slow)])
 async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient, damaged: bool) -> None:
     """The engine does not start from the node's damaged copy: it starts without one, and the agent fetches another."""
     manifest = both.publish("a", 21 + damaged)
