@@ -142,14 +142,15 @@ class Client:
     async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
-        delay, reason = 0.05, "no request was sent"
+        delay, reason = 0.05, ""
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
                 response = await self._exchange(method, path, httpx.Timeout(left, connect=min(left, 10)), arguments)
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
-                reason = str(error) or type(error).__name__
+                if not reason or time.monotonic() < limit:  # cut off by the deadline: the attempt before says more
+                    reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
                     log.debug("%s %s: %d of %s", method, path, response.status_code, self.service)
@@ -167,6 +168,7 @@ class Client:
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
+        reason = reason or "no request was sent"
         if patience_s >= watchdog.LONG_S:
             watchdog.deadline_passed(f"{self.service} did not answer {method} {path} within {patience_s:.0f} s: {reason}")
         raise Unreachable(

@@ -63,13 +63,29 @@ async def test_wait_healthy_waits_and_names_the_service(late_port: int) -> None:
 
 async def test_unreachable_names_the_service_and_the_reason() -> None:
     port = closed_port()
-    async with DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=0.3) as client:
+    async with DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=1) as client:
         with pytest.raises(
             Unreachable, match="data-server did not answer GET /stats in time: Cannot connect to host"
         ) as caught:
             await client.total()
     assert caught.value.value == f"http://127.0.0.1:{port}"
     assert caught.value.remedy == "look at the log of data-server"
+
+
+async def test_an_attempt_cut_off_by_the_deadline_does_not_hide_the_reason_before_it() -> None:
+    attempts = list[int]()
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        attempts.append(1)
+        if len(attempts) == 1:
+            return httpx.Response(503, text="disk full")
+        await asyncio.sleep(request.extensions["timeout"]["read"])
+        raise httpx.ReadTimeout("", request=request)
+
+    async with Client("thing", "http://thing", transport=httpx.MockTransport(answer), deadline_s=1) as client:
+        with pytest.raises(Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"):
+            await client.request("GET", "/work")
+    assert len(attempts) == 2
 
 
 async def test_wait_healthy_names_every_unhealthy_service() -> None:
@@ -284,4 +300,4 @@ async def test_byte_requests_behave_like_others_over_real_sockets() -> None:
             await client.request("POST", "/cut", deadline_s=0.3, **(sent | {"content": "body"}))
         await runner.cleanup()
         with pytest.raises(Unreachable, match="Cannot connect"):
-            await client.request("POST", "/late", deadline_s=0.3, **sent)
+            await client.request("POST", "/late", deadline_s=1, **sent)
