@@ -123,21 +123,13 @@ def serve_engine(port: int, tools: bool) -> None:
 async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
     """Starts both processes and yields the URLs of server and engine, and the server's process."""
     port, engine = free_port(), free_port()
-    words = [
-        ["benchmarks.agents", "--serve", environment, str(port), str(engine)],
-        ["benchmarks.agents", "--engine", str(engine), str(int(environment == "Slow"))],
+    urls = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}"
+    commands = [
+        ["-m", "benchmarks.agents", "--serve", environment, str(port), str(engine)],
+        ["-m", "benchmarks.agents", "--engine", str(engine), str(int(environment == "Slow"))],
     ]
-    with processes(words) as (pid, _):
-        async with aiohttp.ClientSession() as http:
-            for url in (f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}"):
-                while True:
-                    try:
-                        async with http.get(f"{url}/health") as answer:
-                            if answer.ok:
-                                break
-                    except aiohttp.ClientError:
-                        await asyncio.sleep(0.1)
-        yield f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}", psutil.Process(pid)
+    with processes(commands, urls) as (server, _):
+        yield *urls, psutil.Process(server.pid)
 
 
 def cpu(process: psutil.Process) -> float:

@@ -221,7 +221,9 @@ def main() -> None:
         *("--sampling.group_size", str(COMPLETIONS), "--sampling.max_new_tokens", "1024"),
         *("--data.port", str(services), "--reward.port", str(services), "--replay.port", str(services)),
     ]
-    apps = [["benchmarks.collector", "--app", json.dumps(pair)] for pair in (("rollout", engines), ("services", services))]
+    apps = [
+        ["-m", "benchmarks.collector", "--app", json.dumps(pair)] for pair in (("rollout", engines), ("services", services))
+    ]
     profile = cProfile.Profile(time.thread_time) if arguments.profile else None
     with processes(apps):
         measure(load(words, {}), f"http://127.0.0.1:{engines}", arguments.in_flight, arguments.completions, profile)

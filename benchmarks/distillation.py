@@ -7,11 +7,9 @@ step, otherwise with the demo's settings. Needs the tiny base model (`make demo`
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from statistics import mean
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +23,6 @@ STUDENT = (
     *("--trainer.eval_every", str(EVERY)),
 )
 """An eighth of the demo's batch, to measure what a few tokens teach."""
-_PATIENCE_S = 600.0
 
 
 def main() -> None:
@@ -40,10 +37,9 @@ def main() -> None:
         teacher, model = Curve.read(place / "teacher"), newest(place / "teacher" / "checkpoints")
         assert model is not None
         port = free_port()
-        engine = ("services.engine", "--model-path", str(model), "--port", str(port), "--max-context-tokens", "256")
-        with processes([engine]):
-            url = f"http://127.0.0.1:{port}"
-            _wait(url)
+        url = f"http://127.0.0.1:{port}"
+        engine = ("-m", "services.engine", "--model-path", str(model), "--port", str(port), "--max-context-tokens", "256")
+        with processes([engine], [url]):
             kinds = {
                 "reward alone (grpo)": ("--algorithm.name", "grpo"),
                 "teacher alone (opd)": ("--algorithm.name", "opd", "--teacher.url", url),
@@ -57,18 +53,6 @@ def main() -> None:
                     curves[kind].append(Curve.read(directory))
                     Console().print(kind, seed, [round(value, 3) for value in curves[kind][-1].accuracy], highlight=False)
     Console(width=160).print(_table(curves, teacher))
-
-
-def _wait(url: str) -> None:
-    limit = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            if httpx.get(f"{url}/health", trust_env=False).is_success:
-                return
-        except httpx.TransportError:
-            if time.monotonic() > limit:
-                raise
-        time.sleep(0.2)
 
 
 def _table(curves: dict[str, list[Curve]], teacher: Curve) -> Table:

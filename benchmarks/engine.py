@@ -9,28 +9,22 @@ every token. Rounds alternate; medians are compared.
 import argparse
 import asyncio
 import logging
-import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
-import httpx
 import orjson
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.processes import free_port, processes
 from trainer.cli.tiny_base import make_model, make_tokenizer
 
 PROMPTS, SAMPLES = 32, 8
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def build(directory: Path) -> list[list[int]]:
@@ -41,29 +35,6 @@ def build(directory: Path) -> list[list[int]]:
     make_model(420, tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return [[rng.randrange(10, len(tokenizer)) for _ in range(rng.randrange(26, 35))] for _ in range(PROMPTS)]
-
-
-@contextmanager
-def engine(directory: Path, device: str) -> Iterator[str]:
-    """Starts the engine as a separate process; yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "services.engine", "--model-path", str(directory), "--port", str(port)]
-    command += ["--device", device, "--dtype", "float32"]
-    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "LOG_LEVEL": "WARNING"})
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while process.poll() is None:
-            try:
-                httpx.get(f"{url}/health", trust_env=False).raise_for_status()
-                break
-            except httpx.HTTPError:
-                time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def over_http(client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int) -> float:
@@ -135,7 +106,10 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
         prompts = build(Path(directory))
-        with engine(Path(directory), device) as url:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}"
+        engine = ("-m", "services.engine", "--model-path", directory, "--port", str(port), "--device", device)
+        with processes([(*engine, "--dtype", "float32")], [url]):
             threads = f"{torch.get_num_threads()} thread(s)"
             print(f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, {rounds} alternating rounds, medians")
             reached = asyncio.run(measure(url, Path(directory), prompts, rounds, device))

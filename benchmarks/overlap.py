@@ -262,8 +262,8 @@ def measure(generation_s: float, training_s: float, staleness: int, steps: int, 
             *("--trainer.eval_samples", "0", "--trainer.checkpoint_every", "0"),
             *(("--trainer.when_stale", when_stale) if staleness else ()),
         ]
-        services = [[f"services.{name}", *words] for name in ("data", "reward", "replay")]
-        engine = ["benchmarks.overlap", "--engine", json.dumps([ports[3], token_s, load_s])]
+        services = [["-m", f"services.{name}", *words] for name in ("data", "reward", "replay")]
+        engine = ["-m", "benchmarks.overlap", "--engine", json.dumps([ports[3], token_s, load_s])]
         with processes([*services, engine]):
             lines = run(load(words, {}), training_s, f"http://127.0.0.1:{ports[3]}")[WARM_UP:]
     seconds = [sum(line["seconds"].values()) for line in lines]

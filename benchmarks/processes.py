@@ -1,14 +1,24 @@
-"""Service processes of a benchmark."""
+"""Processes of a benchmark: services that run beside it, and runs that it waits for."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx
+
+from common.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
+TRL_PYTHON = Path(".venv-trl/bin/python")
+_PATIENCE_S, _POLL_S = 600.0, 0.02
+_END_S = 30.0
+"""Seconds from SIGTERM to SIGKILL."""
 
 
 def free_port() -> int:
@@ -17,14 +27,61 @@ def free_port() -> int:
 
 
 @contextmanager
-def processes(commands: Sequence[Sequence[str]]) -> Iterator[list[int]]:
-    """Runs `python -m` with each of these commands inside the context; yields their process ids."""
-    environment = {**os.environ, "LOG_LEVEL": "WARNING", "PYTHONPATH": str(ROOT)}
-    running = [subprocess.Popen([sys.executable, "-m", *words], cwd=ROOT, env=environment) for words in commands]
+def processes(
+    commands: Sequence[Sequence[str]], urls: Sequence[str] = (), *, disposable: bool = False
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Runs `python` with each of these commands inside the context; yields the processes once all `urls` are healthy.
+
+    Raises RuntimeError when a process ends before that, TimeoutError when it takes too long. Output of `disposable` processes
+    is discarded, and they are killed in the end, which takes no time.
+    """
+    env = {**os.environ, "LOG_LEVEL": "WARNING", "PYTHONPATH": str(ROOT)}
+    output = subprocess.DEVNULL if disposable else None
+    running = list["subprocess.Popen[bytes]"]()
     try:
-        yield [process.pid for process in running]
+        for words in commands:
+            running.append(subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=output, stderr=output))
+        _wait(running, urls)
+        yield running
     finally:
         for process in running:
-            process.terminate()
+            process.send_signal(signal.SIGKILL if disposable else signal.SIGTERM)
         for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            process.kill()
             process.wait()
+
+
+def _wait(running: Sequence["subprocess.Popen[bytes]"], urls: Sequence[str]) -> None:
+    """Waits until all `urls` answer /health with success."""
+    limit = time.monotonic() + _PATIENCE_S
+    for url in urls:
+        healthy = False
+        while not healthy:
+            for process in running:
+                if process.poll() is not None:
+                    raise RuntimeError(f"{process.args!r} ended with status {process.returncode}")
+            if time.monotonic() > limit:
+                raise TimeoutError(f"{url} is not healthy after {_PATIENCE_S:.0f} s")
+            time.sleep(_POLL_S)
+            with suppress(httpx.TransportError):
+                healthy = httpx.get(f"{url}/health", trust_env=False).is_success
+
+
+def run(log: Path, *command: str | Path, **variables: str) -> None:
+    """Runs a command to its end, with its output in `log`. Raises ConfigError with the last lines when it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", **variables}
+    with log.open("w", encoding="utf-8") as file:
+        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False).returncode
+    if status:
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
+        reason = f"a run ended with status {status}, and these lines last:\n{tail}"
+        raise ConfigError(reason, field=log.name, value=" ".join(map(str, command)))
+
+
+def require_trl() -> None:
+    """Raises ConfigError unless TRL's environment is there."""
+    if not TRL_PYTHON.exists():
+        raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")

@@ -36,16 +36,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.update import GROUPS, full_groups
 from common.config import Config, fail, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
-from common.schemas import Completion, Group
 from learning import attention, head
 from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
 from learning.sharding import local
 from trainer.algorithms.batch import Batch, TrainingGroup
-from trainer.policy import logprobs
+from trainer.policy import logprobs, scorer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
@@ -54,8 +54,6 @@ _BLOCK = 512
 BANDWIDTH, PEAK, GEMM, LAUNCH_S = 3.0e12, 989e12, 0.7, 4e-6
 """An H100: bytes per second (with an allowance), FLOPs per second from its data sheet, the share of these that matrix
 products reach, and the seconds to launch a kernel."""
-_PROMPT, _GROUPS, _MICRO_BATCHES = 200, 4, 2
-"""Tokens of a prompt, groups of a micro-batch, and micro-batches of a rank."""
 _FREE = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift", "new_empty", "is_same_size")
 """Operations without a kernel that torch does not call views."""
 
@@ -113,12 +111,12 @@ class _Rank(Ranks):
 
     on_gpu = property(lambda _: True)
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
-    first = property(lambda _: False)
+    is_rank_zero = property(lambda _: False)
 
     def broadcast(self, body: bytes) -> bytes:
         return body
 
-    def all_say(self, body: bytes) -> bool:
+    def all_equal(self, body: bytes) -> bool:
         return False
 
     def sum(self, values: Tensor) -> Tensor:
@@ -274,7 +272,7 @@ def _within(recorder: _Recorder, phase: str, work: Any) -> Any:
 
 @contextmanager
 def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
-    """Makes fake CPU tensors take the GPU's code paths and reports resized storages."""
+    """Makes fake CPU tensors take the GPU's code paths, which never look at contents, and reports resized storages."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -292,6 +290,7 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(logprobs, "float32_product", product),
         patch.object(head, "float32_product", product),
         patch.object(Pretrained, "whole", _whole),
+        patch.object(scorer, "_changes_logits", lambda _: False),
         patch.object(torch.UntypedStorage, "resize_", resized),
     ):
         yield
@@ -318,35 +317,12 @@ def _whole(pretrained: Pretrained) -> Any:
 
 def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
     """Returns a batch of full micro-batches for every rank, and the number of attending token pairs per micro-batch."""
-    rng, size = np.random.default_rng(0), config.sampling.group_size
-    tokens = config.trainer.micro_batch_tokens // _GROUPS
-    prompt_length = min(_PROMPT, tokens // 2)
-    left = tokens - prompt_length - size
-    shares = rng.lognormal(0.0, 0.8, size)
-    lengths = 1 + (shares / shares.sum() * left).astype(int)  # tokens computed; a completion's last token is not
-    lengths[-1] += tokens - prompt_length - lengths.sum()
-    groups = []
-    for number in range(ranks * _MICRO_BATCHES * _GROUPS):
-        completions = [
-            Completion(
-                token_ids=np.zeros(length + 1, np.int32),
-                logprobs=np.zeros(length + 1, np.float32),
-                text="",
-                finish_reason="stop",
-                weight_versions=[(0, 0, int(length) + 1)],
-                reward=0.0,
-                correct=False,
-            )
-            for length in lengths.tolist()
-        ]
-        prompt, name = np.full(prompt_length, number, np.int32), str(number)
-        group = Group(id=name, prompt_id=name, prompt="", ground_truth="", prompt_token_ids=prompt, completions=completions)
-        groups.append(TrainingGroup(group))
-    batch = Batch.of(groups, config)
+    groups = full_groups(config, ranks)
+    batch = Batch.of([TrainingGroup(group) for group in groups], config)
     ones = [np.ones(len(row.completion_ids), np.float32) for row in batch.rows]
     batch.advantages = batch.old_logprobs = batch.ref_logprobs = ones
-    pairs = prompt_length**2 // 2 + int((lengths * prompt_length + lengths**2 // 2).sum())
-    return batch, _GROUPS * pairs
+    prompt, lengths = len(groups[0].prompt_token_ids), [len(each.token_ids) - 1 for each in groups[0].completions]
+    return batch, GROUPS * (prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths))
 
 
 def main() -> None:

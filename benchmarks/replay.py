@@ -8,11 +8,7 @@ in this process, which holds the index as the service does. `--rounds 0` skips t
 
 import argparse
 import asyncio
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -21,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from benchmarks.processes import free_port, processes
 from common import wire
-from common.clients import ReplayClient, wait_healthy
+from common.clients import ReplayClient
 from common.schemas import Completion, Group, Groups, SampleRequest, TakeRequest
 from common.sections import ReplaySection
 from services.replay.buffer import ReplayBuffer
@@ -143,25 +140,18 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     return [f"{groups:,}", *(f"{each:.1f}" for each in times), f"{opened:.2f}", f"{size / 1e6:.0f}"]
 
 
-async def measure(port: int, rounds: int) -> dict[str, tuple[float, float]]:
-    async with ReplayClient("replay-buffer", f"http://127.0.0.1:{port}") as client:
-        await wait_healthy([client], 60)
+async def measure(url: str, rounds: int) -> dict[str, tuple[float, float]]:
+    async with ReplayClient("replay-buffer", url) as client:
         return await over_http(client, rounds)
 
 
 def with_service(rounds: int) -> dict[str, tuple[float, float]]:
     """Runs `over_http` against a separate service process."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
-    with tempfile.TemporaryDirectory() as state:
-        command = [sys.executable, "-m", "services.replay", "--state_dir", state, "--replay.port", str(port)]
-        root = Path(__file__).resolve().parents[1]
-        process = subprocess.Popen(command, cwd=root, env={**os.environ, "LOG_LEVEL": "WARNING"})
-        try:
-            return asyncio.run(measure(port, rounds))
-        finally:
-            process.terminate()
-            process.wait()
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = ["-m", "services.replay", "--replay.port", str(port), "--state_dir"]
+    with tempfile.TemporaryDirectory() as state, processes([[*command, state]], [url]):
+        return asyncio.run(measure(url, rounds))
 
 
 def over_sockets(rounds: int) -> None:

@@ -15,15 +15,14 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from math_verify import parse, verify
 
+from benchmarks.processes import ROOT
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.scorer import RewardScorer
 
-ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 MATH500 = ROOT.parent / "shared" / "data" / "math500" / "test.jsonl"

@@ -14,17 +14,15 @@ not installed.
 import argparse
 import asyncio
 import importlib.util
-import os
 import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ import aiohttp
 from aiohttp import web
 
 from benchmarks.engine import build
-from benchmarks.processes import ROOT, free_port
+from benchmarks.processes import free_port, processes
 from common.config import Config
 from common.errors import ServiceError
 from common.rollout_client import RolloutClient
@@ -72,53 +70,34 @@ def work(port: int, seconds: float) -> None:
     web.run_app(app, host="127.0.0.1", port=port, print=None, access_log=None)
 
 
-@asynccontextmanager
-async def process(command: Sequence[str], url: str, http: aiohttp.ClientSession) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """Starts a process and yields it once it answers /health."""
-    environment = {**os.environ, "LOG_LEVEL": "ERROR", "PYTHONPATH": str(ROOT)}
-    quiet = subprocess.DEVNULL
-    running = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=quiet, stdout=quiet)  # noqa: ASYNC220 - returns at once
-    try:
-        while True:
-            try:
-                async with http.get(f"{url}/health") as answer:
-                    if answer.ok:
-                        break
-            except aiohttp.ClientError:
-                assert running.poll() is None, f"{' '.join(command)} ended"
-            await asyncio.sleep(0.02)
-        yield running
-    finally:
-        running.kill()
-        running.wait()
-
-
 class Bench:
     """Routers and workers that end together."""
 
-    def __init__(self, stack: AsyncExitStack, http: aiohttp.ClientSession) -> None:
+    def __init__(self, stack: ExitStack, http: aiohttp.ClientSession) -> None:
         self.stack, self.http = stack, http
 
     async def workers(self, count: int, seconds: float) -> list[str]:
         """Starts this many workers and returns their URLs."""
-        return [await self._worker(free_port(), seconds) for _ in range(count)]
+        urls = {f"http://127.0.0.1:{port}": port for port in (free_port() for _ in range(count))}
+        for url, port in urls.items():
+            await self._start(["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)], url)
+        return list(urls)
 
-    async def _worker(self, port: int, seconds: float) -> str:
-        url = f"http://127.0.0.1:{port}"
-        words = ["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)]
-        await self.stack.enter_async_context(process([sys.executable, *words], url, self.http))
-        return url
-
-    async def engine(self, model: Path, port: int) -> subprocess.Popen[bytes]:
+    async def engine(self, model: Path, port: int) -> "subprocess.Popen[bytes]":
         words = ["-m", "services.engine", "--model-path", str(model), "--port", str(port), "--weight-version", "1"]
-        return await self.stack.enter_async_context(process([sys.executable, *words], f"http://127.0.0.1:{port}", self.http))
+        return await self._start(words, f"http://127.0.0.1:{port}")
+
+    async def _start(self, words: Sequence[str], url: str) -> "subprocess.Popen[bytes]":
+        """Starts a process without output; requests in flight go on until it is healthy."""
+        (running,) = await asyncio.to_thread(self.stack.enter_context, processes([words], [url], disposable=True))
+        return running
 
     async def router(self, name: str, policy: str, workers: Sequence[str]) -> str:
         """Starts a router and returns its URL once it lists all workers as healthy."""
         settings = {"router": name, "router_policy": policy, "router_port": free_port(), "router_metrics_port": free_port()}
         section = RolloutSection.model_validate(settings)
         url = f"http://127.0.0.1:{section.router_port}"
-        await self.stack.enter_async_context(process(router_command(Config(rollout=section), Topology()), url, self.http))
+        await self._start(router_command(Config(rollout=section), Topology())[1:], url)
         for worker in workers:
             await self.http.post(f"{url}/workers", json={"url": worker})
         while len(await self.healthy(url)) < len(workers):  # noqa: ASYNC110 - remote
@@ -238,8 +217,9 @@ async def main(parts: Sequence[str]) -> None:
     for part in (balance, latency, recovery):
         if not parts or part.__name__ in parts:
             connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http, AsyncExitStack() as stack:
-                await part(Bench(stack, http))
+            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+                with ExitStack() as stack:
+                    await part(Bench(stack, http))
 
 
 if __name__ == "__main__":

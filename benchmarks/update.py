@@ -12,10 +12,8 @@ dense); on a CPU, of the measured rate of a large float32 matrix product.
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.processes import TRL_PYTHON, require_trl, run
 from common.config import Config, fail, load
 from common.errors import ConfigError
 from common.schemas import Completion, Group
@@ -59,7 +58,8 @@ SHAPES = {
     },
 }
 """The shapes of Qwen2.5, and one for CPUs; two heads of keys and values, tied embeddings."""
-TRL_PYTHON = Path(".venv-trl/bin/python")
+GROUPS = 4
+"""Groups of a full micro-batch (`full_groups`)."""
 _PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 """bfloat16 FLOP/s without sparsity, from the makers' data sheets."""
 
@@ -112,6 +112,41 @@ def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") 
     tokenizer.save_pretrained(directory)
 
 
+def _group(
+    name: str, prompt: list[int], lengths: list[int], rng: np.random.Generator, vocabulary: int, text: str = ""
+) -> Group:
+    """Returns a group of random completions; every second one is right."""
+    completions = [
+        Completion(
+            token_ids=rng.integers(10, vocabulary, length).astype(np.int32),
+            logprobs=np.full(length, -np.log(vocabulary), np.float32),
+            text="",
+            finish_reason="stop",
+            weight_versions=[(0, 0, length)],
+            reward=float(i % 2),
+            correct=bool(i % 2),
+        )
+        for i, length in enumerate(lengths)
+    ]
+    ids = np.array(prompt, np.int32)
+    return Group(id=name, prompt_id=name, prompt=text, ground_truth="", prompt_token_ids=ids, completions=completions)
+
+
+def full_groups(config: Config, ranks: int = 1) -> list[Group]:
+    """Returns groups of random tokens, with a heavy tail of lengths, that exactly fill two micro-batches of every rank."""
+    rng, size = np.random.default_rng(0), config.sampling.group_size
+    vocabulary = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    tokens = config.trainer.micro_batch_tokens // GROUPS
+    prompt = min(200, tokens // 4)
+    shares = rng.lognormal(0.0, 0.8, size)
+    lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(int)  # the last token is not computed
+    lengths[-1] += tokens - prompt - (lengths - 1).sum()
+    return [
+        _group(str(number), rng.integers(10, vocabulary, prompt).tolist(), lengths.tolist(), rng, vocabulary)
+        for number in range(2 * ranks * GROUPS)
+    ]
+
+
 def make_groups(case: Case, tokenizer: Any) -> list[Group]:
     """Returns groups that use up the token budget; their prompts are tokenized texts."""
     vocabulary = len(tokenizer)
@@ -122,24 +157,15 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
         tail = rng.lognormal(-0.32, 0.8, case.group) * case.completion  # mean 1
         lengths = np.clip(tail.astype(int), 16, 8 * case.completion)
         left -= int(lengths.sum()) + case.group * case.prompt
-        completions = [
-            Completion(
-                token_ids=rng.integers(10, vocabulary, length).astype(np.int32),
-                logprobs=np.full(length, -np.log(vocabulary), np.float32),
-                text="",
-                finish_reason="stop",
-                weight_versions=[(0, 0, int(length))],
-                reward=float(i % 2),
-                correct=bool(i % 2),
-            )
-            for i, length in enumerate(lengths)
-        ]
-        text, name = tokenizer.decode(rng.integers(10, vocabulary, case.prompt)), str(len(groups))
-        prompt = np.array(tokenizer(text, add_special_tokens=False).input_ids, np.int32)
-        groups.append(
-            Group(id=name, prompt_id=name, prompt=text, ground_truth="", prompt_token_ids=prompt, completions=completions)
-        )
+        text = tokenizer.decode(rng.integers(10, vocabulary, case.prompt))
+        prompt = tokenizer(text, add_special_tokens=False).input_ids
+        groups.append(_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text))
     return groups
+
+
+def tokens_of(groups: list[Group]) -> int:
+    """Returns the prompt and completion tokens; a prompt counts once per completion."""
+    return sum(len(group.prompt_token_ids) + len(each.token_ids) for group in groups for each in group.completions)
 
 
 def required_flops(groups: list[Group], model: Any) -> float:
@@ -177,10 +203,7 @@ def measure(case: Case) -> Result:
         seconds = [learn(policy, reference, groups, config)[0] for _ in range(case.repeats + 1)]
         on_gpu = ranks.device.type == "cuda"
         memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        tokens = sum(
-            len(group.prompt_token_ids) + len(completion.token_ids) for group in groups for completion in group.completions
-        )
-        return Result(statistics.median(seconds[1:]), tokens, flops, peak(ranks.device), memory)
+        return Result(statistics.median(seconds[1:]), tokens_of(groups), flops, peak(ranks.device), memory)
 
 
 def learn(policy: Policy, reference: Reference, groups: list[Group], config: Config) -> tuple[float, UpdateMetrics]:
@@ -231,18 +254,9 @@ def trl_seconds(case: Case, directory: Path) -> float:
     }
     prompts = [{"ids": group.prompt_token_ids.tolist(), "text": group.prompt, "answer": "0"} for group in groups] * steps
     job = Job(case.model, str(directory), 0, steps + 1, settings, [1e-6] * steps, prompts, completions * steps)
-    _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(job.write())])
+    run(directory / "output.txt", TRL_PYTHON, "-m", "benchmarks.trl_side", job.write())
     seconds: list[float] = json.loads((directory / "log.json").read_text())["seconds"]
     return statistics.median(seconds[1:])
-
-
-def _run(command: list[str]) -> str:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        tail = "\n".join(done.stderr.splitlines()[-20:])
-        raise ConfigError(f"a run ended with status {done.returncode}, and these lines last:\n{tail}", value=command)
-    return done.stdout
 
 
 def main() -> None:
@@ -260,10 +274,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed (default 3)")
     parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="extra settings, another row")
     parser.add_argument("--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(asdict(measure(Case(**json.loads(options.one))))))
+        case, result = options.one
+        Path(result).write_text(json.dumps(asdict(measure(Case(**json.loads(case))))))
         return
     try:
         compare(options)
@@ -273,10 +288,11 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Measures everything and prints the table."""
-    if options.trl and not TRL_PYTHON.exists():
-        raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")
+    if options.trl:
+        require_trl()
     table = Table("shape", "tokens", "settings", "s/update", "tokens/s", "TFLOP/s", "MFU", "peak GB", "of TRL's step")
     with tempfile.TemporaryDirectory() as temporary:
+        result = Path(temporary) / "result.json"
         for shape in options.shape:
             model = Path(temporary) / shape
             make_model(shape, model)
@@ -284,9 +300,9 @@ def compare(options: argparse.Namespace) -> None:
                 for variant in ["", *options.variant]:
                     about = (tokens, options.group, options.prompt, options.completion, variant.split(), options.repeats)
                     case = Case(str(model), *about)
-                    found = Result(
-                        **json.loads(_run([sys.executable, "-m", "benchmarks.update", "--one", json.dumps(asdict(case))]))
-                    )
+                    words = ("-m", "benchmarks.update", "--one", json.dumps(asdict(case)))
+                    run(Path(temporary) / "output.txt", sys.executable, *words, result)
+                    found = Result(**json.loads(result.read_text()))
                     peer = trl_seconds(case, Path(temporary) / f"trl-{shape}-{tokens}") if options.trl and not variant else None
                     rate = found.flops / found.seconds
                     table.add_row(

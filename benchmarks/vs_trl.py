@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.update import TRL_PYTHON
+from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.vs_trl_learning import job
 from common.config import Config, fail, load
 from common.errors import ConfigError
@@ -88,13 +87,15 @@ class Task:
         empty = dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), "")
         words = [word for name, value in {**fixed, **own, **empty}.items() for word in ("--env", f"{name}={value}")]
         command = ["-m", "jobgroup.local", self.jobgroup, "--log-dir", str(directory / "logs")]
-        _run([sys.executable, *command, *words, "--env", f"OMP_NUM_THREADS={self.threads}"], directory, self.threads)
+        command += [*words, "--env", f"OMP_NUM_THREADS={self.threads}"]
+        run(directory / "output.txt", sys.executable, *command, OMP_NUM_THREADS=str(self.threads))
         return self._ours(directory)
 
     def bare(self, steps: int, seed: int, directory: Path) -> Run:
         """Runs the same code in one process."""
         words = [*sys.argv[1:], "--bare", str(steps), str(seed), str(directory)]
-        _run([sys.executable, "-m", "benchmarks.vs_trl", *words], directory, self.threads)
+        command = [sys.executable, "-m", "benchmarks.vs_trl", *words]
+        run(directory / "output.txt", *command, OMP_NUM_THREADS=str(self.threads))
         return self._ours(directory)
 
     def _ours(self, directory: Path) -> Run:
@@ -113,30 +114,17 @@ class Task:
         parts = max(1, completions // self.rows) if self.rows else 1
         rows = {"per_device_train_batch_size": completions // parts, "gradient_accumulation_steps": parts}
         task = replace(job(settings, directory, rows), save_every=steps + 1)
-        _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], directory, threads)
+        command = (TRL_PYTHON, "-m", "benchmarks.trl_side", task.write())
+        run(directory / "output.txt", *command, OMP_NUM_THREADS=str(threads))
         log: dict[str, Any] = json.loads((directory / "log.json").read_text())
         tokens = [entry["completions/mean_length"] for entry in log["steps"]][self.warm_up :]
         seconds, generation = (log[name][self.warm_up :] for name in ("seconds", "generation"))
         return Run(seconds, mean(tokens), {"generation": mean(generation), "update": mean(seconds) - mean(generation)})
 
 
-def _run(command: list[str], directory: Path, threads: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    own = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    log = directory / "output.txt"
-    with log.open("w", encoding="utf-8") as file:
-        status = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **own}, check=False
-        ).returncode
-    if status:
-        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
-        raise ConfigError(f"a run ended with status {status}, and these lines last:\n{tail}", value=command)
-
-
 def compare(task: Task, names: list[str], rounds: int, steps: int, console: Console) -> None:
     """Runs the contestants and prints the tables."""
-    if not TRL_PYTHON.exists():
-        raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")
+    require_trl()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     own: dict[str, Callable[[int, int, Path], Run]] = {"whole": task.whole, "bare": task.bare}
     contestants = {name: own[name] for name in names}

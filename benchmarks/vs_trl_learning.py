@@ -12,9 +12,7 @@ With `--reuse`, the unchanged half comes from an earlier run.
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -25,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
+from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.trl_side import Job, grade
-from benchmarks.update import TRL_PYTHON
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
 from common.config import Config, fail, load
 from common.errors import ConfigError
@@ -168,7 +166,8 @@ class Runs:
         else:
             words = ["--one", str(seed), "--out", str(self.root), f"--ours={self.options.ours}"]
             words += ["--steps", str(self.options.steps), "--every", str(self.options.every)]
-            _run([sys.executable, "-m", "benchmarks.vs_trl_learning", *words], self.root / f"ours-{seed}.txt")
+            command = [sys.executable, "-m", "benchmarks.vs_trl_learning", *words]
+            run(self.root / f"ours-{seed}.txt", *command, OMP_NUM_THREADS="1")
 
     def replay(self, seed: int) -> Replay:
         """Trains TRL on the tokens of this trainer's finished run on `seed`."""
@@ -197,7 +196,8 @@ class Runs:
         return job(self.config(seed), root / f"trl-{seed}", json.loads(self.options.trl))
 
     def _trl(self, task: Job) -> None:
-        _run([str(TRL_PYTHON), "-m", "benchmarks.trl_side", str(task.write())], Path(f"{task.output}.txt"))
+        command = (TRL_PYTHON, "-m", "benchmarks.trl_side", task.write())
+        run(Path(f"{task.output}.txt"), *command, OMP_NUM_THREADS="1")
 
     def _place(self, half: str, seed: int) -> Path:
         """Returns the directory of a half: an earlier one if it finished with exactly these settings."""
@@ -225,15 +225,6 @@ def _distance(one: Path, other: Path) -> float:
     """Returns the Euclidean distance between the weights of two checkpoints."""
     left, right = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (one, other))
     return float(torch.cat([(left[name] - right[name]).flatten() for name in left]).norm())
-
-
-def _run(command: list[str], log: Path) -> None:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("w", encoding="utf-8") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    if status:
-        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
-        raise ConfigError(f"a run ended with status {status}, and these lines last:\n{tail}", field=log.name, value=command)
 
 
 def main() -> None:
@@ -266,10 +257,7 @@ def main() -> None:
 
 def compare(options: argparse.Namespace) -> None:
     """Runs everything and prints the tables."""
-    if not TRL_PYTHON.exists():
-        raise ConfigError(
-            "TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it and runs this"
-        )
+    require_trl()
     if options.out and options.out.exists() and any(options.out.iterdir()):
         raise ConfigError("the directory is not empty", field="--out", value=str(options.out), remedy="name a new one")
     quiet()

@@ -29,6 +29,8 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not help."""
+LOST = 75
+"""Exit status (EX_TEMPFAIL) of a trainer rank that ends because another one is lost: a restart helps."""
 _TORCHRUN = """
 import logging
 import sys
@@ -59,18 +61,17 @@ def setting_status() -> int:
     return WRONG_SETTING if os.environ.get("SKYPILOT_JOBGROUP_NAME") else 2
 
 
-def assigned_gpus(env: Mapping[str, str] | None = None) -> str | None:
+def assigned_gpus() -> str | None:
     """Returns the variable that assigns GPUs to this process, with its value; None when there is none."""
-    env = os.environ if env is None else env
-    if count := _number(env, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
+    if count := _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
-    visible = env.get("CUDA_VISIBLE_DEVICES", "")
-    return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus(env) else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus() else None
 
 
-def hidden_gpus(env: Mapping[str, str] | None = None) -> bool:
+def hidden_gpus() -> bool:
     """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is not a number, GPU or MIG id."""
-    first = (os.environ if env is None else env).get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     return not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
 
 
@@ -90,7 +91,10 @@ def parse_hosts(text: str) -> dict[str, LocalHost]:
         address, _, shift = place.partition(":")
         if not (equals and name and address and (not shift or shift.isdecimal())):
             raise ConfigError(
-                "an entry of JOBGROUP_HOSTS does not have the form name=address[:shift]", field="JOBGROUP_HOSTS", value=entry
+                "an entry of JOBGROUP_HOSTS does not have the form name=address[:shift]",
+                field="JOBGROUP_HOSTS",
+                value=entry,
+                remedy="write name=address[:shift], separated by commas",
             )
         hosts[name] = LocalHost(address, int(shift or 0))
     return hosts
@@ -144,6 +148,7 @@ class Topology:
                 f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses is impossible",
                 field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
                 value=" ".join(ips),
+                remedy="unset these variables outside SkyPilot",
             )
         return topology
 

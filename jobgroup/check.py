@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from common.cli import Parser
+from common.cli import CommandParser
 from common.config import fail
 from common.errors import ConfigError
 from jobgroup.fit import Placed, missing, problems, warnings
@@ -294,13 +294,13 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = Parser("jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline.")
+    parser = CommandParser("jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline.")
     parser.add_argument(
-        "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (every *-jobgroup.yaml beside this file)"
+        "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (default: every jobgroup/*-jobgroup.yaml)"
     )
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch")
     parser.add_argument(
-        "--volume", action="append", type=Path, metavar="YAML", help="volumes (all in volumes/ beside this file)"
+        "--volume", action="append", type=Path, metavar="YAML", help="volumes (default: all of jobgroup/volumes/)"
     )
     options = parser.parse_args(argv)
     try:

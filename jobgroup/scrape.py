@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from common.cli import Parser
-from common.config import fail, load
+from common.cli import CommandParser
+from common.config import fail
 from common.errors import ConfigError
 from common.security import tls
 from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
@@ -66,10 +66,7 @@ def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
     """Yields jobs and ports of a node, as the task's own environment sets them."""
     if task.name != ROLLOUT and task.name not in SECTIONS:
         return
-    env = {**os.environ, **task.env}
-    if file := env.get("RUN_CONFIG"):
-        env["RUN_CONFIG"] = str(task.workdir / file)
-    config = load([], env)
+    config = task.settings({**os.environ, **task.env})
     if task.name == ROLLOUT:
         yield ROLLOUT, config.rollout.agent_port
         yield ENGINE, config.rollout.engine_port
@@ -81,7 +78,7 @@ def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command. A wrong YAML or setting ends with status 2."""
-    parser = Parser("jobgroup.scrape", __doc__ or "")
+    parser = CommandParser("jobgroup.scrape", __doc__ or "")
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the job group")
     parser.add_argument("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task")
     parser.add_argument("--token-file", metavar="FILE", help="on Prometheus' machine: holds the API_TOKEN of the run")

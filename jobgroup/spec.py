@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.config import misspelt
-from common.config_sources import unread
+from common import config
+from common.config_sources import yaml_problem
 from common.errors import ConfigError
 from common.explain import did_you_mean, explained
 
@@ -41,6 +41,14 @@ class Task:
     termination_delay_s: float
     ignored: tuple[str, ...]
     """Fields that only a cluster can provide (volumes, file mounts)."""
+
+    def settings(self, env: Mapping[str, str]) -> config.Config:
+        """Returns the settings of the task's processes in the environment `env`. Raises ConfigError.
+
+        RUN_CONFIG is relative to the task's folder, or else comes with the installed package.
+        """
+        file = self.workdir / env.get("RUN_CONFIG", "")
+        return config.load([], {**env, "RUN_CONFIG": str(file)} if file.is_file() else env)
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
     header, *documents = _documents(path)
     if "execution" not in header:
         raise ConfigError(
-            "the first document lacks `execution: parallel`: SkyPilot would run the tasks one after the other",
+            "the header lacks `execution: parallel`: SkyPilot would run the tasks one after the other",
             field="execution",
             remedy="add it beside `name`",
         )
@@ -138,7 +146,7 @@ def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: st
     """Raises ConfigError for a variable that no task declares and that looks like a misspelt setting."""
     if any(isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents):
         return
-    if hint := misspelt(name):
+    if hint := config.misspelt(name):
         raise ConfigError("there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?")
 
 
@@ -175,7 +183,7 @@ def _documents(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an invalid date
         remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
         raise ConfigError(
-            f"the job group cannot be read: {unread(error)}", field="YAML", value=str(path), remedy=remedy
+            f"the job group cannot be read: {yaml_problem(error)}", field="YAML", value=str(path), remedy=remedy
         ) from None
     documents = [document for document in documents if document is not None]
     for document in documents:
@@ -285,7 +293,12 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
     restarts, codes = recovery.get("max_restarts_on_errors", 0), recovery.get("recover_on_exit_codes", [])
     codes = codes if isinstance(codes, list) else [codes]
     if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
-        raise ConfigError("restarts and exit codes must be whole numbers", field=f"{task.name}.job_recovery", value=recovery)
+        raise ConfigError(
+            "restarts and exit codes must be whole numbers",
+            field=f"{task.name}.job_recovery",
+            value=recovery,
+            remedy="write whole numbers of at least 0",
+        )
     return restarts, frozenset(codes)
 
 

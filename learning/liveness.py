@@ -23,12 +23,10 @@ from typing import NamedTuple
 from common import watchdog
 from common.errors import shorten
 from common.security import is_loopback
-from common.topology import TRAINER, Topology
+from common.topology import LOST, TRAINER, Topology
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)
-LOST = 75
-"""Exit status of a rank that ends because another one is lost: EX_TEMPFAIL of sysexits.h, as a restart helps."""
 _BEATS = 9
 """Number of beats within the limit of silence."""
 _TICK_S = 0.2
@@ -72,7 +70,7 @@ class Liveness:
 
     def __enter__(self) -> "Liveness":
         if self._ranks.world_size > 1:
-            others = range(1, self._ranks.world_size) if self._ranks.first else [0]
+            others = range(1, self._ranks.world_size) if self._ranks.is_rank_zero else [0]
             self._heard = dict.fromkeys(others, time.monotonic())
             endpoint = self._endpoint()
             self._thread = threading.Thread(target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True)
@@ -95,7 +93,7 @@ class Liveness:
     def _endpoint(self) -> socket.socket:
         """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to it."""
         address = os.environ["MASTER_ADDR"]
-        if not self._ranks.first:
+        if not self._ranks.is_rank_zero:
             port, self._token = self._ranks.broadcast(b"").decode().split()
             return socket.create_connection((address, int(port)), timeout=self._lost_after_s)
         host = address if is_loopback(address) else ""  # others may reach this node at another of its addresses
@@ -107,7 +105,7 @@ class Liveness:
 
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             self._server = await asyncio.start_server(self._accept, sock=endpoint, limit=_MAX_LINE_BYTES)
         else:
             reader, writer = await asyncio.open_connection(sock=endpoint, limit=_MAX_LINE_BYTES)
@@ -164,7 +162,7 @@ class Liveness:
         """Records a rank's end; only the first message about it counts. Rank 0 relays it."""
         if rank not in self._gone:
             self._gone[rank] = _Departure(how, reason, time.monotonic())
-            if self._ranks.first:
+            if self._ranks.is_rank_zero:
                 self._broadcast(f"gone {rank} {how} {reason}")
 
     def _broadcast(self, text: str) -> None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.gpu_check import harness, report
 from benchmarks.gpu_check.harness import Outcome
 from benchmarks.gpu_check.sections import SECTIONS, command
-from common.cli import Parser
+from common.cli import CommandParser
 from common.config import fail
 from common.errors import ConfigError
 
@@ -32,7 +32,7 @@ _MINUTES, _LEAST_S = 9.0, 10
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     head, *details = (__doc__ or "").split("\n\n")
-    parser = Parser("benchmarks.gpu_check", head, epilog="\n\n".join(details))
+    parser = CommandParser("benchmarks.gpu_check", head, epilog="\n\n".join(details))
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")

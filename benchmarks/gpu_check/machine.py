@@ -11,7 +11,6 @@ from benchmarks.gpu_check.setting import Setting, seconds
 from benchmarks.update import peak
 from common.errors import ConfigError
 from common.sections import TrainerSection
-from learning.ranks import Ranks
 
 _REACHED = 0.6
 """Minimum share of the data sheet's rate expected of a large matrix product."""
@@ -73,13 +72,11 @@ def versions(setting: Setting) -> list[list[str]]:
 
 def process_group(found: Findings, setting: Setting) -> None:
     """One process group that uses gloo for CPU tensors and NCCL for GPU tensors, as FSDP2 and checkpoints do."""
-    ranks = setting.ranks(TrainerSection.model_validate({"device": setting.device_kind}))
-    assert isinstance(ranks, Ranks)
-    with ranks:
+    with setting.ranks(TrainerSection.model_validate({"device": setting.device_kind})) as ranks:
         mesh = ranks.mesh()
-        backend = dist.get_backend_config() if hasattr(dist, "get_backend_config") else dist.get_backend()
+        backend = dist.get_backend_config()
         wanted = "cuda:nccl" if setting.on_gpu else "gloo"
-        found.claim("the process group's backends", wanted, str(backend), wanted in str(backend))
+        found.claim("the process group's backends", wanted, backend, wanted in backend)
         for device in dict.fromkeys((torch.device("cpu"), setting.device)):
             tensor = torch.arange(1024, dtype=torch.float32, device=device)
             before = tensor.clone()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from benchmarks.gpu_check.updates import full_groups
+from benchmarks.update import full_groups
 from learning.layout import moved
 from learning.optimizer import Optimizer
 from trainer.policy.scorer import Scorer, load_model
@@ -24,13 +24,15 @@ def correctness(found: Findings, setting: Setting) -> None:
     rows = [(group.prompt_token_ids, completion.token_ids) for group in groups for completion in group.completions]
     exact, low = (_scored(setting, config, rows, bfloat16) for bfloat16 in (False, True))
     apart = (low["logprobs"] - exact["logprobs"]).abs()
-    found.at_most("bfloat16 beside float32: mean |Δ log-probability|", float(apart.mean()), 0.01)
-    found.at_most("bfloat16 beside float32: largest |Δ log-probability|", float(apart.max()), 0.15)
+    found.at_most("bfloat16 compared with float32: mean |Δ log-probability|", float(apart.mean()), 0.01)
+    found.at_most("bfloat16 compared with float32: largest |Δ log-probability|", float(apart.max()), 0.15)
     entropy = (low["entropy"] - exact["entropy"]).abs()
-    found.at_most("bfloat16 beside float32: mean |Δ entropy|", float(entropy.mean()), 0.01)
-    found.at_least("bfloat16 beside float32: cosine of the gradients", _cosine(low["gradients"], exact["gradients"]), 0.99)
+    found.at_most("bfloat16 compared with float32: mean |Δ entropy|", float(entropy.mean()), 0.01)
+    found.at_least(
+        "bfloat16 compared with float32: cosine of the gradients", _cosine(low["gradients"], exact["gradients"]), 0.99
+    )
     worst = min((_cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)), default=1.0)
-    found.claim("bfloat16 beside float32: smallest cosine of a tensor's gradient", "", f"{worst:.4f}")
+    found.claim("bfloat16 compared with float32: smallest cosine of a tensor's gradient", "", f"{worst:.4f}")
     found.at_least("an AdamW step: share of weights that move the same way", _agreement(low["moves"], exact["moves"]), 0.9)
 
 

@@ -4,10 +4,9 @@ import torch
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from benchmarks.gpu_check.updates import full_groups
-from benchmarks.update import learn
+from benchmarks.update import full_groups, learn
 from learning.sharding import full, local, named_tensors
-from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
@@ -25,7 +24,7 @@ def correctness(found: Findings, setting: Setting) -> None:
         learn(policy, reference, groups, config)
         written = _state(policy)
         with Checkpoints(run_dir / "checkpoints", ranks, 1) as checkpoints:
-            state = TrainerState(policy.step, 0, "check", policy.kl_coef, identity=identity(config))
+            state = RunState(policy.step, 0, "check", policy.kl_coef, identity=identity(config))
             path = checkpoints.save(state, policy.snapshots(checkpoints.alone))
             learn(policy, reference, groups, config)  # while the files are written
             checkpoints.wait()

@@ -43,8 +43,8 @@ VARIANTS = {
 """Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and fuses the head."""
 SECTIONS = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
-    "varlen": Section("attention over packed rows beside float32", "varlen", "correctness", 60),
-    "precision": Section("bfloat16 beside float32", "precision", "correctness", 90),
+    "varlen": Section("attention over packed rows compared with float32", "varlen", "correctness", 60),
+    "precision": Section("bfloat16 compared with float32", "precision", "correctness", 90),
     BASE: _update("0.5b", 16_384),
     "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
     "engine": Section("the embedded engine beside `generate`", "generation", "speed", 90),

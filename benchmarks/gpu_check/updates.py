@@ -15,17 +15,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_check.harness import Findings, peak_host_bytes
 from benchmarks.gpu_check.sections import TORCH_HEAD
 from benchmarks.gpu_check.setting import Setting
-from benchmarks.update import learn, peak, required_flops
+from benchmarks.update import full_groups, learn, peak, required_flops, tokens_of
 from common.config import Config
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
-from common.schemas import Completion, Group
 from trainer.policy import logprobs
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
-_PROMPT, _GROUPS, _SIZE, _MICRO_BATCHES = 200, 4, 8, 2
-"""Tokens of a prompt, groups of a micro-batch, completions of a group, and micro-batches of an update."""
 _REPEATS, _TOP = 3, 20
 _LEAST = 0.7
 """The peak must be at least this share of the estimate."""
@@ -51,8 +48,7 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
         if setting.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times = [learn(policy, reference, groups, config)[0] for _ in range(1 if setting.small else _REPEATS)]
-        seconds, counted = statistics.median(times), sum(len(c.token_ids) for group in groups for c in group.completions)
-        counted += _SIZE * sum(len(group.prompt_token_ids) for group in groups)
+        seconds, counted = statistics.median(times), tokens_of(groups)
         found.figures = {
             **{"shape": shape, "tokens": tokens, "settings": words, "seconds": seconds, "first_seconds": first},
             **{"tokens_per_second": counted / seconds, "loss": metrics.loss, "grad_norm": metrics.grad_norm},
@@ -62,34 +58,6 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
         found.claim("loss and gradient are finite", "finite", f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}", finite)
     _utilisation(found, setting, flops, words)
     _memory(found, setting, config)
-
-
-def full_groups(config: Config) -> list[Group]:
-    """Returns groups of random tokens, with a heavy tail of lengths, that fill their micro-batches exactly."""
-    rng = np.random.default_rng(0)
-    vocabulary = _shape_of(config)["vocab_size"]
-    tokens = config.trainer.micro_batch_tokens // _GROUPS
-    prompt = min(_PROMPT, tokens // 4)
-    shares = rng.lognormal(0.0, 0.8, _SIZE)
-    lengths = 1 + (shares / shares.sum() * (tokens - prompt - _SIZE)).astype(int)  # computed tokens, without the last
-    lengths[-1] += tokens - prompt - lengths.sum()
-    groups = []
-    for number in range(_MICRO_BATCHES * _GROUPS):
-        completions = [
-            Completion(
-                token_ids=rng.integers(10, vocabulary, length + 1).astype(np.int32),
-                logprobs=np.full(length + 1, -np.log(vocabulary), np.float32),
-                text="",
-                finish_reason="stop",
-                weight_versions=[(0, 0, int(length) + 1)],
-                reward=float(i % 2),
-                correct=bool(i % 2),
-            )
-            for i, length in enumerate(lengths.tolist())
-        ]
-        name, ids = str(number), rng.integers(10, vocabulary, prompt).astype(np.int32)
-        groups.append(Group(id=name, prompt_id=name, prompt="", ground_truth="", prompt_token_ids=ids, completions=completions))
-    return groups
 
 
 def _shape_of(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.cli import Parser, positive
+from common.cli import CommandParser, positive
 from common.config import fail
 from common.errors import ConfigError
 from common.security import SecretRedactor
@@ -110,8 +110,8 @@ def _title(plan: Plan) -> str:
     return f"this machine for {'make demo' if plan.demo else f'a local run of {plan.group}'}: {tasks}"
 
 
-def _parser() -> Parser:
-    parser = Parser("jobgroup.doctor", "Checks a machine, or a running job group from within.")
+def _parser() -> CommandParser:
+    parser = CommandParser("jobgroup.doctor", "Checks a machine, or a running job group from within.")
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")

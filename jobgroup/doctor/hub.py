@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from common.topology import CRITIC, DATA, REWARD, ROLLOUT, TRAINER
+from common.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect
@@ -71,12 +71,12 @@ class Hub:
 
 
 def models(plan: Plan) -> dict[str, PlannedTask]:
-    """Returns the models that processes here load, each with a task that does."""
+    """Returns the models (of the environment-server: the tokenizer) that processes here load, each with a task that does."""
     found: dict[str, PlannedTask] = {}
     for job in plan.here:
         config, learns = job.config, job.name in (TRAINER, CRITIC)
         names = {
-            config.model.name: learns or job.name == ROLLOUT,
+            config.model.name: learns or job.name in (ROLLOUT, ENVIRONMENT),
             config.model.reference: job.name == TRAINER and config.algorithm.kl_coef,
             config.critic.model: learns and config.algorithm.needs_critic,
             config.reward.reward_model_name: job.name == REWARD and "reward_model" in config.reward.function_names(),

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import ConfigError
-from common.topology import CRITIC, REWARD, ROLLOUT, TRAINER, Topology
+from common.topology import CRITIC, ENVIRONMENT, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup.doctor.plan import ROOT, Gpu, Plan, PlannedTask
 from jobgroup.doctor.report import Result, ask, expect, gb
 
@@ -98,17 +98,25 @@ def check_shared_memory(plan: Plan) -> Iterator[Result]:
 
 
 def check_sandbox(plan: Plan) -> Iterator[Result]:
-    """Runs the probes of the reward-server's sandbox."""
+    """Runs the probes of the sandbox as the reward-server does for code, and the environment-server for the tool `python`."""
+    wanted = list[tuple[float, int, str]]()
     if (job := plan.job(REWARD)) and "code" in job.config.reward.function_names():
-        from services.sandbox.run import Limits, Sandbox
-
         reward = job.config.reward
         if reward.code_sandbox == "none":
             risk = "reward.code_sandbox is none: programs run as this user"
             yield Result("sandbox", "warn", risk, "only for code that you trust")
         else:
-            Sandbox(Limits(reward.code_timeout_s, reward.code_memory_mb), 1, python=reward.code_python)
-            yield Result("sandbox", "ok", "bubblewrap contains programs that try to break out")
+            wanted.append((reward.code_timeout_s, reward.code_memory_mb, reward.code_python))
+    if (job := plan.job(ENVIRONMENT)) and job.config.environment.name == "python":
+        from services.environment.python_tool import MEMORY_MB, TIMEOUT_S
+
+        wanted.append((TIMEOUT_S, MEMORY_MB, ""))
+    if wanted:
+        from services.sandbox.run import Limits, Sandbox
+
+        for timeout_s, memory_mb, python in wanted:
+            Sandbox(Limits(timeout_s, memory_mb), 1, python=python)
+        yield Result("sandbox", "ok", "bubblewrap contains programs that try to break out")
 
 
 def visible(env: Mapping[str, str]) -> tuple[list[Gpu], str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
+from common.config import Config
 from common.errors import ConfigError
 from common.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
 from common.sections import LoraSection
@@ -12,9 +13,9 @@ from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
-STATIC = 0.85
+_STATIC = 0.85
 """Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static` sets it."""
-PROMPT = 512
+_PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
 """Bytes of a torch process on a CPU before it loads a model (docs/how-to/scale.md)."""
@@ -70,7 +71,8 @@ def _parts(estimate: TrainerMemory) -> str:
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
     if job.name == ROLLOUT:
-        yield from [_engine(job, shape, size)] if job.uses_sglang and job.config.rollout.device != "cpu" else []
+        if job.uses_sglang and job.config.rollout.device != "cpu":
+            yield judge_engine("memory of an engine", shape, job.config, size)
         return
     here = job.gpus if plan.assumed_gb else min(job.gpus, len(plan.gpus))
     ranks = (plan.assumed_gpus or job.num_nodes * max(1, here)) if job.name == TRAINER else 1
@@ -84,19 +86,22 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Itera
         yield fits(f"CPU memory of {job.name}", found, needed, left, "less offloading, LoRA, or a machine with more")
 
 
-def _engine(job: PlannedTask, shape: ModelShape, size: int) -> Result:
-    settings, one = job.config.rollout, PROMPT + job.config.sampling.max_new_tokens
+def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
+    """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion must."""
+    settings, one = config.rollout, _PROMPT + config.sampling.max_new_tokens
     words = [part for word in settings.engine_args for part in word.split("=", 1)]
-    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else STATIC
-    engine = engine_memory(shape, job.config, size, static)
+    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
+    engine = engine_memory(shape, config, size, static)
+    tokens, left = engine.kv_tokens, gb(engine.kv_tokens * engine.kv_bytes_per_token)
     found = (
-        f"weights {gb(engine.weights)} on each of {settings.tensor_parallel_size} GPUs; the rest of {static:.0%} of {gb(size)} "
-        f"is KV cache for {engine.kv_tokens:,} tokens at {engine.kv_bytes_per_token:,} bytes: "
-        f"{engine.kv_tokens // one} completions of {one}"
+        f"weights {gb(engine.weights)} on each of {settings.tensor_parallel_size} GPUs, {left} left for the KV cache: "
+        f"{tokens:,} tokens, {tokens // one:,} completions of {one:,}"
     )
-    fix = "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args"
-    group = one * job.config.sampling.group_size
-    return expect("memory of an engine", engine.kv_tokens >= group, found, fix, "warn" if engine.kv_tokens >= one else "fail")
+    fix = (
+        "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args; "
+        "lower sampling.max_new_tokens, or use a smaller model"
+    )
+    return expect(name, tokens >= one * config.sampling.group_size, found, fix, "warn" if tokens >= one else "fail")
 
 
 def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -> Result:

@@ -13,7 +13,7 @@ import httpx
 import psutil
 
 from common.security import authorization, trusted
-from common.topology import ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
+from common.topology import ENVIRONMENT, ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect
 from jobgroup.scrape import SECTIONS
@@ -105,7 +105,8 @@ def cluster_checks(plan: Plan) -> list[Check]:
         return []
     for job, node in [(each, node) for each in plan.jobs for node in range(each.num_nodes)]:
         name, ports = f"{job.name}-{node}", list(_ports(job).values())
-        listening = {name: ports[0]} if node == 0 and ports else {}  # only the first node of a task serves
+        called = node == 0 or job.name == ENVIRONMENT  # of the other services, only the first node is called
+        listening = {name: ports[0]} if called and ports else {}
         if job.name == ROLLOUT:
             router = {f"router on {name}": job.config.rollout.router_port} if node == 0 else {}
             listening = {f"agent of {name}": job.config.rollout.agent_port, **router}

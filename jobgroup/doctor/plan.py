@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.config import Config, load
+from common.config import Config
 from common.config_sources import packaged
 from common.errors import ConfigError
 from common.explain import did_you_mean
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed
 
@@ -22,7 +22,11 @@ _DEMO_ENV = {  # as `make demo` sets it
     "OMP_NUM_THREADS": "1",
     **dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), ""),
 }
-_CALLS = {TRAINER: (DATA, ROLLOUT, REWARD, REPLAY, CRITIC), ROLLOUT: (TRAINER,)}
+_CALLS = {
+    TRAINER: (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT),
+    ROLLOUT: (TRAINER,),
+    ENVIRONMENT: (ROLLOUT,),
+}
 """The tasks that a task calls."""
 
 
@@ -124,8 +128,5 @@ def _planned(task: spec.Task, env: Mapping[str, str], topology: Topology | None)
     """Returns the task with its settings, or nothing for one that a local run leaves out. Raises ConfigError."""
     if topology is not None and topology.local_hosts:
         task = replace(task, num_nodes=sum(host.startswith(f"{task.name}-") for host in topology.local_hosts))
-    file = env.get("RUN_CONFIG")
-    if file and (task.workdir / file).exists():
-        file = str(task.workdir / file)
-    config = load([], {**env, "RUN_CONFIG": file} if file else env)
+    config = task.settings(env)
     return [PlannedTask(**{**vars(task), "env": env}, config=config)] if task.num_nodes else []

@@ -98,10 +98,11 @@ def ask(*command: object, fix: str, timeout_s: float = 30.0, env: Mapping[str, s
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
     except OSError as error:
-        raise ConfigError(f"{command[0]} cannot be run: {error}", remedy=fix) from None
+        problem = f"{words[0]} cannot be run: {error}"
+        raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix) from None
     if done.returncode:
         reason = ((done.stderr + done.stdout).strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ConfigError(f"{command[0]} fails: {reason}", remedy=fix)
+        raise ConfigError(f"{words[0]} fails: {reason}", field=words[0], value=" ".join(words), remedy=fix)
     return done.stdout
 
 

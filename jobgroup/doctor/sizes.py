@@ -11,9 +11,9 @@ from typing import Any
 
 from common.config import Config, load
 from common.errors import ConfigError
-from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
-from jobgroup.doctor.memory import PROMPT, STATIC
-from jobgroup.doctor.report import Result, State, expect, fits, gb
+from common.memory import ModelShape, trainer_host_bytes, trainer_memory
+from jobgroup.doctor.memory import judge_engine
+from jobgroup.doctor.report import Result, fits, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
@@ -50,19 +50,7 @@ def predict(model: Path, gpus: int, env: Mapping[str, str], only_gb: float | Non
         room = int(size * 1e9)
         result = fits(f"trainer on {size:g} GB", gb(estimate.total), estimate.total, room, "")
         yield result if result.state == "ok" else replace(result, fix=_changes(shape, config, gpus, room))
-        yield _engine(shape, config, size)
-
-
-def _engine(shape: ModelShape, config: Config, size: float) -> Result:
-    engine, ranks = engine_memory(shape, config, int(size * 1e9), STATIC), config.rollout.tensor_parallel_size
-    one, tokens = PROMPT + config.sampling.max_new_tokens, engine.kv_tokens
-    found = (
-        f"weights {gb(engine.weights)} on each of {ranks} GPUs, {gb(tokens * engine.kv_bytes_per_token)} left for the KV "
-        f"cache: {tokens:,} tokens, {tokens // one:,} completions of {one:,}"
-    )
-    fix = "raise RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE, lower RLHF_SAMPLING__MAX_NEW_TOKENS, or use a smaller model"
-    otherwise: State = "warn" if tokens >= one else "fail"
-    return expect(f"engine on {size:g} GB", tokens >= one * config.sampling.group_size, found, fix, otherwise)
+        yield judge_engine(f"engine on {size:g} GB", shape, config, room)
 
 
 def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.security import TOKEN, token
-from common.topology import CRITIC, DATA, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub
 from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect
 from services.rollout.engine_client import toolkit_env
 
-_EXTRA = {DATA: "services", REWARD: "services", REPLAY: "services", ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
+_EXTRA = dict.fromkeys((DATA, REWARD, REPLAY, ENVIRONMENT), "services")
+_EXTRA |= {ROLLOUT: "rollout", CRITIC: "trainer", TRAINER: "trainer"}
 _CHECKOUT = (ROOT / "Makefile").exists()
 _SHOWN = 6
 _SGLANG_VERSIONS = "import importlib.metadata as m; print(m.version('sglang'), m.version('torch'))"
@@ -45,7 +46,8 @@ def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
     installed = {_key(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
     pins = _pins(root / "constraints.txt")
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA} | {"trainer" for job in plan.here if job.needs_torch}
+    extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA}
+    extras |= {"trainer" for job in plan.here if job.needs_torch or job.name == ENVIRONMENT}  # which loads a tokenizer
     wanted = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
     install = "-e '.[{}]'" if _CHECKOUT else "'rlhf-math[{}]'"
     fix = f"{sys.executable} -m pip install -c {root / 'constraints.txt'} {install.format(','.join(sorted(extras)))}"
@@ -137,7 +139,7 @@ def check_skypilot(plan: Plan) -> Iterator[Result]:
 
 def check_secrets(plan: Plan) -> Iterator[Result]:
     """Checks API_TOKEN (the same everywhere), JUDGE_API_KEY for a judge, and HF_TOKEN, which the hub may require."""
-    reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA)]
+    reward, loading = plan.job(REWARD), [job for job in plan.here if job.name in (TRAINER, ROLLOUT, CRITIC, DATA, ENVIRONMENT)]
     if reward and "judge" in reward.config.reward.function_names():
         given = bool(reward.env.get("JUDGE_API_KEY"))
         fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"

@@ -13,7 +13,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.memory import ModelShape
-from common.topology import CRITIC, DATA, REPLAY, ROLLOUT, TRAINER
+from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub, models
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
@@ -48,7 +48,8 @@ def needs(plan: Plan) -> Iterator[Need]:
             yield Need(*(run if job.name == TRAINER else ("STATE_DIR", state)), what, size)
     for name, job in models(plan).items():
         shape, hub = _shape(plan, name), Hub(job.env)
-        if shape and not job.path(name).is_dir() and hub.cached("model", name) is None:
+        whole = job.name != ENVIRONMENT  # which loads only the tokenizer
+        if whole and shape and not job.path(name).is_dir() and hub.cached("model", name) is None:
             yield Need("cache of the hub", hub.cache, name, 2 * shape.parameters)
     yield Need("temporary files", Path(tempfile.gettempdir()), "temporary files", _LOGS)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from common.cli import Parser
+from common.cli import CommandParser
 from common.config import fail
 from common.config_sources import packaged
 from common.errors import ConfigError, ServiceError
@@ -132,8 +132,8 @@ class _Environment:
         return {**defaults, **os.environ, **own, **skypilot}
 
 
-def _parser() -> Parser:
-    parser = Parser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
+def _parser() -> CommandParser:
+    parser = CommandParser("jobgroup.local", "Runs a SkyPilot job-group YAML on this machine.")
     add = parser.add_argument
     add("yaml", metavar="YAML", help="the job group")
     add(
@@ -155,7 +155,9 @@ def _parser() -> Parser:
 def _node_count(text: str) -> tuple[str, int]:
     name, _, count = text.partition("=")
     if not (name and count.isascii() and count.isdecimal() and 1 <= int(count) <= 250):
-        raise ConfigError("nodes are given as TASK=N, N from 1 to 250", field="--num-nodes", value=text, remedy="trainer=2")
+        raise ConfigError(
+            "nodes are given as TASK=N, N from 1 to 250", field="--num-nodes", value=text, remedy="write it as ppo-trainer=2"
+        )
     return name, int(count)
 
 

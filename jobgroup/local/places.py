@@ -54,7 +54,8 @@ def choose(group: JobGroup) -> Places:
         lock = _bind(f"127.{block}.255.254", _LOCK_PORT) if own_address else _bind("127.0.0.1", _LOCK_PORT - block)
         if lock is not None:
             return Places(group.name, _hosts(group, block, own_address), lock)
-    raise ConfigError("no block of loopback addresses is free", remedy="end other runs of jobgroup.local")
+    remedy = "end other runs of jobgroup.local"
+    raise ConfigError("no block of loopback addresses is free", field="YAML", value=group.name, remedy=remedy)
 
 
 def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHost]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common.topology import WRONG_SETTING
+from common.topology import LOST, WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
@@ -17,8 +17,6 @@ from jobgroup.spec import Task
 
 State = Literal["PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 _BACKSTOP_S = 5.0
-_LOST = 75
-"""Status of a trainer rank that ends because another rank has (`learning.liveness`)."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -103,7 +101,7 @@ class TaskRun:
 
 def _on_its_own(node: Node) -> bool:
     """Whether the node failed by itself: it was not killed, and its status is not that of following another node."""
-    return 0 < node.ended.result() < 128 and node.ended.result() != _LOST
+    return 0 < node.ended.result() < 128 and node.ended.result() != LOST
 
 
 class Runner:

@@ -87,6 +87,20 @@ def test_weights_of_a_node_are_compared_with_the_newest(
     assert words in result.found
 
 
+def test_every_node_of_the_environment_server_is_asked_by_trainers_and_itself(tmp_path: Path) -> None:
+    tasks = {"data-server": "", "rollout-server": "", "environment-server": "num_nodes: 2\n", "ppo-trainer": ""}
+
+    def asked(task: str) -> list[str]:
+        plan = plan_of(tmp_path, tasks, {"SKYPILOT_JOBGROUP_NAME": "small"}, task)
+        return [check.name for check in network.cluster_checks(plan) if "rollout" not in check.name]
+
+    environments = ["environment-server-0", "environment-server-1"]
+    assert asked("ppo-trainer") == ["data-server-0", *environments, "ppo-trainer-0"]
+    assert asked("environment-server") == environments
+    plan = plan_of(tmp_path, tasks, {"SKYPILOT_JOBGROUP_NAME": "small"}, "environment-server")
+    assert "rollout-server" in [job.name for job in plan.jobs]  # which it calls
+
+
 def test_the_token_of_the_run_is_sent_and_never_shown(tmp_path: Path, stack: ExitStack) -> None:
     token = "0123456789abcdef" * 2
     port = stack.enter_context(serving({"/health": {}}, token=token))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobgroup.doctor import hub, memory, software
+from jobgroup.doctor import hub, machine, memory, software
 from jobgroup.doctor.__main__ import main
 from jobgroup.doctor.plan import ROOT, make
 from jobgroup.doctor.report import Check, Result, perform
@@ -71,7 +71,7 @@ def test_a_wrong_yaml_is_a_failed_line_too(tmp_path: Path, endpoint: str, capsys
     path = tmp_path / "group.yaml"
     path.write_text("name: small\n---\nname: data-server\nrun: x\n")
     assert main([str(path)]) == 1
-    assert "FAIL  job group: the first document lacks `execution: parallel`" in capsys.readouterr().out
+    assert "FAIL  job group: the header lacks `execution: parallel`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -266,6 +266,22 @@ def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     assert "(0.1 is pinned)" in found["packages"].found
     assert "(0.2 is pinned)" in found["packages"].found
     assert "(9.9 is pinned)" in found["packages"].found
+
+
+def test_a_pod_of_an_environment_server_is_checked_for_what_it_uses(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"environment-server": ""}, env={"MODEL_NAME": "org/model"})
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / "constraints.txt").write_text("pytest==0.1\n")
+    packages = list(software.check_packages(plan, tmp_path))[-1]
+    assert "[services,trainer]" in packages.fix
+    assert list(hub.models(plan)) == ["org/model"]
+
+
+@pytest.mark.integration
+def test_the_sandbox_of_the_tool_python_is_checked(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, {"environment-server": ""}, env={"RLHF_ENVIRONMENT__NAME": "python"})
+    sandbox = list(perform([Check("sandbox", lambda: machine.check_sandbox(plan))]))  # fails where there is no bubblewrap
+    assert [result.name for result in sandbox] == ["sandbox"]
 
 
 @pytest.mark.integration

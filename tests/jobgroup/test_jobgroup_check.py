@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,21 +132,25 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Returns the problems of a fault. One run checks all faults, because importing the package takes seconds."""
-    folder = tmp_path_factory.mktemp("faults")
+def told(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The output for all faults and warnings. One run checks them all, because importing the package takes seconds."""
+    folder, text = tmp_path_factory.mktemp("faults"), MAIN.read_text(encoding="utf-8")
     for name, fault in FAULTS.items():
-        (folder / f"{name}.yaml").write_text(fault.apply(MAIN.read_text(encoding="utf-8")))
+        (folder / f"{name}.yaml").write_text(fault.apply(text))
+    (folder / "spot.yaml").write_text(Fault(TRAINER, "H100:1", "H100:1\n  use_spot: true", "").apply(text))
+    (folder / "idle.yaml").write_text(Fault(ROLLOUT, "H100:1", "H100:8", "").apply(text))
+    (folder / "few.yaml").write_text(LARGE.read_text(encoding="utf-8").replace("accelerators: H100:2", "accelerators: H100:1"))
     status, output = check(*VOLUMES, *sorted(folder.glob("*.yaml")), home=folder / "home")
     assert status == 1
-    return lambda name: re.findall(rf"(?m)^  PROBLEM {re.escape(str(folder / name))}\.yaml(?: \(volumes on\))?: .*$", output)
+    return output
 
 
 @pytest.mark.integration
 @needs_skypilot
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named_with_file_and_task(name: str, told: Callable[[str], list[str]]) -> None:
-    problems = [each for each in told(name) if "rename it" not in each or "rename" in name]
+def test_a_fault_is_named_with_file_and_task(name: str, told: str) -> None:
+    of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml(?: \(volumes on\))?: .*$", told)
+    problems = [each for each in of_file if "rename it" not in each or "rename" in name]
     assert len(problems) == (1 if FAULTS[name].marked else 2), problems
     assert all(FAULTS[name].told in problem for problem in problems), problems
     assert ("(volumes on)" in problems[0]) == FAULTS[name].marked
@@ -186,19 +189,12 @@ def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Pa
 
 @pytest.mark.integration
 @needs_skypilot
-def test_a_warning_is_not_a_problem(tmp_path: Path) -> None:
-    text = MAIN.read_text(encoding="utf-8")
-    (tmp_path / "spot.yaml").write_text(Fault(TRAINER, "H100:1", "H100:1\n  use_spot: true", "").apply(text))
-    (tmp_path / "idle.yaml").write_text(Fault(ROLLOUT, "H100:1", "H100:8", "").apply(text))
-    (tmp_path / "few.yaml").write_text(
-        LARGE.read_text(encoding="utf-8").replace("accelerators: H100:2", "accelerators: H100:1")
-    )
-    status, output = check(*VOLUMES, *sorted(tmp_path.glob("*.yaml")), home=tmp_path / "home")
-    assert status == 1
-    assert re.findall(r"(?m)^  PROBLEM \S+/(\w+)\.yaml: (.*): ", output) == [
+def test_a_warning_is_not_a_problem(told: str) -> None:
+    files = "(spot|idle|few)"
+    assert re.findall(rf"(?m)^  PROBLEM \S+/{files}\.yaml: (.*): ", told) == [
         ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), but a node has 1")
     ]
-    assert re.findall(r"(?m)^  WARNING \S+/(\w+)\.yaml( \(volumes on\))?: ([\w-]+): ", output) == [
+    assert re.findall(rf"(?m)^  WARNING \S+/{files}\.yaml( \(volumes on\))?: ([\w-]+): ", told) == [
         ("idle", "", ROLLOUT),
         ("spot", "", TRAINER),
         ("idle", " (volumes on)", ROLLOUT),

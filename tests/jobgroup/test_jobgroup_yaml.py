@@ -14,7 +14,7 @@ import yaml
 from common import topology
 from common.config import Config
 from common.config_sources import SHORT_NAMES
-from jobgroup import spec
+from jobgroup import scrape, spec
 from jobgroup.local.places import choose, share_gpus
 from tests.support.paths import ROOT
 
@@ -55,6 +55,15 @@ def test_header_and_tasks_are_as_promised(group: spec.JobGroup) -> None:
     }
     assert [task.name for task in group.tasks if task.primary] == ["ppo-trainer"]
     assert all(task.max_restarts == 3 and task.termination_delay_s == 10 for task in group.tasks)
+
+
+def test_a_packaged_configuration_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"}, {}, {})
+    assert "scrape_configs" in scrape.configuration(group, {}, None)
+    (tmp_path / "own.yaml").write_text("data: {port: 9000}\n")
+    monkeypatch.chdir(ROOT)
+    assert group.tasks[0].settings({"RUN_CONFIG": "own.yaml"}).data.port == 9000
 
 
 def test_the_ports_in_the_comments_match_the_configuration() -> None:

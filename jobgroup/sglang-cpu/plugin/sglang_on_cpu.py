@@ -74,7 +74,8 @@ def _make_torchvision_importable() -> None:
     """Some of SGLang's modules import torchvision and never use it here.
 
     The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be loaded, and its Python
-    part fails at once, for it describes two operators of that library. They are declared here, without an implementation.
+    part fails at once, because it registers two operators of that library. They are declared here, without an
+    implementation.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
@@ -90,7 +91,7 @@ def _make_torchvision_importable() -> None:
 
 
 def _leave_memory_unpinned() -> None:
-    """SGLang's LoRA code asks for pinned memory always, and torch refuses that where there is no accelerator to copy to."""
+    """SGLang's LoRA code always asks for pinned memory, which torch refuses without an accelerator."""
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self
