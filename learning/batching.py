@@ -61,15 +61,6 @@ class Sizes:
         """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else shortest first."""
         return indices[np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")]
 
-    def tokens(self, indices: Sequence[int]) -> int:
-        """Returns the tokens computed for these rows together: each prompt once, or with padding."""
-        if not len(indices):
-            return 0
-        if not self.shared:
-            return int(self.totals[indices].max()) * len(indices)
-        _, one_each = np.unique(self.groups[indices], return_index=True)
-        return int(self.computed[indices].sum() + self.prompts[indices][one_each].sum())
-
     def costs(self, indices: Indices) -> NDArray[np.float64]:
         """Returns [len(indices)] the cost that each row, in `order`, adds: tokens, plus attention in tokens."""
         totals = self.totals[indices].astype(np.float64)

@@ -18,5 +18,6 @@ def has_triton(device_type: str) -> bool:
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler")
     if missing:
-        log.warning("there is no %s: updates run without compiled kernels, at about half the speed", " and no ".join(missing))
+        text = "GPU kernels cannot be compiled without %s, so updates run at about half the speed: install what is missing"
+        log.warning(text, " and ".join(missing))
     return not missing

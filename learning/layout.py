@@ -22,15 +22,8 @@ _Array = NDArray[np.int64]
 _T = TypeVar("_T")
 
 
-class _Movable:
-    __slots__ = ()
-
-    def to(self, device: torch.device) -> Self:
-        return moved(self, device)
-
-
 @dataclass(slots=True)
-class Padded(_Movable):
+class Padded:
     """One tensor row per row, padded on the right.
 
     It needs no mask, because causal attention never sees the padding.
@@ -65,7 +58,7 @@ class Padded(_Movable):
 
 
 @dataclass(slots=True)
-class Packed(_Movable):
+class Packed:
     """All rows in one line of T tokens without padding; a prompt shared by consecutive rows is computed only once.
 
     Prompt, completion 1 … completion n, next prompt …: a completion's positions continue after its prompt, and it attends to

@@ -32,8 +32,6 @@ _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.mode
 class Reader(Protocol):
     """A source of tensors, in files or in memory."""
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """Returns the part of a tensor in `region`."""
 
@@ -65,9 +63,6 @@ class MemoryReader:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         return self._tensors[name][region]
@@ -196,15 +191,15 @@ def load(
     shard(root, model, ranks, low_precision, offload, trained, exact(model))
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = pretrained.fill_added(model)
-    names = "\n".join(_shapes_in(directory)) if ranks.first else ""
+    names = "\n".join(_shapes_in(directory)) if ranks.is_rank_zero else ""
     learn(model, targets, ranks.broadcast(names.encode()).decode().split())
-    shared = ranks.all_say(_fingerprint(directory))
-    reader: Reader | None = _files(directory, model, targets) if shared or ranks.first else None
-    everywhere = shared and ranks.all_say(b"" if reader is None else b"fits")
-    if ranks.first and reader is None:
+    shared = ranks.all_equal(_fingerprint(directory))
+    reader: Reader | None = _files(directory, model, targets) if shared or ranks.is_rank_zero else None
+    everywhere = shared and ranks.all_equal(b"" if reader is None else b"fits")
+    if ranks.is_rank_zero and reader is None:
         log.info("the files in %s do not have the model's own tensors: transformers loads the whole model on rank 0", directory)
         reader = MemoryReader(pretrained.plain().state_dict())
-    if ranks.first and not everywhere and ranks.world_size > 1:
+    if ranks.is_rank_zero and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
     fill(targets, reader, ranks, everywhere)
     return root
@@ -256,7 +251,7 @@ def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, eve
             mine, part = local(target), region(target)
             if not everywhere and ranks.world_size > 1:
                 whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
-                if ranks.first and reader:
+                if ranks.is_rank_zero and reader:
                     whole.copy_(reader.read(name, tuple(slice(0, size) for size in target.shape)))
                 dist.broadcast(whole, 0)
                 mine.copy_(whole[part])

@@ -25,11 +25,22 @@ class NonFiniteGradients(ServiceError):
 
 
 class Optimizer:
-    """AdamW (fused) over the trainable parameters of one model, which may be sharded."""
+    """AdamW (fused) over the trainable parameters of one model, which may be sharded.
 
-    def __init__(self, model: Any, betas: tuple[float, float], weight_decay: float, max_grad_norm: float) -> None:
+    `rate_setting` is the name of the learning rate in messages.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        betas: tuple[float, float],
+        weight_decay: float,
+        max_grad_norm: float,
+        rate_setting: str = "trainer.learning_rate",
+    ) -> None:
         self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters, self._max_grad_norm, self._skipped_in_a_row = list(self._named.values()), max_grad_norm, 0
+        self._rate_setting = rate_setting
         self._adam = torch.optim.AdamW(self._parameters, betas=betas, weight_decay=weight_decay, fused=True)
 
     def zero_grad(self) -> None:
@@ -50,10 +61,10 @@ class Optimizer:
             self._skipped_in_a_row += 1
             if self._skipped_in_a_row > MAX_SKIPPED_UPDATES:
                 raise NonFiniteGradients(
-                    f"{self._skipped_in_a_row} gradients in a row are not finite",
-                    field="grad_norm",
-                    value=norm,
-                    remedy="lower the learning rate or resume from an earlier checkpoint",
+                    f"{self._skipped_in_a_row} gradients in a row are not finite: the last norm is {norm}",
+                    field=self._rate_setting,
+                    value=learning_rate,
+                    remedy=f"lower {self._rate_setting} or trainer.max_grad_norm, or resume from an earlier checkpoint",
                 )
             log.warning("a gradient is not finite: the update is skipped")
             return norm
@@ -80,10 +91,10 @@ class Optimizer:
                     scalar = torch.zeros((), device=parameter.device)
                     made[f"{name}.{key}"] = scalar if key == "step" else torch.zeros_like(parameter, requires_grad=False)
         if set(made) != set(names):
+            other = min(set(names) ^ set(made))
             raise ConfigError(
-                "the checkpoint's optimiser state has other parameters or is of another kind",
-                field="checkpoint",
-                value=next(iter(set(names) ^ set(made))),
+                f"the checkpoint's optimiser state has other parameters ({other}) or is of another kind",
+                field="trainer.run_dir",
                 remedy="keep the settings of the run that wrote it, or start with --trainer.resume false",
             )
         return made

@@ -23,11 +23,6 @@ class Parking:
         self._device, self._blocks = device, list[Tensor]()
         self._parked: list[tuple[UntypedStorage, int]] = []
 
-    @property
-    def occupied(self) -> bool:
-        """Whether tensors are parked."""
-        return bool(self._parked)
-
     def park(self, tensors: Iterable[Tensor]) -> None:
         """Copies the tensors' storages to host memory and frees them; storages elsewhere or of fixed size stay."""
         self._parked = [(storage, storage.nbytes()) for storage in storages(tensors, self._device)]

@@ -112,7 +112,7 @@ class Ranks:
         return "cpu:gloo,cuda:nccl" if self.on_gpu else "gloo"
 
     @property
-    def first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the rank that calls the services."""
         return self.rank == 0
 
@@ -123,18 +123,18 @@ class Ranks:
         size = torch.tensor([len(body)])
         dist.broadcast(size, 0)
         buffer = torch.empty(int(size), dtype=torch.uint8)
-        if self.first and body:
+        if self.is_rank_zero and body:
             buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
         dist.broadcast(buffer, 0)
         shared: bytes = buffer.numpy().tobytes()
         return shared
 
-    def same_path(self, path: Path | None) -> Path | None:
+    def broadcast_path(self, path: Path | None) -> Path | None:
         """Returns rank 0's path on every rank, whether or not it exists there."""
         shared = self.broadcast(str(path or "").encode()).decode()
         return Path(shared) if shared else None
 
-    def all_say(self, body: bytes) -> bool:
+    def all_equal(self, body: bytes) -> bool:
         """Whether `body` is the same on every rank, and not empty. A collective."""
         first = self.broadcast(body)
         same = torch.tensor(int(bool(body) and body == first))

@@ -90,10 +90,12 @@ class Snapshot:
         for name, tensor in optimizer.state_dict().items() if optimizer else ():
             if spread:
                 state[name] = _as_sharded(copies.to_host(local(tensor)), tensor, ranks)
-            elif (whole := full(tensor.to(ranks.device))) is not None and ranks.first:
-                state[name] = copies.to_host(whole)
+            else:
+                whole = full(tensor.to(ranks.device))  # a collective
+                if ranks.is_rank_zero:
+                    state[name] = copies.to_host(whole)
         copies.wait()
-        return cls(dict(model.texts) if ranks.first else {}, files, state, spread)
+        return cls(dict(model.texts) if ranks.is_rank_zero else {}, files, state, spread)
 
     def write_files(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -152,8 +154,8 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
     Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
     seen = b"".join(path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists())
-    everywhere = ranks.all_say(seen)
-    reader = _StateReader(directory / _STATE) if ranks.first and seen else None
+    everywhere = ranks.all_equal(seen)
+    reader = _StateReader(directory / _STATE) if ranks.is_rank_zero and seen else None
     shapes: dict[str, Any] = json.loads(ranks.broadcast(json.dumps(reader.shapes() if reader else {}).encode()))
     tensors = optimizer.empty_state(shapes)
     if not tensors:  # saved before the first step

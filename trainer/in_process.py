@@ -80,8 +80,7 @@ def train_in_process(
         rewards: grade every answer, in this process; those of `config.reward` when None.
         listener: is notified of steps, evaluations and checkpoints.
         engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of SGLang servers that
-        see
-            this disk.
+            see this disk.
         environment: plays the episodes, in place of the one named in `config.environment.name`.
 
     Raises ConfigError, or another ServiceError with the reason when training cannot continue.

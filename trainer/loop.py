@@ -28,7 +28,7 @@ def train(run: Run) -> None:
                 batch.values = critic.values(batch)
                 batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
                 pending = critic.start_update(batch, policy.seed)
-                update = policy.hold(batch) if critic.warming_up(policy.step) else policy.update(batch)
+                update = policy.skip_update(batch) if critic.warming_up(policy.step) else policy.update(batch)
                 run.reference.refresh(policy)
                 critic_metrics = pending()
             watchdog.at(f"publishing and recording step {policy.step}")

@@ -88,7 +88,12 @@ class JobGroupBackend:
             broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
-            *(board, opening.static_files, run_id, timeout_s, fence, opening.say),
+            board,
+            opening.static_files,
+            run_id,
+            timeout_s,
+            fence,
+            opening.say,
             published=opening.metrics.published,
             shared=sync == "shared",
             broadcaster=broadcaster,

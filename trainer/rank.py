@@ -34,6 +34,6 @@ def started(config: Config, topology: Topology, task: str) -> Iterator[tuple[Ran
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
     group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
-    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.first else nullcontext()  # before the ranks meet
+    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()  # before the ranks meet
     with mine as lock, watchdog.stalls(), ranks, alive:
         yield ranks, lock

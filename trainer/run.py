@@ -37,7 +37,7 @@ from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import RecordedRun, RunLog
 from trainer.observe.timing import StageClock
-from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
+from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.critic import ValueFunction, value_function
 from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
@@ -96,7 +96,7 @@ class Backend(Protocol):
 class Listener:
     """Receives the events of a run in one process. This base class ignores them."""
 
-    def hear(self, run: "Run", event: str, **about: Any) -> None:
+    def on_event(self, run: "Run", event: str, **about: Any) -> None:
         """Handles an event on rank 0; `about` holds its data.
 
         The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before an evaluation), `evaluate`
@@ -158,7 +158,7 @@ class Run:
         another ServiceError when the run cannot begin.
         """
         run_id = lock.run if lock else ""
-        if ranks.first:
+        if ranks.is_rank_zero:
             check(config.trackers)
             PromptStyle.of(config).check(load_tokenizer(config.model))
         watchdog.at("loading the model")
@@ -171,7 +171,7 @@ class Run:
         run = cls(config, ranks, *parts, run_id=run_id, lock=lock, listener=listener or Listener())
         watchdog.at("waiting for the services and the first publishing")
         known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
-        metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.first else None
+        metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.is_rank_zero else None
         run.critic.restore(saved)
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
         if metrics is not None:  # all checks have passed: lines of lost steps may be removed
@@ -195,7 +195,7 @@ class Run:
             run._evaluate(config.trainer.eval_pass_samples)
         return run
 
-    def _build_rank_zero(self, run_dir: Path, state: TrainerState | None, backend: Backend, stack: ExitStack) -> TrainerMetrics:
+    def _build_rank_zero(self, run_dir: Path, state: RunState | None, backend: Backend, stack: ExitStack) -> TrainerMetrics:
         """Replaces the default parts, except the log, by rank 0's; waits until the services are ready."""
         config, policy, run_id = self.config, self.policy, self.run_id
         set_run(run_id)
@@ -250,7 +250,7 @@ class Run:
         """Collects groups and records steps inside the block."""
         step = self.policy.step
         log = self.log.training(step, self.total_steps, self.rollouts.drops)
-        self.listener.hear(self, "train_begin")
+        self.listener.on_event(self, "train_begin")
         with self.checkpoints, log, self.rollouts.collecting(step, self.total_steps):
             try:
                 yield
@@ -267,29 +267,29 @@ class Run:
         if self.lock is not None:
             self.lock.check()
         torch.manual_seed((self.policy.seed * 4096 + self.ranks.rank) % 2**63)
-        self.listener.hear(self, "step_begin")
+        self.listener.on_event(self, "step_begin")
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
 
     def end_step(self, record: Mapping[str, Any]) -> None:
         """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from it has the line."""
         self.checkpoint()
-        self.listener.hear(self, "step_end")
-        self.listener.hear(self, "log", logs=record)
+        self.listener.on_event(self, "step_end")
+        self.listener.on_event(self, "log", logs=record)
 
     def stop(self) -> None:
         """Ends the run after the current step, or at once between steps."""
         self.total_steps = min(self.total_steps, self.policy.step)
 
-    def evaluate_now(self) -> None:
+    def evaluate_now(self, pass_samples: int = 0) -> None:
         """Evaluates the current weights, unless that was done."""
         if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
-            self._evaluate(pass_samples=0)
+            self._evaluate(pass_samples)
 
-    def save_now(self) -> None:
-        """Writes a checkpoint of the current step, unless there is one."""
+    def save_now(self) -> Path:
+        """Returns the checkpoint of the current step, which is written unless there is one. A collective."""
+        self.checkpoints.wait()  # for one that is being written: rewriting it could lose it
         saved = self.checkpoints.newest()
-        if saved is None or saved.name != self.checkpoints.name(self.policy.step):
-            self._save()
+        return saved if saved is not None and saved.name == self.checkpoints.name(self.policy.step) else self._save()
 
     def evaluate(self) -> None:
         """Evaluates every `trainer.eval_every` steps, but not after the last one."""
@@ -299,12 +299,13 @@ class Run:
 
     def _evaluate(self, pass_samples: int) -> None:
         self.weights.wait()
-        self.listener.hear(self, "evaluating")
+        if self.evaluator.has_problems:
+            self.listener.on_event(self, "evaluating")
         with self.log.evaluating():
             evaluation = self.evaluator.evaluate(self.policy.step, pass_samples)
         if evaluation:
             self.log.evaluation(evaluation)
-            self.listener.hear(self, "evaluate", metrics=evaluation.summary())
+            self.listener.on_event(self, "evaluate", metrics=evaluation.summary())
 
     def checkpoint(self) -> None:
         """Saves every `trainer.checkpoint_every` steps, but not after the last one. A collective."""
@@ -321,21 +322,18 @@ class Run:
         kl_coef, finished = self.policy.kl_coef, progress.finished
         last = self.evaluator.last if self.evaluator.last and self.evaluator.last.step == step else None
         accuracy, mean_reward = (last.accuracy, last.mean_reward) if last else (None, None)
-        state = TrainerState(step, progress.position, self.run_id, kl_coef, finished, accuracy, mean_reward, self.identity)
+        state = RunState(step, progress.position, self.run_id, kl_coef, finished, accuracy, mean_reward, self.identity)
         saved = self.checkpoints.save(state, parts)
-        self.listener.hear(self, "save", checkpoint=saved)
+        self.listener.on_event(self, "save", checkpoint=saved)
         return saved
 
     def finish(self) -> Path:
         """Evaluates, saves the policy, reports and flushes the services; returns the checkpoint. A collective."""
         watchdog.at("the end of the run")
-        self.listener.hear(self, "train_end")
-        if self.evaluator.last is None or self.evaluator.last.step != self.policy.step:
-            self._evaluate(self.config.trainer.eval_pass_samples)
-        saved, name = self.checkpoints.newest(), self.checkpoints.name(self.policy.step)
-        if saved is None or saved.name != name:  # rewriting a complete one could lose it
-            saved = self._save()
-            self.checkpoints.wait()
+        self.listener.on_event(self, "train_end")
+        self.evaluate_now(self.config.trainer.eval_pass_samples)
+        saved = self.save_now()
+        self.checkpoints.wait()
         self.log.report(saved)
         self.flush()
         return saved

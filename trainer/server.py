@@ -110,7 +110,10 @@ class BackgroundServer:
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
-                raise ConfigError("the trainer's HTTP server did not start", field="trainer.port")
+                remedy = "look at the log above, or set another trainer.port"
+                raise ConfigError(
+                    "the trainer's HTTP server did not start", field="trainer.port", value=self.port, remedy=remedy
+                )
             self._thread.join(0.01)
         return self
 

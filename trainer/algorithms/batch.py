@@ -118,7 +118,7 @@ class Batch:
         ]
         batch = cls(groups, rows, size)
         if config.teacher.url:
-            batch.teacher_logprobs = [_taught(item.group, each) for item in groups for each in item.group.completions]
+            batch.teacher_logprobs = [_taught(config, item.group, each) for item in groups for each in item.group.completions]
         return batch
 
     @property
@@ -188,12 +188,13 @@ def _turns(completion: Completion) -> list[tuple[int, float]]:
     return [(int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns]
 
 
-def _taught(group: Group, completion: Completion) -> Float32:
+def _taught(config: Config, group: Group, completion: Completion) -> Float32:
     """Returns the teacher's scores of a completion. Raises ConfigError when there are none."""
     if completion.teacher_logprobs is None:
         raise ConfigError(
             f"group {group.id} has no scores from a teacher",
             field="teacher.url",
+            value=config.teacher.url,
             remedy="a run without a teacher stored it: empty the replay-buffer with POST /clear, or leave the setting out",
         )
     return completion.teacher_logprobs
@@ -223,8 +224,8 @@ class MicroBatch:
     """Number of rows."""
 
     @classmethod
-    def of(cls, batch: Batch, indices: Indices, layout: type[Layout]) -> "MicroBatch":
-        """Returns the rows of `batch` at `indices` as a micro-batch."""
+    def of(cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device) -> "MicroBatch":
+        """Returns the rows of `batch` at `indices` as a micro-batch on `device`."""
         rows = [batch.rows[i] for i in indices.tolist()]
         lengths = np.array([len(row.targets) for row in rows])
 
@@ -236,7 +237,7 @@ class MicroBatch:
 
         advantages = tokens(batch.advantages)
         assert advantages is not None
-        return cls(
+        micro = cls(
             tokens=lay_out(layout, rows),
             targets=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
             rollout_logprobs=torch.from_numpy(np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])),
@@ -250,7 +251,4 @@ class MicroBatch:
             support=Support.of([row.sampled for row in rows], lengths.tolist()),
             count=len(rows),
         )
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """Returns the micro-batch on `device`."""
-        return moved(self, device)
+        return moved(micro, device)

@@ -140,6 +140,14 @@ class Callbacks(Listener):
             self._metrics, self._rows = defaultdict(list), []
         return taken
 
+    def _restore(self) -> None:
+        """Puts back what was logged before the evaluation."""
+        metrics, rows = self._aside
+        with self._lock:
+            for name, values in metrics.items():
+                self._metrics[name][:0] = values
+            self._rows[:0] = rows
+
     def _written(self, step: int, about: dict[str, Any]) -> dict[str, float]:
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._taken()
@@ -149,7 +157,7 @@ class Callbacks(Listener):
 
     # ------------------------------------------------------------ events
 
-    def hear(self, run: Run, event: str, **about: Any) -> None:
+    def on_event(self, run: Run, event: str, **about: Any) -> None:
         """See `Listener`."""
         state, step = self.state, run.policy.step
         if event == "evaluating":  # keeps what training answers log apart from the evaluation's
@@ -157,7 +165,7 @@ class Callbacks(Listener):
             return
         if event == "evaluate":
             about["metrics"] = {**about["metrics"], "logged": self._written(step, {"evaluation": True})}
-            self._metrics, self._rows = defaultdict(list, self._aside[0]), self._aside[1]
+            self._restore()
         state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
         if event == "train_begin":
             self._taken()  # drops what the trial of the functions logged

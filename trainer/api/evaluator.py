@@ -1,14 +1,13 @@
 """`ModelEvaluator`: accuracy of a model on a data set, with uncertainty."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 import httpx
 from rich.console import Console
@@ -17,6 +16,7 @@ from common.chat_templates import OWN
 from common.clients import RewardClient
 from common.config import Config, from_mapping
 from common.errors import ConfigError
+from common.loop_thread import LoopThread
 from common.prompts import PromptStyle
 from common.rollout_client import GenerationFailed
 from common.schemas import Prompt, RewardResult
@@ -41,7 +41,6 @@ from trainer.api.uncertainty import (
 from trainer.observe.run_dir import progress_bar
 from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Generator, graded_answers, pass_at_k, together
 
-_T = TypeVar("_T")
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""
 
@@ -181,7 +180,8 @@ class ModelEvaluator:
                 f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy
             )
         section = RewardSection().model_copy(update={"weights": {f.name: w for f, w in zip(rewards, weights, strict=True)}})
-        return _run(lambda: self._evaluate(prompts, rewards, k, section))
+        with LoopThread() as loop:  # also inside a running event loop (a notebook)
+            return loop.call(self._evaluate(prompts, rewards, k, section))
 
     async def _evaluate(
         self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
@@ -270,7 +270,13 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
     greedy, sampled = [answers[0] for answers in found], [answers[1:] for answers in found]
     graded = [result for _, result in greedy if result.reward is not None]
     if not graded:
-        raise GenerationFailed(f"no answer could be graded: {greedy[0][1].reason or greedy[0][1].status}", code="not_graded")
+        raise GenerationFailed(
+            f"no answer could be graded; the first: {greedy[0][1].reason or greedy[0][1].status}",
+            field="prompt_id",
+            value=prompts[0].id,
+            remedy="check the reward functions; the log above may say more",
+            code="not_graded",
+        )
     verified = all(result.verified for answers in found for _, result in answers if result.reward is not None)
     right, count = sum(result.correct for result in graded), len(graded)
     tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
@@ -309,16 +315,6 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
 
 def _verdict(result: RewardResult) -> bool | None:
     return result.correct if result.verified and result.reward is not None else None
-
-
-def _run(start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Runs a coroutine to its end, even inside a running event loop (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(start())
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: asyncio.run(start())).result()
 
 
 def _vote(text: str) -> str | None:

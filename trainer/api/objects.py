@@ -99,7 +99,7 @@ _ANY = (
 """Fields of LoraConfig that do not affect the adapter, or have separate checks."""
 
 
-def of_peft(config: Any, given: dict[str, Any]) -> dict[str, Any]:
+def of_peft(config: Any) -> dict[str, Any]:
     """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported options."""
     if type(config).__name__ != "LoraConfig":
         remedy = "give a peft.LoraConfig, or leave it out to train all weights"
@@ -128,11 +128,11 @@ def of_peft(config: Any, given: dict[str, Any]) -> dict[str, Any]:
         "lora.rank": config.r,
         "lora.alpha": float(scale),
         "lora.dropout": config.lora_dropout,
-        "lora.target_modules": _targets(config, given),
+        "lora.target_modules": _targets(config),
     }
 
 
-def _targets(config: Any, given: dict[str, Any]) -> list[str]:
+def _targets(config: Any) -> list[str]:
     targets = config.target_modules
     if targets == "all-linear":
         return []

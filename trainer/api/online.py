@@ -76,11 +76,9 @@ class OnlineRLTrainer:
         callbacks: objects with the hooks of `TrainerCallback`.
         optimizers: an AdamW, whose learning rate, betas and weight decay are used, and no scheduler.
         engine: generates the answers: `embedded`; `sglang`, which is started and stopped here; or one or several URLs
-        of
-            SGLang servers that have the model and see this disk.
+            of SGLang servers that have the model and see this disk.
         environment_factory: an environment class, or a function that makes an environment: episodes of several turns
-        instead
-            of single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, replaces `reward_fn`.
+            instead of single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, replaces `reward_fn`.
         tools: functions that the model may call, each with types and a docstring; `reward_fn` grades its last answer.
 
     Raises ConfigError for conflicting settings and data, before a model is loaded.
@@ -110,7 +108,7 @@ class OnlineRLTrainer:
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
         if peft_config is not None:
-            given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config, given)
+            given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config)
         if model is not None and given.get("model_name_or_path", str(model)) != str(model):
             remedy = "leave one of them out"
             named = given["model_name_or_path"]

@@ -8,7 +8,7 @@ from common.run_lock import RunLock
 from common.storing import make_directory
 
 _CONTENT = (
-    *("checkpoints", "weights", "model", "base", "state", "trackers", "groups"),
+    *("checkpoints", "weights", "model", "state", "trackers", "groups"),
     *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl", "extras.jsonl"),
 )
 

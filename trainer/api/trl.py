@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from common.algorithm import RECIPES
 from common.errors import ConfigError, shorten
 from common.sections import SamplingSection
+from trainer.trackers.base import LIBRARIES
 
 Values = dict[str, Any]
 LOSSES: dict[str, Values] = {
@@ -20,7 +21,6 @@ LOSSES: dict[str, Values] = {
     "luspo": {"aggregation": "sequence_mean_token_sum"},
 }
 """Settings of TRL's losses, which are only a part of the recipe of that name."""
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _warmup(value: Any) -> Values:
 def _report(value: Any) -> Values:
     names = [value] if isinstance(value, str) else list(value or [])
     if "all" in names:
-        names = [name for name in TRACKERS if find_spec(name)]
+        names = [name for name in LIBRARIES if find_spec(name)]
     return {"report_to": ",".join(name for name in names if name != "none")}
 
 
@@ -358,7 +358,7 @@ def table(arguments: Mapping[str, Argument]) -> str:
     rows = ["| TRL | here | remark |", "|---|---|---|"]
     for name, argument in sorted(arguments.items()):
         if argument.ours:
-            ours = f"`{argument.ours}`" if argument.ours != "-" else "nothing to say"
+            ours = f"`{argument.ours}`" if argument.ours != "-" else "accepted, no effect"
             rows.append(f"| `{name}` | {ours} | {argument.remark} |")
     reasons: dict[str, list[str]] = {}
     for name, argument in arguments.items():

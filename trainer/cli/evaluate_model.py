@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import Parser, positive, run
+from common.cli import CommandParser, positive, run
 from common.config import from_mapping
 from common.errors import ConfigError
 from common.hub import check_model
@@ -45,10 +45,10 @@ _WORDS = {
 """The argument for each name that the Python API and the loaders use."""
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line."""
     usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
-    made = Parser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
+    made = CommandParser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--model", required=True, help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server"
     )

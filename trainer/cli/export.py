@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.cli import Parser, run
+from common.cli import CommandParser, run
 from common.errors import ConfigError
 from common.hub import check_model
 from common.imports import heavy_imports
@@ -18,9 +18,9 @@ examples:
 """
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line."""
-    made = Parser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
+    made = CommandParser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
     made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
     made.add_argument("out", type=Path, metavar="OUT", help="a directory that does not exist yet")
     made.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")

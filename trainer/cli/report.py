@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from common.cli import Parser, run
+from common.cli import CommandParser, run
 from common.errors import ServiceError
 from common.storing import storing
 from trainer.dashboard.app import STATIC
@@ -56,9 +56,9 @@ _PAGE = """<!doctype html>
 """
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line."""
-    made = Parser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
+    made = CommandParser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
     made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
     made.add_argument("--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)")
     return made

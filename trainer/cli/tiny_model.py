@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from common.cli import Parser, run
+from common.cli import CommandParser, run
 from common.errors import ConfigError
 from common.imports import heavy_imports
 from common.storing import make_directory
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line."""
-    made = Parser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
+    made = CommandParser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
     made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write the model; kept if it exists")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data, weights and batches (default 0)")
     return made

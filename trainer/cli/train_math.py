@@ -4,7 +4,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common.cli import Parser, count, positive, run
+from common.cli import CommandParser, count, positive, run
 from common.errors import ConfigError
 from common.hub import check_model
 from common.imports import heavy_imports
@@ -49,11 +49,11 @@ _WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fi
 """The argument for each name that the Python API and the loaders use."""
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line: every field of TrainerConfig, and the data."""
     usage = "[--model MODEL] [--trainer grpo|rloo|ppo|…] [--dataset NAME] [--num-samples N] [--use-gpu] …"
-    description = f"{__doc__} Every argument but the data's is a field of TrainerConfig."
-    made = Parser("trainer.train_math", description, usage, _EPILOG)
+    description = f"{__doc__} The arguments under `training` are fields of TrainerConfig."
+    made = CommandParser("trainer.train_math", description, usage, _EPILOG)
     data = made.add_argument_group("data")
     data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
     data.add_argument("--num-samples", type=positive, metavar="N", help="training problems, drawn with --seed; all when unset")

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from common.cli import Parser, run
+from common.cli import CommandParser, run
 from common.errors import ConfigError
 from common.observe import setup_logging
 from common.security import tls
@@ -21,9 +21,9 @@ With API_TOKEN in the environment the page asks for it.
 """
 
 
-def parser() -> Parser:
+def parser() -> CommandParser:
     """Returns the command line."""
-    made = Parser("trainer.dashboard", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]", _EPILOG)
+    made = CommandParser("trainer.dashboard", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]", _EPILOG)
     made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run, or one above several")
     made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")

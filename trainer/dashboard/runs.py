@@ -114,8 +114,14 @@ class RunReader:
             recent = {name: columns.last(name, _RECENT) for name in ("reward", "update.loss")}
         name = self.setting("algorithm", "name")
         return RunSummary(
-            **{"run": run, "name": self.name, "directory": str(self.directory), "live": self.live, "problems": problems},
-            **{"step": newest, "time": moment, "total_steps": None if total is None else int(total)},
+            run=run,
+            name=self.name,
+            directory=str(self.directory),
+            live=self.live,
+            problems=problems,
+            step=newest,
+            time=moment,
+            total_steps=None if total is None else int(total),
             state=_state(newest, total, moment, float(np.nanmean(seconds[-20:])) if np.isfinite(seconds[-20:]).any() else 0.0),
             model=_text(self.setting("model", "name")),
             data=_text(self.setting("data", "source")),

@@ -86,7 +86,7 @@ class TrainerMetrics:
             gauge.set(_known(getattr(record, field)))
         for gauges, values in ((self._update, record.update), (self._critic, record.critic or {})):
             for field in gauges.keys() & values.keys():
-                gauges[field].set(values[field])
+                gauges[field].set(_known(values[field]))
         for stage, seconds in record.seconds.items():
             self._seconds.labels(stage).set(seconds)
             self._all_seconds.labels(stage).inc(seconds)

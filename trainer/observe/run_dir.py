@@ -10,7 +10,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +34,9 @@ from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
 _SHOWN_PROBLEMS = 3
+Line = dict[str, Any]
+Compared = Callable[[Line, Line], list[tuple[str, str, int]]]
+"""Returns what to compare in two evaluations: title, key, and digits after the point."""
 ATTEMPTS = "attempts.jsonl"
 _AGAIN_AFTER = 20
 """Steps until the same alarm or hint is logged again; `metrics.jsonl` has every occurrence."""
@@ -76,7 +79,7 @@ class StepRecord:
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]
-    critic: dict[str, float] | None
+    critic: dict[str, float | None] | None
     """Measurements of the critic's update; None without a critic."""
     alarms: dict[str, str]
     """Alarms by name, with the likely cause (`trainer.observe.alarms`)."""
@@ -204,15 +207,19 @@ class Recorder:
         """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
         from trainer.observe.plots import plot_curves  # heavy: matplotlib
 
+        self.reported(checkpoint, plot_curves, "problems", _compared)
+
+    def reported(self, checkpoint: Path, plot: Callable[..., None], unit: str, compared: Compared) -> None:
+        """Writes the curves with `plot`, and prints seconds, the rows of `compared`, samples if there are any, and paths."""
         metrics, evaluations = (read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         curves = self.directory / "curves.png"
         with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
-            plot_curves(metrics, evaluations, curves)
+            plot(metrics, evaluations, curves)
         self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
             before, after = evaluations[0], evaluations[-1]
-            self.show(_comparison_table(before, after))
-            for old, new in _interesting(before["answers"], after["answers"]):
+            self.show(_comparison_table(before, after, unit, compared(before, after)))
+            for old, new in _interesting(before.get("answers", []), after.get("answers", [])):
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
                 self.say(f"  before: {_one_line(old)}\n  after:  {_one_line(new)}")
         self.say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {self.directory}")
@@ -318,18 +325,22 @@ def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _comparison_table(before: dict[str, Any], after: dict[str, Any]) -> Table:
+def _comparison_table(before: Line, after: Line, unit: str, rows: list[tuple[str, str, int]]) -> Table:
     headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
     columns = (Column(header, justify="right") for header in headers)
-    table = Table(*columns, title=f"held-out split, {after['num_samples']} problems")
+    table = Table(*columns, title=f"held-out split, {after['num_samples']} {unit}")
+    for title, key, digits in rows:
+        table.add_row(title, f"{before[key]:.{digits}f}", f"{after[key]:.{digits}f}")
+    return table
+
+
+def _compared(before: Line, after: Line) -> list[tuple[str, str, int]]:
     rated = before["accuracy"] is not None and after["accuracy"] is not None
     name = "accuracy" if after.get("temperature") else "greedy accuracy"
-    rows = [(name, "accuracy") if rated else ("mean reward", "mean_reward")]
+    rows = [(name, "accuracy", 3) if rated else ("mean reward", "mean_reward", 3)]
     if before["pass_at_k"] is not None and after["pass_at_k"] is not None:
-        rows.append((f"pass@{after['k']}", "pass_at_k"))
-    for title, key in rows:
-        table.add_row(title, f"{before[key]:.3f}", f"{after[key]:.3f}")
-    return table
+        rows.append((f"pass@{after['k']}", "pass_at_k", 3))
+    return rows
 
 
 def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

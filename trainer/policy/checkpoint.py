@@ -42,7 +42,7 @@ class CheckpointFailed(ServiceError):
 
 
 @dataclass(frozen=True)
-class TrainerState:
+class RunState:
     """The state of a run apart from its tensors. Randomness depends on seed, step and rank only, and needs no state."""
 
     step: int
@@ -73,12 +73,12 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
-        shared = ranks.same_path(directory)
+        shared = ranks.broadcast_path(directory)
         assert shared is not None
         self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
-        if self.alone and ranks.first:
+        if self.alone and ranks.is_rank_zero:
             log.info("the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint", shared)
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
@@ -89,21 +89,21 @@ class Checkpoints:
         """Returns the directory name of the checkpoint after `step` steps."""
         return f"step_{step:06d}"
 
-    def save(self, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> Path:
+    def save(self, state: RunState, snapshots: Mapping[str, Snapshot]) -> Path:
         """Starts to write `directory/step_000050` and returns its path. Waits for the previous checkpoint first.
 
         Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the previous one failed.
         """
         self.wait()
         target = self.directory / self.name(state.step)
-        if not self.alone or self._ranks.first:
+        if not self.alone or self._ranks.is_rank_zero:
             self._thread = threading.Thread(target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True)
             self._thread.start()
         return target
 
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint, as rank 0 sees it. A collective."""
-        return self._ranks.same_path(newest(self.directory) if self._ranks.first else None)
+        return self._ranks.broadcast_path(newest(self.directory) if self._ranks.is_rank_zero else None)
 
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""
@@ -131,16 +131,16 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join(_LAST_WRITE_S)
 
-    def _run(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
+    def _run(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
         try:
             self._write(target, state, snapshots)
         except BaseException as error:  # raised at the training loop's next check
             self._error = error
-            if self._ranks.first:
+            if self._ranks.is_rank_zero:
                 shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
 
-    def _write(self, target: Path, state: TrainerState, snapshots: Mapping[str, Snapshot]) -> None:
-        first, written = self._ranks.first, target.with_suffix(".partial")
+    def _write(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
+        first, written = self._ranks.is_rank_zero, target.with_suffix(".partial")
         self._together(lambda: self._begin(written) if first else None)
         for folder, snapshot in snapshots.items():
             self._together(partial(snapshot.write_files, written / folder))
@@ -154,7 +154,7 @@ class Checkpoints:
         for file in self._static():
             shutil.copyfile(file, written / file.name)
 
-    def _complete(self, written: Path, target: Path, state: TrainerState) -> None:
+    def _complete(self, written: Path, target: Path, state: RunState) -> None:
         """Gives the directory its final name and removes old checkpoints."""
         content = {"format": _FORMAT, "files": checksums(written), **asdict(state)}
         (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
@@ -258,12 +258,12 @@ def read_state(path: Path) -> bytes:
     return file.read_bytes() if file.exists() else b'{"format": 0}'
 
 
-def load_state(body: bytes, path: Path) -> TrainerState:
+def load_state(body: bytes, path: Path) -> RunState:
     """Parses the trainer's state. Raises ConfigError naming `path` when it is damaged or of another format."""
     try:
         content = _parse(body)
         del content["format"], content["files"]
-        return TrainerState(**content)
+        return RunState(**content)
     except Exception as error:  # damage can lead to any error
         raise cannot_resume(error, path) from None
 
@@ -308,12 +308,12 @@ def _rating(path: Path) -> float | None:
 def _shared(directory: Path, ranks: Ranks) -> bool:
     """Returns whether every rank sees a file that rank 0 writes beside `directory`."""
     token = directory.with_name(".shared")
-    if ranks.first:
+    if ranks.is_rank_zero:
         directory.parent.mkdir(parents=True, exist_ok=True)
         token.write_text(str(time.time_ns()))
     ranks.barrier()
-    shared = ranks.all_say(token.read_bytes() if token.exists() else b"")
-    if ranks.first:
+    shared = ranks.all_equal(token.read_bytes() if token.exists() else b"")
+    if ranks.is_rank_zero:
         token.unlink()
     return shared
 

@@ -73,7 +73,7 @@ class LocalCritic(ValueFunction):
 
     def restore(self, directory: Path | None) -> None:
         saved = None if directory is None else directory / self._FOLDER
-        if self._ranks.first and saved is not None and not saved.is_dir():
+        if self._ranks.is_rank_zero and saved is not None and not saved.is_dir():
             raise _no_critic(directory)
         self._critic = Critic(self._config, self._ranks, saved)
 
@@ -114,7 +114,7 @@ class RemoteCritic(ValueFunction):
 
     def restore(self, directory: Path | None) -> None:
         """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the checkpoint's critic."""
-        if not self._ranks.first:
+        if not self._ranks.is_rank_zero:
             return
         step, saved_by = 0, None
         if directory is not None:
@@ -127,7 +127,7 @@ class RemoteCritic(ValueFunction):
 
     def values(self, batch: Batch) -> list[Float32]:
         body, sequences = b"", batch.sequences()
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             values = self._call(self._server.values(sequences, self._run_id, self._step))()
             body = np.concatenate(values).tobytes()
         flat = np.frombuffer(bytearray(self._ranks.broadcast(body)), np.float32)  # a bytearray can be written to
@@ -135,12 +135,12 @@ class RemoteCritic(ValueFunction):
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. The critic-server computes in the background."""
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             wait = self._call(self._server.update(self._run_id, self._step, seed, batch.value_targets()))
 
         def finish() -> CriticMetrics:
             body = b""
-            if self._ranks.first:
+            if self._ranks.is_rank_zero:
                 body = json.dumps(asdict(wait())).encode()
                 self._step += 1
             return CriticMetrics(**json.loads(self._ranks.broadcast(body)))
@@ -152,7 +152,7 @@ class RemoteCritic(ValueFunction):
 
         The server keeps one more than `trainer.keep_checkpoints`: the previous one counts until this one is complete.
         """
-        if not self._ranks.first:
+        if not self._ranks.is_rank_zero:
             return {self._FOLDER: Snapshot()}
         keep = self._config.trainer.keep_checkpoints + 1
         status = self._call(self._server.save(self._run_id, self._step, keep))()

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 Facts = dict[str, list[str]]
 """For every setting, its value in messages and its value for comparison."""
 LearnsFrom = Literal["rewards", "answers"]
+_LEARNS_FROM, _TOKENIZER = "learning from", "tokenizer of model.name"
+"""Facts that are not settings."""
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
@@ -53,12 +55,12 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # it has been adapted since
     plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
-    plain["learning from"] = learns_from
+    plain[_LEARNS_FROM] = learns_from
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
     facts["algorithm.advantage"] = [algorithm.advantage, "critic" if algorithm.needs_critic else "no critic"]
     facts["teacher.url"] = [config.teacher.url, "a teacher" if config.teacher.url else "no teacher"]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
-    facts["tokenizer of model.name"] = [model.name, _tokenizer(model)]
+    facts[_TOKENIZER] = [model.name, _tokenizer(model)]
     facts["model.name"] = _model(model.name)
     return facts | {name: _model(other) if other else ["", ""] for name, other in models.items()}
 
@@ -68,16 +70,24 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
     for name in sorted(before.keys() & now.keys(), key=list(now).index):
         (was, content), (is_now, same) = before[name], now[name]
         if content != same:
-            if was == is_now:
-                was, is_now = f"{was} with the content {content[:12]}", f"{is_now} with the content {same[:12]}"
-            raise ConfigError(
-                f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, this run has {is_now or 'none'}",
-                field=name,
-                value=is_now,
-                remedy=f"set it to {was or 'nothing'} again, or start over: another run directory, or trainer.resume false",
-            )
+            raise _differs(name, was, is_now, checkpoint)
         if was != is_now:
             log.warning("%s was %s and is %s now; the checkpoint fits both", name, was, is_now)
+
+
+def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
+    if name == _LEARNS_FROM:
+        maker, directory = "rlhf-sft" if was == "answers" else "the trainer", str(checkpoint.parent.parent)
+        message = f"the checkpoint {checkpoint} was made by {maker}"
+        return ConfigError(message, field="trainer.run_dir", value=directory, remedy="name another run directory")
+    message = f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, this run has {is_now or 'none'}"
+    remedy, field = f"set it to {was or 'nothing'} again", name
+    if name == _TOKENIZER:
+        name, field = f"the {name} with its chat template", "model.name"
+    if was == is_now:
+        message, remedy = f"the content of {name} ({was}) has changed since {checkpoint}", "restore it"
+    remedy += ", or start over: another run directory, or trainer.resume false"
+    return ConfigError(message, field=field, value=is_now, remedy=remedy)
 
 
 def _model(name: str) -> list[str]:

@@ -192,7 +192,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            *(None, None, None, None, None, None),
+            *[None] * 6,
         )
 
 

@@ -26,7 +26,7 @@ from learning.loading import AddedModules, MemoryReader, fill, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
-from trainer.policy.scorer import ADAPTER_CONFIG, Scorer, TokenScores, computes_low, is_adapter, load_scorer
+from trainer.policy.scorer import ADAPTER_CONFIG, Scorer, TokenScores, computes_in_bfloat16, is_adapter, load_scorer
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -72,14 +72,16 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     """
     saved = b""
     if directory is not None:
-        saved = ranks.broadcast((directory / ADAPTER_CONFIG).read_bytes() if ranks.first and is_adapter(directory) else b"")
+        saved = ranks.broadcast(
+            (directory / ADAPTER_CONFIG).read_bytes() if ranks.is_rank_zero and is_adapter(directory) else b""
+        )
         if bool(saved) != (config.lora.rank > 0):
             raise _other_run(directory, f"the checkpoint is {'an adapter' if saved else 'a whole model'}", "lora.rank", config)
     if config.lora.rank == 0:
         scorer = load_scorer(config.model, ranks, config.trainer, directory)
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
-    frozen = torch.bfloat16 if computes_low(config.model, ranks) else torch.float32
+    frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
     scorer = load_scorer(config.model, ranks, config.trainer, added=NewAdapter(config, frozen))
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
@@ -95,9 +97,9 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
     Engines load the files of `model.name`, and skip tensors whose names are not in these files.
     """
     problem = ""
-    if ranks.first and getattr(model.config, "quantization_config", None) is not None:
+    if ranks.is_rank_zero and getattr(model.config, "quantization_config", None) is not None:
         problem = "tensors that are not quantised"
-    elif ranks.first:
+    elif ranks.is_rank_zero:
         problem = not_in_files(model, own, config.model.name) or ""
     if problem := ranks.broadcast(problem.encode()).decode():
         raise ConfigError(
@@ -149,7 +151,7 @@ def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
     """Loads the adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it cannot be read."""
     targets = dict(adapter_tensors(named_tensors(model).items()))
     problem, reader = b"", None
-    if ranks.first:
+    if ranks.is_rank_zero:
         try:
             tensors = load_file(directory / ADAPTER_WEIGHTS)
             if {name: tensor.shape for name, tensor in tensors.items()} != {name: t.shape for name, t in targets.items()}:

@@ -30,11 +30,11 @@ from trainer.algorithms.losses import (
     token_coefficients,
 )
 from trainer.policy import checkpoint
-from trainer.policy.checkpoint import TrainerState
+from trainer.policy.checkpoint import RunState
 from trainer.policy.identity import LearnsFrom, check_same, identity
 from trainer.policy.lora import adapter_contents, adapter_tensors, base_tensors, load_policy, merged_tensors
 from trainer.policy.reference import score_batch, score_tokens
-from trainer.policy.scorer import computes_low
+from trainer.policy.scorer import computes_in_bfloat16
 from trainer.policy.update_metrics import Sums, UpdateMetrics
 from trainer.weights.turns import Resident
 
@@ -76,7 +76,7 @@ class Policy:
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
         settings = config.trainer
-        self._own_old = config.algorithm.own_old_logprobs(computes_low(config.model, ranks))
+        self._own_old = config.algorithm.own_old_logprobs(computes_in_bfloat16(config.model, ranks))
         if settings.offload_optimizer and not ranks.sharded:
             raise ConfigError(
                 "only sharded models can be offloaded",
@@ -92,20 +92,21 @@ class Policy:
     @classmethod
     def resume(
         cls, config: Config, ranks: Ranks, run_dir: Path, learns_from: LearnsFrom = "rewards"
-    ) -> "tuple[Policy, TrainerState | None, Path | None]":
+    ) -> "tuple[Policy, RunState | None, Path | None]":
         """Returns the policy, from the newest checkpoint in `run_dir` if there is one, and its state and path.
 
         Only rank 0 needs to see the checkpoint. Raises ConfigError when it is damaged or belongs to another run.
         """
         checkpoints = run_dir / "checkpoints"
-        if ranks.first and not config.trainer.resume:
+        if ranks.is_rank_zero and not config.trainer.resume:
             checkpoint.set_aside(checkpoints)
-        path = ranks.same_path(checkpoint.newest(checkpoints) if ranks.first else None)
+        path = ranks.broadcast_path(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
             return cls(config, ranks), None, None
-        state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.first else b""), path)
-        check_same(state.identity, identity(config, learns_from), path)
-        if changed := ranks.broadcast(checkpoint.changed_file(path).encode() if ranks.first else b"").decode():
+        state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.is_rank_zero else b""), path)
+        if ranks.is_rank_zero:  # others may lack the files of the data set
+            check_same(state.identity, identity(config, learns_from), path)
+        if changed := ranks.broadcast(checkpoint.changed_file(path).encode() if ranks.is_rank_zero else b"").decode():
             raise checkpoint.has_changed(changed, path)
         policy = cls(config, ranks, path)
         try:
@@ -130,7 +131,7 @@ class Policy:
         With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter merged. Of tied tensors
         only the first is yielded, as in hub files. A tensor is valid until the next update.
         """
-        low, lora = computes_low(self.config.model, self.ranks), self.config.lora
+        low, lora = computes_in_bfloat16(self.config.model, self.ranks), self.config.lora
         tensors = named_tensors(self.model)
 
         def sent(tensor: Tensor) -> Tensor:
@@ -163,8 +164,7 @@ class Policy:
         taught = batch.teacher_logprobs is not None and not all(row.current for row in batch.rows)
         if not (decoupled or in_reward or taught or any(not row.corrected for row in batch.rows)):
             return None
-        if self.config.lora.dropout:  # only for updates
-            self.model.eval()
+        self.model.eval()  # dropout is only for updates
         found = score_batch(self.scorer, batch, self.config, self.ranks)
         self.model.train()
         return found
@@ -197,7 +197,7 @@ class Policy:
         broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
         return PolicyUpdate(replace(metrics, **broken) if skipped else metrics, logprobs)
 
-    def hold(self, batch: Batch) -> PolicyUpdate:
+    def skip_update(self, batch: Batch) -> PolicyUpdate:
         """Counts a step without an update (critic warm-up)."""
         metrics = Sums().metrics([], 0.0, self.kl_coef, 0, False)
         self._advance(metrics, len(batch.rows))
@@ -227,7 +227,7 @@ class Policy:
         sizes, tokens, rows = batch.sizes(layout.shared), settings.micro_batch_tokens, settings.micro_batch_size
         scored: list[tuple[Indices, Tensor]] = []
         for indices, counts in passes(self.scorer, self.ranks, sizes, trained, tokens, rows):
-            micro = MicroBatch.of(batch, indices, layout).to(self.ranks.device)
+            micro = MicroBatch.of(batch, indices, layout, self.ranks.device)
             if counts:
                 scored.append((indices, self._backward(micro, total_tokens, len(counting), sums, first)))
             else:

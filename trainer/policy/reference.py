@@ -17,7 +17,7 @@ from learning.sharding import local, named_tensors
 from learning.support import Support
 from trainer.algorithms.batch import Batch, lay_out
 from trainer.policy.lora import BaseScorer
-from trainer.policy.scorer import Scorer, TokenScores, computes_low, load_scorer
+from trainer.policy.scorer import Scorer, TokenScores, computes_in_bfloat16, load_scorer
 from trainer.weights.turns import Resident
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Reference:
         if self._config.lora.rank and not model.reference:
             return BaseScorer(policy.scorer)
         saved = directory / "reference" if directory else None
-        directory = self._ranks.same_path(saved if saved and saved.exists() else None)
+        directory = self._ranks.broadcast_path(saved if saved and saved.exists() else None)
         named = model.model_copy(update={"name": model.reference or model.name})
         scorer: Scorer = load_scorer(named, self._ranks, settings, directory, trained=False).eval()
         return scorer.to("cpu") if settings.offload_reference else scorer
@@ -103,7 +103,7 @@ def score_tokens(
     support: Support | None = None,
 ) -> TokenScores:
     """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
-    low = computes_low(config.model, ranks) and not ranks.sharded  # FSDP2 does its own casting
+    low = computes_in_bfloat16(config.model, ranks) and not ranks.sharded  # FSDP2 does its own casting
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
         temperature = config.sampling.temperature
         scores: TokenScores = scorer(tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +62,7 @@ def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Modul
     return model
 
 
-def computes_low(config: ModelSection, ranks: Ranks) -> bool:
+def computes_in_bfloat16(config: ModelSection, ranks: Ranks) -> bool:
     """Returns whether these ranks compute in bfloat16."""
     return ranks.on_gpu and config.dtype == "bfloat16"
 
@@ -80,7 +81,7 @@ def load_scorer(
     adapter, and only the adapter is trained. Raises ConfigError as `load_model` does.
     """
     quiet()
-    directory = ranks.same_path(Path(path) if path else None)
+    directory = ranks.broadcast_path(Path(path) if path else None)
     pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code, added=added)
     if is_adapter(pretrained.source):
         raise ConfigError(
@@ -91,7 +92,7 @@ def load_scorer(
         )
     if directory is None:
         check_model(config.name)
-    low = computes_low(config, ranks)
+    low = computes_in_bfloat16(config, ranks)
     try:
         scorer = load(
             pretrained, partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head), ranks, settings, low, trained
@@ -99,9 +100,6 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
-    if getattr(scorer.model.config, "final_logit_softcapping", None):
-        message = "models that cap their logits are not supported"
-        raise ConfigError(message, field="model.name", value=config.name, remedy="use another model")
     return scorer if trained else scorer.requires_grad_(False)
 
 
@@ -131,8 +129,9 @@ def context_length(config: ModelSection) -> int | None:
 
 def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
     """Returns the error for a model or tokenizer that cannot be loaded."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return ConfigError(
-        f"the {what} cannot be loaded: {str(error).strip().splitlines()[0]}",
+        f"the {what} cannot be loaded: {reason}",
         field="model.name",
         value=str(name),
         remedy="name a model on the hub (with network access, and HF_TOKEN if it is gated) or a local model directory; "
@@ -166,8 +165,35 @@ def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> l
         )
     ids = {*ids, *further} - {None}
     if not ids:
-        raise ConfigError("the model has no end-of-sequence token", field="model.name", value=model.config.name_or_path)
+        raise ConfigError(
+            "the model has no end-of-sequence token",
+            field="model.name",
+            value=model.config.name_or_path,
+            remedy="list the tokens that end an answer in sampling.stop_token_ids, or give its tokenizer an eos_token",
+        )
     return sorted(ids)
+
+
+class _Decoded(tuple[Tensor]):
+    """The output of a decoder: its hidden states, and None for everything else."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def _changes_logits(model: Any) -> bool:
+    """Returns whether the model's logits differ from its head's output, as in Gemma 2, Granite and Cohere.
+
+    Runs the code of the model around a made-up decoder and head, so no weights are needed.
+    """
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    hidden = torch.tensor([[[-100.0, -1.0, 3.0, 100.0]]])
+    decoder.forward, head.forward = lambda *_, **__: _Decoded((hidden,)), lambda states: states * 2
+    try:
+        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
+    finally:
+        del decoder.forward, head.forward
+    return not torch.equal(logits, hidden * 2)
 
 
 class TokenScores(NamedTuple):
@@ -182,11 +208,18 @@ class TokenScores(NamedTuple):
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A transformers causal language model that returns log-probabilities of given tokens instead of logits.
 
-    Raises ConfigError for `packing` `on` if the model does not support it.
+    Raises ConfigError for a model that changes logits after its head, and for `packing` `on` if the model does not support it.
     """
 
     def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
         super().__init__()
+        if _changes_logits(model):
+            raise ConfigError(
+                "models that scale or cap the logits of their head are not supported",
+                field="model.name",
+                value=model.config.name_or_path,
+                remedy="use another model",
+            )
         self._fp32_head = fp32_head
         self.layout = layout_for(model, packing)
         """The preferred layout of rows for `forward`, which accepts others too."""

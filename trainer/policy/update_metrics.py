@@ -43,14 +43,13 @@ class UpdateMetrics:
     """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
 
 
-_NAMES = (
-    *("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy"),
-    *("first", "delta", "current", "delta_current", "kl_rollout", "weight", "weight_square"),
-)
+_ALL = ("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy")
+_BEFORE_UPDATES = ("first", "delta", "current", "delta_current", "kl_rollout", "weight", "weight_square")
+_NAMES = _ALL + _BEFORE_UPDATES
 
 
 class Sums:
-    """Sums over tokens by name; those from `first` on cover only tokens scored before the first update.
+    """Sums over tokens by name; `_BEFORE_UPDATES` cover only tokens scored before the first update.
 
     They stay on `device` until they are read, so that `add` does not wait for a GPU.
     """

@@ -182,6 +182,13 @@ class Collector:
                 log.warning("setting the data-server back from position %d to %d", batch.position, position)
                 await data.seek(position)
                 batch = await data.prompts(left, f"{request_id}-again")
+                if batch.position != position:
+                    raise CollectFailed(
+                        f"the data-server gave prompt {batch.position} instead of {position}: another client draws from it",
+                        field="prompts",
+                        value=batch.position,
+                        remedy="stop the other client, or give it another data-server; then start again",
+                    )
             drawn += self._cursor.draw(batch.prompts, batch.total_available)
         return drawn
 
@@ -301,5 +308,6 @@ class Collector:
             raise CollectFailed(
                 f"{self.drops.in_a_row} groups in a row were dropped, the last one because of {error}",
                 field="trainer.max_failed_groups",
+                value=self._config.trainer.max_failed_groups,
                 remedy="look at the log of the service in that error",
             )

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from transformers import AutoModelForCausalLM
 
 from common.clients import Client, Unreachable
 from common.config import Config
 from common.rollout_client import BASE_VERSION, RolloutClient
 from common.schemas import WeightManifest
 from common.topology import ROLLOUT, Topology
+from learning.loading import Pretrained
 from services.http.app import listen
 from services.rollout.engine_client import (
     EngineClient,
@@ -26,7 +28,6 @@ from services.rollout.engine_client import (
 )
 from services.rollout.process import Supervised, Timing
 from trainer.run import Opening
-from trainer.weights.adapters import base_directory
 from trainer.weights.publisher import Weights, version_name, write_version
 
 _STARTUP_S = 3600.0
@@ -76,7 +77,7 @@ class ServersClient(RolloutClient):
         answered = False
         try:
             response = await server.client._exchange(method, path, timeout, arguments)
-            answered = not self._is_passing(response)
+            answered = not self._is_retryable(response)
             return response
         finally:
             server.running -= 1
@@ -119,7 +120,8 @@ class OwnSGLang:
     def check(self) -> None:
         """Raises Unreachable when it will not be restarted, and httpx.ConnectError until it has the newest weights."""
         if self._lost is not None:
-            raise Unreachable(self._lost)
+            remedy = f"look at {self.log_file}, then start again"
+            raise Unreachable(self._lost, field="engine", value=self.url, remedy=remedy)
         if not self._child.up:
             raise httpx.ConnectError("SGLang is being started")
 
@@ -154,7 +156,7 @@ class DirectPublisher:
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
         if opening.config.lora.publishes_adapter:
-            self._base = base_directory(opening.config, opening.tokenizer, opening.run_dir / "base")
+            self._base = Pretrained(AutoModelForCausalLM, opening.config.model.name).files(opening.policy.ranks)
         else:
             self.write(opening.policy.weights(), opening.policy.step)
 

@@ -219,7 +219,13 @@ async def _graded_episodes(
         for episode in await play(services, request):
             if episode.status != "ok":
                 why = episode.detail or episode.stop_reason
-                raise GenerationFailed(f"an episode of {prompt.id} ended with {episode.status}: {why}", code="episode_failed")
+                raise GenerationFailed(
+                    f"an episode ended with {episode.status}: {why}",
+                    field="prompt_id",
+                    value=prompt.id,
+                    remedy="look at the log of environment-server",
+                    code="episode_failed",
+                )
             answer = answer_of(episode)
             ids, reward = answer.token_ids, services.reward
             written = GeneratedAnswer(answer.text, answer.finish_reason, len(ids), ids.tolist())
@@ -267,7 +273,11 @@ async def evaluate(
         for _, result in graded:
             if result.reward is None:
                 raise GenerationFailed(
-                    f"an answer to {prompt.id} could not be graded: {result.reason or result.status}", code="not_graded"
+                    f"an answer could not be graded: {result.reason or result.status}",
+                    field="prompt_id",
+                    value=prompt.id,
+                    remedy="look at the log of reward-server",
+                    code="not_graded",
                 )
         written, result = graded[0]
         correct = result.correct if verified else None
@@ -295,6 +305,8 @@ class Evaluator:
     """The evaluator of a rank above 0, which does nothing: rank 0 evaluates."""
 
     last: Evaluation | None = None
+    has_problems = False
+    """Whether there are held-out problems, so that `evaluate` evaluates."""
 
     def prepare(self) -> None:
         """Fetches the held-out problems."""
@@ -317,6 +329,7 @@ class ServedEvaluator(Evaluator):
     def prepare(self) -> None:
         if count := self._config.trainer.eval_samples:
             self._held_out = self._loop.call(self._services.data.eval_prompts(count))
+        self.has_problems = bool(self._held_out)
 
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
         """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""

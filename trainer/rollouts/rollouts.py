@@ -125,7 +125,9 @@ class ServedRollouts(Rollouts):
             log.warning(
                 "warning: the replay-buffer has stored %d groups since it was made, and this run trained on %d: %s was removed "
                 "or replaced; training continues%s",
-                *(stats["added"], step * self._fresh_per_step, self._config.state_dir / "replay"),
+                stats["added"],
+                step * self._fresh_per_step,
+                self._config.state_dir / "replay",
                 ", and reuse starts with an empty buffer" if reuses else ", and nothing that is still needed is lost",
                 extra=SHOWN,
             )
@@ -255,6 +257,7 @@ class ServedRollouts(Rollouts):
         raise CollectFailed(
             message,
             field="trainer.wait_timeout_s",
+            value=limit,
             remedy="look at the logs of rollout-server and reward-server, or raise the limit",
         )
 

@@ -48,12 +48,10 @@ class Teacher(Client):
             tokens = row[len(prompt_ids) :]
             pairs = pairs[-len(tokens) :]
             if [token for _, token in pairs] != tokens:
-                raise TeacherFailed("the teacher scored tokens that it did not receive", field="url", value=self.base_url)
+                raise self._unfit("the teacher scored tokens that it did not receive", TeacherFailed)
             logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
             if not np.isfinite(logprobs).all():
-                raise TeacherFailed(
-                    "the teacher returned log-probabilities that are not finite", field="url", value=self.base_url
-                )
+                raise self._unfit("the teacher returned log-probabilities that are not finite", TeacherFailed)
             found.append(logprobs)
         return found
 
@@ -90,8 +88,8 @@ class Teacher(Client):
                 remedy="use a teacher with the tokenizer of model.name, because its scores are per token",
             )
 
-    def _unfit(self, reason: str) -> ConfigError:
-        return ConfigError(
+    def _unfit(self, reason: str, kind: type[ServiceError] = ConfigError) -> ServiceError:
+        return kind(
             reason,
             field="teacher.url",
             value=self.base_url,
@@ -111,7 +109,8 @@ class Teacher(Client):
             scores = [choice["logprobs"]["token_logprobs"][: len(row)] for choice, row in zip(ordered, rows, strict=True)]
             return [list(zip(found, row, strict=True)) for found, row in zip(scores, rows, strict=True)]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise TeacherFailed(f"the teacher's answer has no log-probabilities of the prompt: {error!r}") from None
+            reason = f"the teacher's answer has no log-probabilities of the prompt: {error!r}"
+            raise self._unfit(reason, TeacherFailed) from None
 
     def _completions(self, rows: list[list[int]]) -> dict[str, Any]:
         """Returns the body of an OpenAI request, which has to generate at least one token."""

@@ -14,7 +14,7 @@ from learning.passes import passes
 from trainer.policy.policy import Policy, learning_rate
 from trainer.policy.reference import score_tokens
 from trainer.policy.scorer import TokenScores
-from trainer.sft.rows import Row
+from trainer.sft.rows import TrainingSequence
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Learner:
     def __init__(self, policy: Policy) -> None:
         self._policy, self._config, self._ranks = policy, policy.config, policy.ranks
 
-    def learn(self, rows: Sequence[Row]) -> Update:
+    def learn(self, rows: Sequence[TrainingSequence]) -> Update:
         """Makes one update. A collective. Raises NonFiniteGradients after too many skipped updates in a row."""
         policy, settings, ranks = self._policy, self._config.trainer, self._ranks
         total = sum(float(row.learned.sum()) for row in rows)
@@ -67,7 +67,7 @@ class Learner:
         )
         return Update(loss, mean_entropy, norm, rate, int(total), updates=int(applied), skipped=int(not applied))
 
-    def loss(self, rows: Sequence[Row]) -> float:
+    def loss(self, rows: Sequence[TrainingSequence]) -> float:
         """Returns the mean negative log-probability of the answers' tokens in nats, without learning. A collective."""
         policy, settings = self._policy, self._config.trainer
         policy.model.eval()
@@ -83,11 +83,11 @@ class Learner:
         pairs = [(logprobs.astype(np.float64), row.learned) for logprobs, row in zip(scored, rows, strict=True)]
         return -float(sum((logprobs * learned).sum() for logprobs, learned in pairs) / sum(part.sum() for _, part in pairs))
 
-    def _sizes(self, rows: Sequence[Row]) -> Sizes:
+    def _sizes(self, rows: Sequence[TrainingSequence]) -> Sizes:
         prompts, completions = [row.prompt_ids for row in rows], [row.completion_ids for row in rows]
         return Sizes.of(prompts, completions, self._policy.scorer.layout.shared)
 
-    def _score(self, rows: Sequence[Row], indices: Indices) -> tuple[TokenScores, Tensor]:
+    def _score(self, rows: Sequence[TrainingSequence], indices: Indices) -> tuple[TokenScores, Tensor]:
         """Scores the rows at `indices`; returns the scores and [C], 1 for learned tokens."""
         chosen, device = [rows[i] for i in indices.tolist()], self._ranks.device
         tokens: Layout = self._policy.scorer.layout.of(

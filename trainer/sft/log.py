@@ -3,10 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.table import Column, Table
-
-from common.storing import storing
-from trainer.observe.run_dir import Recorder, read_lines, seconds_table
+from trainer.observe.run_dir import Recorder
 from trainer.observe.timing import CpuClock, StageClock
 from trainer.sft.learner import Update
 
@@ -57,20 +54,6 @@ class SftLog:
 
     def report(self, checkpoint: Path) -> None:
         """Writes the curves, and prints seconds, held-out loss before and after, and paths."""
-        directory, say = self.recorder.directory, self.recorder.say
-        metrics, evaluations = (read_lines(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
         from trainer.observe.plots import plot_losses  # heavy: matplotlib
 
-        curves = directory / "curves.png"
-        with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
-            plot_losses(metrics, evaluations, curves)
-        self.recorder.show(seconds_table(metrics))
-        if len(evaluations) >= 2:
-            before, after = evaluations[0], evaluations[-1]
-            names = ("", f"before (step {before['step']})", f"after (step {after['step']})")
-            table = Table(
-                *(Column(name, justify="right") for name in names), title=f"held-out split, {after['num_samples']} examples"
-            )
-            table.add_row("loss (nats per token)", f"{before['loss']:.4f}", f"{after['loss']:.4f}")
-            self.recorder.show(table)
-        say(f"\ncurves:     {curves}\ncheckpoint: {checkpoint}\nrun:        {directory}")
+        self.recorder.reported(checkpoint, plot_losses, "examples", lambda *_: [("loss (nats per token)", "loss", 4)])

@@ -13,7 +13,7 @@ from common.schemas import Float32, Int32, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrainingSequence:
     """One training sequence."""
 
     prompt_ids: Int32
@@ -45,7 +45,7 @@ class Encoder:
     def __post_init__(self) -> None:
         self._tokenizer = self.prompter.tokenizer
 
-    def rows(self, example: Prompt) -> list[Row]:
+    def rows(self, example: Prompt) -> list[TrainingSequence]:
         """Returns the rows of a chat that ends with an answer. Raises ConfigError when it does not fit the model."""
         rows: list[tuple[list[int], list[int], list[int]]] = []
         for before, answer in self._turns(example):
@@ -60,7 +60,10 @@ class Encoder:
             rows.append((before, list(answer), [1] * len(answer)))
         for prompt, completion, _ in rows:
             self._check(example, prompt + completion)
-        return [Row(_int32(prompt), _int32(completion), np.array(learned, np.float32)) for prompt, completion, learned in rows]
+        return [
+            TrainingSequence(_int32(prompt), _int32(completion), np.array(learned, np.float32))
+            for prompt, completion, learned in rows
+        ]
 
     def _turns(self, example: Prompt) -> Iterator[tuple[list[int], list[int]]]:
         """Yields the tokens before each answer of a chat, and the tokens of the answer."""
@@ -104,20 +107,20 @@ def _int32(tokens: Sequence[int]) -> Int32:
     return np.array(tokens, np.int32)
 
 
-def pack(rows: Sequence[Row]) -> bytes:
+def pack(rows: Sequence[TrainingSequence]) -> bytes:
     """Serialises rows to send them to other ranks."""
     sizes = [[len(row.prompt_ids), len(row.completion_ids)] for row in rows]
     parts = [part for row in rows for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))]
     return np.concatenate([[len(rows)], *sizes, *parts]).astype(np.int32).tobytes()
 
 
-def unpack(body: bytes) -> list[Row]:
+def unpack(body: bytes) -> list[TrainingSequence]:
     """Inverts `pack`."""
     numbers: NDArray[np.int32] = np.frombuffer(body, np.int32)
-    count, start, rows = int(numbers[0]), 1 + 2 * int(numbers[0]), list[Row]()
+    count, start, rows = int(numbers[0]), 1 + 2 * int(numbers[0]), list[TrainingSequence]()
     for prompt, completion in numbers[1:start].reshape(count, 2).tolist():
         ids, tokens, learned = np.split(numbers[start : start + prompt + 2 * completion], [prompt, prompt + completion])
-        rows.append(Row(ids, tokens, learned.astype(np.float32)))
+        rows.append(TrainingSequence(ids, tokens, learned.astype(np.float32)))
         start += prompt + 2 * completion
     return rows
 
@@ -125,7 +128,7 @@ def unpack(body: bytes) -> list[Row]:
 class Batches:
     """An endless stream of examples, each once per epoch, in an order that depends only on the seed."""
 
-    def __init__(self, examples: Sequence[Sequence[Row]], size: int, seed: int) -> None:
+    def __init__(self, examples: Sequence[Sequence[TrainingSequence]], size: int, seed: int) -> None:
         self._examples, self._size, self._seed = examples, size, seed
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
@@ -133,12 +136,12 @@ class Batches:
         """Returns the number of examples in an epoch."""
         return len(self._examples)
 
-    def rows(self, step: int, last: int) -> list[Row]:
+    def rows(self, step: int, last: int) -> list[TrainingSequence]:
         """Returns the rows of the batch after `step` steps; the stream ends before the position `last`."""
         places = range(step * self._size, min((step + 1) * self._size, last))
         return [row for place in places for row in self._at(place)]
 
-    def _at(self, place: int) -> Sequence[Row]:
+    def _at(self, place: int) -> Sequence[TrainingSequence]:
         epoch, within = divmod(place, len(self._examples))
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._examples)))

@@ -17,14 +17,14 @@ from common.topology import Topology
 from learning.ranks import Ranks
 from services.data.worked import Examples
 from trainer.observe.run_dir import Recorder, console, tell
-from trainer.policy.checkpoint import Checkpoints, TrainerState, tokenizer_files
+from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
 from trainer.policy.identity import Facts, identity
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import context_length, load_tokenizer, stop_token_ids
 from trainer.rank import started
 from trainer.sft.learner import Learner
 from trainer.sft.log import HeldOut, SftLog
-from trainer.sft.rows import Batches, Encoder, Row, pack, unpack
+from trainer.sft.rows import Batches, Encoder, TrainingSequence, pack, unpack
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 
@@ -40,17 +40,8 @@ def run(config: Config, topology: Topology, examples: Examples | None) -> None:
         ranks.barrier()
 
 
-def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
-    """Trains in this process; returns the last checkpoint. Raises ConfigError or another ServiceError on failure."""
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
-    assert config.trainer.run_dir is not None, "the caller sets it"
-    with RunLock.of_new_run(config.trainer.run_dir, TASK) as lock, ExitStack() as stack:
-        return SftRun(config, Ranks.alone(config.trainer), lock, examples, console, stack).train()
-
-
 @dataclass
-class _Told:
+class _RankZero:
     """What only rank 0 has."""
 
     log: SftLog
@@ -78,16 +69,16 @@ class SftRun:
         self._config, self._ranks, self._stack = config, ranks, stack
         run_dir = config.trainer.run_dir
         assert run_dir is not None, "`load` sets it"
-        if ranks.first:
+        if ranks.is_rank_zero:
             check(config.trackers)
         watchdog.at("loading the model")
         self._policy, _, _ = Policy.resume(config, ranks, run_dir, "answers")
-        self._learner, self._held_out, self._evaluated = Learner(self._policy), list[Row](), -1
+        self._learner, self._held_out, self._evaluated = Learner(self._policy), list[TrainingSequence](), -1
         keep = config.trainer.keep_checkpoints
         self._checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
         self._loss: float | None = None
         self._told, body = None, b""
-        if ranks.first:
+        if ranks.is_rank_zero:
             assert lock is not None
             assert examples is not None
             self._told, body = self._begin(run_dir, lock, examples, console)
@@ -96,7 +87,7 @@ class SftRun:
         self._policy.total_steps = self._total
         self._held_out = unpack(held_out)
 
-    def _begin(self, run_dir: Path, lock: RunLock, examples: Examples, console: Console) -> tuple[_Told, bytes]:
+    def _begin(self, run_dir: Path, lock: RunLock, examples: Examples, console: Console) -> tuple[_RankZero, bytes]:
         """Reads the data and opens the log; returns rank 0's parts and the message to the other ranks."""
         config, policy, settings = self._config, self._policy, self._config.trainer
         set_run(lock.run)
@@ -118,7 +109,7 @@ class SftRun:
         log = SftLog(self._stack.enter_context(recorder), total, gpus)
         if policy.step >= total:
             recorder.say(f"already finished: all {total} steps were trained before, and their result is below")
-        told = _Told(log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers"))
+        told = _RankZero(log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers"))
         return told, f"{positions} {total} {len(held_out)}\n".encode() + pack([row for rows in held_out for row in rows])
 
     def train(self) -> Path:
@@ -168,7 +159,7 @@ class SftRun:
         told, step = self._told, self._policy.step
         rating = None if self._loss is None or self._evaluated != step else -self._loss  # the best has the lowest loss
         same, run_id = (told.identity, told.lock.run) if told else ({}, "")
-        state = TrainerState(step, step * self._config.trainer.batch_size, run_id, 0.0, mean_reward=rating, identity=same)
+        state = RunState(step, step * self._config.trainer.batch_size, run_id, 0.0, mean_reward=rating, identity=same)
         return self._checkpoints.save(state, self._policy.snapshots(self._checkpoints.alone))
 
     def _finish(self) -> Path:

@@ -116,9 +116,15 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 def _samples(group: Group) -> list[list[Cell]]:
     return [
         [
-            *(_text(group.prompt), group.ground_truth, _text(completion.text), float(completion.reward)),
-            *(completion.correct if completion.verified else None, completion.extracted_answer, completion.status),
-            *(len(completion.token_ids), completion.finish_reason),
+            _text(group.prompt),
+            group.ground_truth,
+            _text(completion.text),
+            float(completion.reward),
+            completion.correct if completion.verified else None,
+            completion.extracted_answer,
+            completion.status,
+            len(completion.token_ids),
+            completion.finish_reason,
         ]
         for completion in group.completions
     ]

@@ -8,7 +8,7 @@ from common.config import Config
 from common.rollout_client import RolloutClient
 from common.schemas import adapter_name
 from trainer.policy.lora import adapter_config
-from trainer.policy.scorer import ADAPTER_CONFIG, load_model
+from trainer.policy.scorer import ADAPTER_CONFIG
 from trainer.weights.publisher import Weights
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.turns import Sleepers
@@ -25,17 +25,6 @@ def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) ->
     if model.generation_config is not None:
         model.generation_config.save_pretrained(directory)
     return sorted(path for path in directory.iterdir() if path.is_file())
-
-
-def base_directory(config: Config, tokenizer: Any, directory: Path) -> Path:
-    """Returns a local directory of the base model: its own, or `directory`, to which the model is then written."""
-    local = Path(config.model.name)
-    if (local / "config.json").is_file():
-        return local
-    model: Any = load_model(config.model)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 class AdapterPublisher:

@@ -205,6 +205,8 @@ class WeightBoard:
                     text = ", ".join(f"{each.name} ({each.state}) {each.detail}".strip() for each in awake) or "no report"
                     raise PublishFailed(
                         f"after {timeout_s:.0f} s these engines have not released their memory for the update: {text}",
+                        field="trainer.publish_timeout_s",
+                        value=timeout_s,
                         remedy="look at the log of rollout-server",
                     )
                 self._lock.wait(timeout=0.2)
@@ -319,7 +321,12 @@ class WeightBoard:
             if now - start > timeout_s:
                 watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
                 if not current:
-                    raise PublishFailed(f"after {timeout_s:.0f} s {waited}", remedy="look at the log of rollout-server")
+                    raise PublishFailed(
+                        f"after {timeout_s:.0f} s {waited}",
+                        field="trainer.publish_timeout_s",
+                        value=timeout_s,
+                        remedy="look at the log of rollout-server",
+                    )
                 log.error("after %.0f s %s; training continues without them until they catch up", timeout_s, waited)
                 return self._exclude([*missing, *self._silent()])
             if now - said > say_after_s:
