@@ -131,7 +131,7 @@ class AlgorithmSection(Section):
     geometric_low: float | None = Field(None, gt=0, lt=1)
     """Geometric mean of the trainer's probabilities / the rollout engine's, under which a whole completion is dropped."""
     geometric_high: float | None = Field(None, gt=1)
-    """The same, above which it is dropped. Unset: no bound."""
+    """Upper bound of that mean; a completion above it is dropped. Unset: no bound."""
     off_policy_delta: float | None = Field(None, gt=0)
     """Mean log ratio behaviour/policy above which completions with negative advantage are dropped (OPSM). Unset: none."""
 

@@ -12,7 +12,7 @@ from common.errors import ConfigError, ServiceError
 from common.explain import did_you_mean
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and the usual error.
 
     `prog` is the module that `python -m` runs; `usage` describes the arguments and is derived from them when empty.

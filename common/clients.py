@@ -43,6 +43,8 @@ _T = TypeVar("_T")
 _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
+_GRACE_S = 1.0
+"""A socket's own limits come first: their errors say more. They cover neither sending nor names nor a trickle of bytes."""
 _WARN_EVERY_S = 10.0
 
 
@@ -146,7 +148,8 @@ class Client:
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
-                response = await self._exchange(method, path, httpx.Timeout(left, connect=min(left, 10)), arguments)
+                async with asyncio.timeout(left + _GRACE_S):
+                    response = await self._exchange(method, path, httpx.Timeout(left, connect=min(left, 10)), arguments)
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
                 if not reason or time.monotonic() < limit:  # cut off by the deadline: the attempt before says more
@@ -155,7 +158,7 @@ class Client:
                 if response.is_success:
                     log.debug("%s %s: %d of %s", method, path, response.status_code, self.service)
                     return response
-                if not self._is_passing(response):
+                if not self._is_retryable(response):
                     raise self._error(response)
                 detail = _detail(response)
                 parts = [str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)]
@@ -212,7 +215,7 @@ class Client:
                 remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task (SECURITY.md)",
             ) from None
 
-    def _is_passing(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: httpx.Response) -> bool:
         """Whether a retry may succeed."""
         return response.status_code in _RETRIED_STATUSES
 
@@ -232,7 +235,13 @@ class Client:
         try:
             return TypeAdapter(answer).validate_json(response.content)
         except ValidationError as error:
-            raise ServiceError(f"{self.service}: unexpected answer to {path}: {error.errors()[0]['msg']}") from None
+            first = error.errors()[0]
+            raise ServiceError(
+                f"{self.service}: unexpected answer to {path}: {first['msg']}",
+                field=".".join(map(str, first["loc"])) or None,
+                value=first["input"],
+                remedy="run the same version in every task",
+            ) from None
 
     async def unhealthy_reason(self) -> str | None:
         """Asks `/health` once.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -57,11 +57,8 @@ from common.sections import (
 )
 from common.topology import Topology, setting_status
 
-if TYPE_CHECKING:
-    from pydantic_settings import PydanticBaseSettingsSource
-
-_VARIABLES = (*SHORT_NAMES, "RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY")
-_VARIABLES = (*_VARIABLES, "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
+_OTHERS = ("RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
+_VARIABLES = (*SHORT_NAMES, *_OTHERS)
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
 _IN_RUN_DIR = Path("RUN_DIR/state")
 """Placeholder for `state` in the run directory, because the state belongs to its run."""
@@ -166,19 +163,13 @@ def load(
             put(default, tuple(name.split(".")), own)
         low = merge(default, from_file(Path(path)) if path else {})
         rest, lists = take_json_lists(rest, names())
-        words = merge(_command_line(rest, prog, purpose)() if rest else {}, lists)
+        words = merge(_command_line(rest, prog, purpose) if rest else {}, lists)
         config = Config(**merge(merge(low, from_env(env, names())), words))
         if purpose:
             purpose.check(config)
         return config
     except ValidationError as error:
         raise from_validation(error) from None
-    except ConfigError:
-        raise
-    except Exception as error:  # argparse's errors, wrapped by pydantic-settings
-        option, _, reason = str(error).rpartition(": ")
-        reason = "it has no value" if reason == "expected one argument" else f"the command line is not valid: {reason}"
-        raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
@@ -201,9 +192,10 @@ def names() -> dict[str, FieldInfo]:
     return found
 
 
-def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> "PydanticBaseSettingsSource":
+def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> dict[str, Any]:
     """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all settings; both exit."""
-    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict  # not in SkyPilot's environment
+    # SkyPilot's environment does not have it.
+    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
     class Words(Config, BaseSettings):
         model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
@@ -221,7 +213,12 @@ def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -
             if rare.intersection(action.option_strings):
                 action.help = SUPPRESS
         parser.epilog = f"{len(rare)} more settings: --help-all"
-    return source(args=words)
+    try:
+        return source(args=words)()
+    except SettingsError as error:  # wraps one of argparse's
+        option, _, reason = str(error).rpartition(": ")
+        reason = "it has no value" if reason == "expected one argument" else f"the command line is not valid: {reason}"
+        raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:

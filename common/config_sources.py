@@ -78,7 +78,7 @@ def is_list(field: FieldInfo) -> bool:
     return any(get_origin(kind) is list for kind in (field.annotation, *get_args(field.annotation)))
 
 
-def unread(error: Exception) -> str:
+def yaml_problem(error: Exception) -> str:
     """Returns one line that says why a YAML file cannot be read."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
@@ -90,7 +90,7 @@ def from_file(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date
-        reason = unread(error)
+        reason = yaml_problem(error)
         remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
         raise ConfigError(problem, field="--config", value=str(path), remedy=remedy) from None

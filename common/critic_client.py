@@ -37,7 +37,12 @@ class CriticClient(Client):
         answer = wire.decode(response.content, Values)
         lengths = [len(sequence.completion_ids) for sequence in sequences]
         if [len(values) for values in answer.values] != lengths:
-            raise ServiceError(f"{self.service}: unexpected answer to /values: not a value for every completion token")
+            raise ServiceError(
+                f"{self.service}: unexpected answer to /values: not a value for every completion token",
+                field="/values",
+                value=[len(values) for values in answer.values],
+                remedy="run the same version in every task",
+            )
         return answer.values
 
     async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:

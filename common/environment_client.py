@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -10,8 +9,8 @@ from dataclasses import dataclass, field
 import httpx
 
 from common import wire
-from common.clients import Client
-from common.errors import ServiceError
+from common.clients import Client, Unreachable
+from common.errors import NotFound, ServiceError
 from common.schemas import Episode, EpisodeRequest, Episodes
 
 log = logging.getLogger(__name__)
@@ -68,16 +67,10 @@ class EnvironmentClient(Client):
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Returns the n episodes of a request. Cancelling this call also cancels the episodes."""
         await self._find_nodes()
-        headers = {"content-type": "application/json", "accept": wire.MSGPACK}
-        name = request.request_id
-        body, limit = request.model_dump_json(), time.monotonic() + 3 * request.limits.deadline_s + _SLACK_S
+        name, body = request.request_id, request.model_dump_json()
         while True:
             node = min(self._nodes, key=lambda each: (each.lost, name not in each.calls.values(), len(each.calls)))
-            call = asyncio.create_task(
-                node.client.request(
-                    "POST", "/episodes", content=body, headers=headers, deadline_s=max(0.1, limit - time.monotonic())
-                )
-            )
+            call = asyncio.create_task(_post(node.client, body, 3 * request.limits.deadline_s + _SLACK_S))
             node.calls[call] = name
             node.moved.discard(name)
             self._start_watch()
@@ -90,6 +83,10 @@ class EnvironmentClient(Client):
                 call.cancel()
                 with suppress(ServiceError):
                     await asyncio.shield(_delete(node.client, name, deadline_s=2.0))
+                raise
+            except Unreachable:  # nobody waits for the episodes any more
+                with suppress(ServiceError):
+                    await _delete(node.client, name, deadline_s=2.0)
                 raise
             finally:
                 del node.calls[call]
@@ -127,15 +124,31 @@ class EnvironmentClient(Client):
             reason = str(error)
         node.failures = 0 if reason is None else node.failures + 1
         if reason is None:
-            while node.moved:
-                with suppress(ServiceError):
-                    await _delete(node.client, node.moved.pop(), deadline_s=2.0)
+            for name in [*node.moved]:
+                try:
+                    if name in node.moved:  # it may have come back meanwhile
+                        await _delete(node.client, name, deadline_s=2.0)
+                except ServiceError as error:
+                    if error.status != NotFound.status:
+                        continue  # the next probe tries again
+                node.moved.discard(name)
         elif node.lost and node.calls and not all(each.lost for each in self._nodes):
             count = len(node.calls)
             log.warning("%s does not answer (%s): %d requests go to other nodes", node.client.base_url, reason, count)
             node.moved.update(node.calls.values())
             for call in node.calls:
                 call.cancel()
+
+
+async def _post(client: Client, body: str, deadline_s: float) -> httpx.Response:
+    """Requests episodes, again while the server is healthy: they may wait for a slot much longer than they run."""
+    headers = {"content-type": "application/json", "accept": wire.MSGPACK}
+    while True:
+        try:
+            return await client.request("POST", "/episodes", content=body, headers=headers, deadline_s=deadline_s)
+        except Unreachable:
+            if await client.unhealthy_reason() is not None:
+                raise
 
 
 async def _delete(client: Client, request_id: str, deadline_s: float | None) -> None:

@@ -76,7 +76,12 @@ class ModelShape:
                 extra=_KNOWN[kind],
             )
         except KeyError as error:
-            raise ConfigError("the model's configuration is incomplete", field="config.json", value=error.args[0]) from None
+            raise ConfigError(
+                "the model's configuration is incomplete",
+                field="config.json",
+                value=error.args[0],
+                remedy="restore the model's config.json",
+            ) from None
 
     @property
     def layer_tensors(self) -> list[int]:

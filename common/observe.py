@@ -3,14 +3,11 @@
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from math import nan
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from common.errors import ConfigError
 from common.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
@@ -90,7 +87,7 @@ class Metrics:
         self.in_progress = self.gauge("http_requests_in_progress", "Requests in work now")
         self.in_progress_limit = self.gauge("http_requests_in_progress_limit", "Requests that may be in work at once")
         self.bodies = self.gauge("http_request_bodies_bytes", "Bodies of requests in work now")
-        self.bodies_limit = self.gauge("http_request_bodies_limit_bytes", "How much they may be at once")
+        self.bodies_limit = self.gauge("http_request_bodies_limit_bytes", "Limit on these bytes")
         self.refused = self.counter(
             "http_requests_refused_total", "Requests answered 503 because a limit was reached", ["limit"]
         )
@@ -111,24 +108,10 @@ class Metrics:
         """Adds a histogram of durations in seconds, from a millisecond (health check) to half an hour (generation)."""
         return Histogram(*self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS)
 
-    def counted(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """Adds a counter whose value `read` returns at every scrape."""
-        self.registry.register(_Read(*self._named(name, help_text, None)[:2], read))
-
     def _named(self, name: str, help_text: str, labels: list[str] | None) -> tuple[str, str, list[str]]:
         if labels:
             self.labels[f"{PREFIX}{name}"] = labels
         return f"{PREFIX}{name}", help_text, labels or []
-
-
-class _Read(Collector):
-    """A counter whose value comes from a function."""
-
-    def __init__(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        self._name, self._help, self._read = name, help_text, read
-
-    def collect(self) -> Iterable[Metric]:
-        yield CounterMetricFamily(self._name, self._help, value=self._read())
 
 
 def _version() -> str:

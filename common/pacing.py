@@ -1,4 +1,4 @@
-"""Generates completions in several requests, for a time limit and a thinking budget, which no engine offers.
+"""Splits a completion into several requests, to enforce a time limit or a thinking budget, which no engine offers.
 
 An unfinished completion continues in another request, whose prompt includes the tokens so far; engines have them
 cached. When the thinking budget is used up, the end of the thought is inserted. These tokens are not sampled, so their
@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-THINK, THOUGHT = "<think>", "</think>"
-_END = f"\n{THOUGHT}\n\n"
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_END = f"\n{THINK_CLOSE}\n\n"
 _FIRST, _LEAST = 64, 16
 """With a time limit: tokens of the first request, and the fewest tokens of a later one."""
 _BY_TOKEN = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
@@ -21,7 +21,7 @@ Ask = Callable[[list[int], int, int, int, int], Awaitable[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
-class Pace:
+class RequestLimits:
     """The limits of a completion besides its number of tokens."""
 
     tokenizer: Any
@@ -44,12 +44,12 @@ class Pace:
 
 
 async def paced(
-    pace: Pace, ask: Ask, prompt: Sequence[int], n: int, most: int, least: int = 0, stops: Sequence[str] = ()
+    limits: RequestLimits, ask: Ask, prompt: Sequence[int], n: int, most: int, least: int = 0, stops: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Returns n answers within the limits, each as if it came from one request. A cut answer ends with `length`.
 
     Args:
-        pace: the limits.
+        limits: the time limit and the thinking budget.
         ask: makes one request.
         prompt: the token ids of the prompt.
         n: number of completions.
@@ -57,24 +57,24 @@ async def paced(
         least: minimum tokens per completion.
         stops: texts that end a completion; searched here only across the border between two requests.
     """
-    began, size = time.monotonic(), pace.size(0, most, 0.0)
+    began, size = time.monotonic(), limits.size(0, most, 0.0)
     first = await ask(list(prompt), n, size, min(least, size), 0)
 
     async def finish(index: int, answer: dict[str, Any]) -> dict[str, Any]:
         piece, requests = _Piece(answer, list(answer["output_ids"])), 0
         while piece.is_open and len(piece.tokens) < most:
             done = len(piece.tokens)
-            if pace.thinking_tokens is not None and done >= pace.thinking_tokens and not piece.judged:
-                piece.end_thought(pace.tokenizer, prompt, most)
+            if limits.thinking_tokens is not None and done >= limits.thinking_tokens and not piece.budget_applied:
+                piece.end_thought(limits.tokenizer, prompt, most)
                 continue
-            if not (size := pace.size(done, most, time.monotonic() - began)):
+            if not (size := limits.size(done, most, time.monotonic() - began)):
                 break
             requests += 1
             number = index + n * requests
             (more,) = await ask([*prompt, *piece.tokens], 1, size, min(max(0, least - done), size), number)
             piece.append(more)
-            piece.cut(pace.tokenizer, stops, done)
-        return piece.finished(pace.tokenizer, len(prompt))
+            piece.cut(limits.tokenizer, stops, done)
+        return piece.finished(limits.tokenizer, len(prompt))
 
     return list(await asyncio.gather(*(finish(*each) for each in enumerate(first))))
 
@@ -85,9 +85,9 @@ class _Piece:
 
     answer: dict[str, Any]
     tokens: list[int]
-    judged: bool = False
+    budget_applied: bool = False
     """Whether the thinking budget has been applied."""
-    written: dict[int, int] = field(default_factory=dict)
+    inserted: dict[int, int] = field(default_factory=dict)
     """Inserted tokens, by position."""
 
     @property
@@ -113,13 +113,13 @@ class _Piece:
 
     def end_thought(self, tokenizer: Any, prompt: Sequence[int], most: int) -> None:
         """Inserts the end of the thought, if a thought is open."""
-        self.judged = True
+        self.budget_applied = True
         text = tokenizer.decode([*prompt, *self.tokens])
-        if text.rfind(THINK) <= text.rfind(THOUGHT):
+        if text.rfind(THINK_OPEN) <= text.rfind(THINK_CLOSE):
             return
         done = len(self.tokens)
         ids = tokenizer(_END, add_special_tokens=False).input_ids[: most - done]
-        self.written |= dict(enumerate(ids, done))
+        self.inserted |= dict(enumerate(ids, done))
         values: list[list[Any]] = [[[0.0, token, None] for token in ids], [[token] for token in ids], [0.0] * len(ids)]
         meta = {name: own for name, own in zip(_BY_TOKEN, values, strict=True) if name in self.meta}
         last = _spans(self.meta, done)[-1]["version"]
@@ -150,8 +150,8 @@ class _Piece:
         meta = self.meta | {"prompt_tokens": prompt_tokens, "completion_tokens": len(self.tokens)}
         if self.is_open:
             meta["finish_reason"] = {"type": "length", "length": len(self.tokens)}
-        if self.written and _BY_TOKEN[0] in meta and _BY_TOKEN[1] not in meta:
-            meta[_BY_TOKEN[1]] = [[self.written[i]] if i in self.written else [] for i in range(len(self.tokens))]
+        if self.inserted and _BY_TOKEN[0] in meta and _BY_TOKEN[1] not in meta:
+            meta[_BY_TOKEN[1]] = [[self.inserted[i]] if i in self.inserted else [] for i in range(len(self.tokens))]
             meta[_BY_TOKEN[2]] = [pair[0] for pair in meta[_BY_TOKEN[0]]]
         matched = meta["finish_reason"].get("matched")
         ids = self.tokens[:-1] if isinstance(matched, int) else self.tokens

@@ -15,7 +15,7 @@ from common.chat_templates import variables
 from common.config import Config
 from common.errors import ConfigError
 from common.explain import did_you_mean
-from common.pacing import THINK, Pace
+from common.pacing import THINK_OPEN, RequestLimits
 from common.prompt_templates import filled
 from common.schemas import Prompt
 from common.sections import SamplingSection
@@ -52,11 +52,11 @@ class PromptStyle:
     def check(self, tokenizer: Any) -> None:
         """Raises ConfigError for settings that this tokenizer does not support."""
         source = tokenizer.chat_template if self.is_chat(tokenizer) else self.template
-        if self.thinks and THINK not in f"{source}{self.prefill}":
+        if self.thinks and THINK_OPEN not in f"{source}{self.prefill}":
             raise ConfigError(
-                f"neither the prompt template nor sampling.prefill contains {THINK}",
+                f"neither the prompt template nor sampling.prefill contains {THINK_OPEN}",
                 field="sampling.max_thinking_tokens",
-                remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK}",
+                remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK_OPEN}",
             )
         if not self.is_chat(tokenizer):
             unread = {"sampling.system_prompt": self.system_prompt, "sampling.chat_template_kwargs": self.chat_template_kwargs}
@@ -156,10 +156,10 @@ class Prompter:
     def __post_init__(self) -> None:
         self.style.check(self.tokenizer)
 
-    def pace(self, sampling: SamplingSection) -> Pace | None:
+    def pace(self, sampling: SamplingSection) -> RequestLimits | None:
         """Returns the limits that require several requests per completion; None when none is set."""
         timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
-        return Pace(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
+        return RequestLimits(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text`."""

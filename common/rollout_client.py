@@ -14,7 +14,7 @@ import orjson
 
 from common.clients import Client
 from common.errors import NotFound, ServiceError
-from common.pacing import Pace, paced
+from common.pacing import RequestLimits, paced
 from common.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class GenerationFailed(ServiceError):
     code = "generation_failed"
 
 
+OTHER_ENGINE = "look at the log of rollout-server; the engine may be another version of SGLang"
 _ENGINE_GONE = frozenset({"read_response_body_failed", "model_not_found"})
 """Error codes of the routers, besides `call_upstream_…`, for an engine that is gone."""
 
@@ -46,7 +47,7 @@ class SamplingOptions(TypedDict):
     """With the same seed the embedded engine samples the same tokens."""
     shape: NotRequired[Mapping[str, Any]]
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
-    pace: NotRequired[Pace | None]
+    pace: NotRequired[RequestLimits | None]
     """Limits that require several requests."""
     deadline_s: NotRequired[float | None]
 
@@ -124,7 +125,7 @@ class RolloutClient(Client):
             await asyncio.sleep(0)
 
     async def _paced(
-        self, pace: Pace, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
+        self, pace: RequestLimits, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
     ) -> list[dict[str, Any]]:
         shape, seed = {**options.get("shape", {})}, options.get("sampling_seed")
         shortest = shape.pop("min_new_tokens", 0)
@@ -141,7 +142,8 @@ class RolloutClient(Client):
         try:
             return await paced(pace, ask, input_ids, options["n"], options["max_new_tokens"], shortest, stops)
         except (KeyError, TypeError, IndexError) as error:
-            raise GenerationFailed(f"the engine's answer cannot be continued: {error!r}") from None
+            reason = f"the engine's answer cannot be continued: {error!r}"
+            raise GenerationFailed(reason, field="/generate", remedy=OTHER_ENGINE) from None
 
     async def _generate(
         self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
@@ -173,10 +175,10 @@ class RolloutClient(Client):
         response = await self.request("POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s)
         return response.content
 
-    def _is_passing(self, response: httpx.Response) -> bool:
+    def _is_retryable(self, response: httpx.Response) -> bool:
         """Also retries the router's 500, when its attempts met engines that just died, and smg's 404 without one."""
         code = response.headers.get("x-smg-error-code", "")
-        return super()._is_passing(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
+        return super()._is_retryable(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
 
     async def remove_worker(self, url: str) -> None:
         """Removes the engine at `url` from the router; does nothing when the router does not know it."""
@@ -198,7 +200,8 @@ def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
     answers = orjson.loads(content)
     answers = answers if isinstance(answers, list) else [answers]
     if len(answers) != n:
-        raise GenerationFailed(f"asked for {n} completions, got {len(answers)}")
+        reason = f"asked for {n} completions, got {len(answers)}"
+        raise GenerationFailed(reason, field="/generate", value=len(answers), remedy=OTHER_ENGINE)
     return answers
 
 
@@ -268,14 +271,17 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
         else:
             raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise GenerationFailed(f"the engine's answer lacks what training needs: {error!r}", value=answer) from None
+        reason = f"the engine's answer lacks what training needs: {error!r}"
+        raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE) from None
     if finish not in ("stop", "length"):
-        raise GenerationFailed(f"the completion ended with {finish}", value=meta["finish_reason"])
+        reason = f"the completion ended with {finish}"
+        raise GenerationFailed(reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE)
     complete = len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)
     if len(token_ids) == 0 or not complete or not matches or not np.isfinite(logprobs).all():
-        raise GenerationFailed("tokens and logprobs of the completion do not match", value=answer)
+        reason = "tokens and logprobs of the completion do not match"
+        raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE)
     found = Completion(token_ids, logprobs, answer["text"], finish, versions)
     found.kept_tokens, found.kept_counts = kept
     return found

@@ -358,7 +358,7 @@ class Completion(Struct, forbid_unknown_fields=True):
     finish_reason: FinishReason
     weight_versions: _Spans
     """(version, start, end) spans over the tokens: which weights sampled which tokens."""
-    reward: _Finite = 0.0
+    reward: Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)] = 0.0
     correct: bool = False
     verified: bool = True
     """As in `RewardResult`."""
@@ -650,14 +650,14 @@ class ValueTargets(TokenSequence, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """Metrics of one update of the critic; all are finite."""
+    """Metrics of one update of the critic. The first three cover the optimiser steps that were applied; None: no step."""
 
-    value_loss: float
+    value_loss: float | None
     """Mean over tokens and optimiser steps."""
-    grad_norm: float
-    """Mean gradient norm before clipping, over the optimiser steps that were applied."""
-    clip_fraction: float
-    """Share of tokens whose value was clipped, over all optimiser steps."""
+    grad_norm: float | None
+    """Mean gradient norm before clipping."""
+    clip_fraction: float | None
+    """Share of tokens whose value was clipped."""
     explained_variance: float
     """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not vary."""
     value_mean: float

@@ -74,7 +74,7 @@ class ModelSection(Section):
 
 
 class LoraSection(Section):
-    """LoRA: train a low-rank adapter of the frozen model instead of all its weights (docs/how-to/training.md)."""
+    """LoRA: train a low-rank adapter of the frozen model instead of all its weights (docs/how-to/lora.md)."""
 
     rank: Main[int] = Field(0, ge=0)
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
@@ -171,7 +171,7 @@ class RewardSection(Section):
     function_timeout_s: float = Field(10.0, gt=0)
     """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a processor does not count."""
     workers: int = Field(2, gt=0)
-    """Worker processes for `math`, as many spare ones, and as many for your own functions."""
+    """Worker processes for `math` (with as many spares), and also the number for your own functions."""
     math_timeout_s: float = Field(1.0, gt=0)
     """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
@@ -311,7 +311,8 @@ class ReplaySection(Section):
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
     `package.module:name` of (group, advantages) returns, at least 0."""
     corrected: bool = True
-    """Correct reused groups by importance weights and by the policy that sampled them. Without it the update is biased."""
+    """Correct reused groups with importance weights, and with ratios to the policy that sampled them. Without it the
+    update is biased."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)

@@ -1,4 +1,6 @@
-"""The shared token of a run and its certificates. Only this module reads them from the environment.
+"""The shared token of a run and its certificates.
+
+Only this module and `services/rollout/keyed.py`, which needs the standard library alone, read them from the environment.
 
 `API_TOKEN` is not a setting, so no file written by a run contains it. Every service requires it and every client sends
 it as `Authorization: Bearer …`; when it is unset or empty, no service asks for it.
@@ -146,4 +148,5 @@ def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"no certificate can be read: {error}", field="TLS_CA", value=authority) from None
+        remedy = "name a PEM file with certificates in TLS_CA"
+        raise ConfigError(f"no certificate can be read: {error}", field="TLS_CA", value=authority, remedy=remedy) from None

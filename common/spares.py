@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-_WORTH_IT = 1 << 20
+_MIN_REUSED_BYTES = 1 << 20
 """Smaller files are not reused."""
 _NAME = "spare"
 
@@ -18,7 +18,7 @@ def retire(directory: Path) -> None:
     """Removes a directory of files that nobody reads any more, but keeps the largest file next to it for reuse."""
     with suppress(OSError):  # without a spare the next file is created anew
         largest = max(((file.stat(), file) for file in directory.iterdir()), key=lambda found: found[0].st_size, default=None)
-        if largest and largest[0].st_size >= _WORTH_IT and largest[0].st_nlink == 1:  # else another directory has it
+        if largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1:  # else another directory has it
             largest[1].replace(directory.with_name(_NAME))
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -30,7 +30,7 @@ def written(target: Path, size: int) -> Iterator[BinaryIO]:
     `target` must not exist. The spare next to its directory, if there is one, is overwritten.
     """
     mode: Literal["xb", "r+b"] = "xb"
-    if size >= _WORTH_IT and not target.exists():
+    if size >= _MIN_REUSED_BYTES and not target.exists():
         with suppress(FileNotFoundError):
             target.parent.with_name(_NAME).rename(target)
             mode = "r+b"

@@ -1,11 +1,9 @@
 """The critic-server's HTTP API."""
 
 import asyncio
-import contextvars
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
@@ -15,10 +13,9 @@ from common.observe import Metrics, critic_gauges
 from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from services.critic.service import CriticService
 from services.http.app import create_app
+from services.http.one_thread import OneThread
 from services.http.openapi import described, errors, struct_schema
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _KINDS = (wire.MSGPACK,)
 _VALUE_REQUEST = struct_schema(ValueRequest) | {
     "dependentRequired": {"run_id": ["step"], "step": ["run_id"]},
@@ -35,24 +32,19 @@ def create_critic_app(config: Config) -> FastAPI:
     ConfigError when the value model cannot be loaded.
     """
     service = CriticService(config)
-    thread = ThreadPoolExecutor(1, thread_name_prefix="critic")
-
-    async def call(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function` in the thread to completion, even when the client disconnects."""
-        run = contextvars.copy_context().run  # for the request id in its log lines
-        return await asyncio.get_running_loop().run_in_executor(thread, lambda: run(function, *args, **kwargs))
+    thread = OneThread("critic")
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
         try:
             yield
         finally:
-            await asyncio.to_thread(thread.shutdown)
+            await thread.close()
 
     metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
-        flush=lambda: call(service.status),  # waits for a running update; checkpoints are on disk already
+        flush=lambda: thread.call(service.status),  # waits for a running update; checkpoints are on disk already
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
@@ -66,27 +58,27 @@ def create_critic_app(config: Config) -> FastAPI:
     async def values(request: Request) -> Response:
         """Returns the values of the states before the completion tokens of token sequences; msgpack in and out."""
         wanted = await asyncio.to_thread(wire.decode, await request.body(), ValueRequest)
-        return Response(wire.encode(await call(service.values, wanted)), media_type=wire.MSGPACK)
+        return Response(wire.encode(await thread.call(service.values, wanted)), media_type=wire.MSGPACK)
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
         """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
         wanted = await asyncio.to_thread(wire.decode, await request.body(), UpdateRequest)
-        result = await call(service.update, wanted)
+        result = await thread.call(service.update, wanted)
         skipped.inc(result.skipped)
         for name, gauge in gauges.items():
-            gauge.set(getattr(result, name))
+            gauge.set(math.nan if (number := getattr(result, name)) is None else number)
         return result
 
     @app.post("/restore", responses=errors(404, 409))
     async def restore(body: RestoreRequest) -> CriticStatus:
         """Loads the critic saved at `step`; step 0 makes a new one."""
-        return await call(service.restore, body)
+        return await thread.call(service.restore, body)
 
     @app.post("/save", responses=errors(409))
     async def save(body: SaveRequest) -> CriticStatus:
         """Writes a checkpoint of the critic, which must be at `step` of `run_id`."""
-        return await call(service.save, body)
+        return await thread.call(service.save, body)
 
     @app.get("/status")
     async def status() -> CriticStatus:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from common.config import Config
 from common.errors import ConfigError, InvalidInput
 from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes, mini_batches, score_shared
-from learning.layout import Layout
+from learning.layout import Layout, moved
 from learning.optimizer import Optimizer
 from learning.passes import passes
 from learning.ranks import Ranks
@@ -36,10 +35,11 @@ class Critic:
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
         self._config, self._ranks, self.step = config, ranks, 0
-        directory = ranks.same_path(directory)
+        directory = ranks.broadcast_path(directory)
         self.model = load_value_model(config, ranks, directory)
         trainer = config.trainer
-        self.optimizer = Optimizer(self.model.module, trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm)
+        parameters = trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm
+        self.optimizer = Optimizer(self.model.module, *parameters, "critic.learning_rate")
         if directory is not None:
             self._restore(directory)
 
@@ -70,23 +70,25 @@ class Critic:
         for epoch in range(self._config.algorithm.update_epochs):
             for indices in mini_batches(len(rows), self._config.algorithm.mini_batches, seed + epoch):
                 self.optimizer.zero_grad()
-                sums += self._accumulate(rows, sizes, indices)
+                part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
                 norms.append(self.optimizer.step(self._config.critic.learning_rate))
+                if math.isfinite(norms[-1]):
+                    sums += part
         self.step += 1
         return _metrics(rows, self._ranks.sum(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
         """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
         snapshot = Snapshot.take(Contents.of(self.model.module), self.optimizer, self._ranks, alone)
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
         return snapshot
 
     def save(self, directory: Path) -> None:
         """Writes a snapshot into `directory` on rank 0. Every rank calls it."""
         snapshot = self.snapshot(alone=True)
-        if self._ranks.first:
+        if self._ranks.is_rank_zero:
             snapshot.write(directory)
 
     def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
@@ -119,7 +121,7 @@ class Critic:
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
         chosen = [sequences[i] for i in indices.tolist()]
         rows = self.model.layout.of([s.prompt_ids for s in chosen], [s.completion_ids for s in chosen])
-        return rows.to(self._ranks.device)
+        return moved(rows, self._ranks.device)
 
     def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
         """Refuses tokens outside the vocabulary, which would crash the process, and sequences that are too long."""
@@ -139,7 +141,7 @@ class Critic:
 
     def _restore(self, directory: Path) -> None:
         try:
-            text = (directory / _STATE).read_bytes() if self._ranks.first else b""
+            text = (directory / _STATE).read_bytes() if self._ranks.is_rank_zero else b""
             content = json.loads(self._ranks.broadcast(text))
             if content["format"] != _FORMAT:
                 raise ValueError("another format")
@@ -182,13 +184,12 @@ def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float])
     returns = np.concatenate([row.returns for row in rows]).astype(np.float64)
     variance = float(returns.var())
     applied = [norm for norm in norms if math.isfinite(norm)]
-    values: dict[str, Any] = {
-        "value_loss": loss / tokens,
-        "grad_norm": float(np.mean(applied)) if applied else 0.0,
-        "clip_fraction": clipped / tokens,
-        "explained_variance": 1 - float((returns - old).var()) / variance if variance > 0 else 0.0,
-        "value_mean": float(old.mean()),
-        "return_mean": float(returns.mean()),
-    }
-    finite = {name: value if math.isfinite(value) else 0.0 for name, value in values.items()}
-    return CriticMetrics(**finite, skipped=len(norms) - len(applied))
+    return CriticMetrics(
+        value_loss=loss / tokens if applied else None,
+        grad_norm=float(np.mean(applied)) if applied else None,
+        clip_fraction=clipped / tokens if applied else None,
+        explained_variance=1 - float((returns - old).var()) / variance if variance > 0 else 0.0,
+        value_mean=float(old.mean()),
+        return_mean=float(returns.mean()),
+        skipped=len(norms) - len(applied),
+    )

@@ -58,7 +58,7 @@ class CurriculumStats(Wire):
     drawn_by_difficulty: int
 
 
-def appeal(rates: Float64, target: float) -> Float64:
+def weight_of_pass_rate(rates: Float64, target: float) -> Float64:
     """Returns the weight [N] of prompts with these pass rates: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and 0 where p is NaN (unknown).
 
     It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group get the same reward and teach
@@ -116,7 +116,7 @@ class Curriculum:
     def draw(self, db: sqlite3.Connection, position: int, count: int) -> None:
         """Draws the prompts for these positions, which must not have any yet."""
         self._read(db)
-        weights = appeal(self._rates, self.settings.target)
+        weights = weight_of_pass_rate(self._rates, self.settings.target)
         drawn = []
         for at in range(position, position + count):
             place = self._by_weight(weights, at) if self._free >= self.size else None

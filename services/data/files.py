@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from services.data.rows import Row, stop
+from services.data.rows import MAX_TEXT_CHARS, Row, stop
 
 
 def read_file(path: Path) -> Iterator[Row]:
@@ -58,6 +58,7 @@ def _read_json(path: Path) -> Iterator[Row]:
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(4 * MAX_TEXT_CHARS)  # so that only `rows` limits texts
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         names = list(reader.fieldnames or [])

@@ -5,7 +5,7 @@ import logging
 import os
 from pathlib import Path
 
-from common.cli import Parser, positive
+from common.cli import CommandParser, positive
 from common.config import fail
 from common.errors import ConfigError, NotReady
 from common.imports import heavy_imports
@@ -17,7 +17,7 @@ _CRASHED = 70  # EX_SOFTWARE
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = Parser("services.engine", __doc__ or "")
+    parser = CommandParser("services.engine", __doc__ or "")
     parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30001)

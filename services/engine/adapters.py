@@ -65,7 +65,8 @@ class AdapterRegistry:
     def load(self, name: str, path: Path) -> None:
         """Loads an adapter. Raises BadAdapter, and changes nothing, for a name in use and for files that do not fit."""
         if name in self._known:
-            raise BadAdapter(f"Failed to load LoRA adapter {name} because it is already loaded", field="lora_name", value=name)
+            reason = f"Failed to load LoRA adapter {name} because it is already loaded"
+            raise BadAdapter(reason, field="lora_name", value=name, remedy="unload it first, or use another name")
         self._known[name] = self._read(path)
 
     def drop(self, name: str) -> None:
@@ -106,12 +107,11 @@ class AdapterRegistry:
             tensors = {name: tensor.float() for name, tensor in load_file(path / "adapter_model.safetensors").items()}
             scale = config["lora_alpha"] / config["r"]
         except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
-            raise BadAdapter(f"the adapter cannot be read: {error}", field="lora_path", value=str(path)) from None
+            raise _unusable(f"the adapter cannot be read: {error}", path) from None
         for name, values in _SUPPORTED.items():
             if name in config and config[name] not in values:
-                raise BadAdapter(
-                    f"{name} {config[name]!r} is not supported by the embedded engine", field=name, value=str(path)
-                )
+                reason = f"{name} {config[name]!r} is not supported by the embedded engine"
+                raise BadAdapter(reason, field=name, value=str(path), remedy="set rollout.engine sglang")
         factors = self._factors(tensors, path)
         device = next(iter(self._weights.values())).device
         return Adapter(path, scale, {name: (low.to(device), high.to(device)) for name, (low, high) in factors.items()})
@@ -120,7 +120,7 @@ class AdapterRegistry:
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise BadAdapter(f"{name} has values that are not finite", field="lora_path", value=str(path))
+                raise _unusable(f"{name} has values that are not finite", path, "look for a training step that diverged")
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
@@ -129,8 +129,12 @@ class AdapterRegistry:
             shapes = tensor.shape, None if high is None else high.shape
             rank = tensor.shape[0] if tensor.ndim else 0
             if base is None or high is None or shapes != ((rank, base.shape[1]), (base.shape[0], rank)):
-                raise BadAdapter(f"{name} does not fit the model", field="lora_path", value=str(path))
+                raise _unusable(f"{name} does not fit the model", path)
             factors[weight] = tensor, high
         if not factors or len(tensors) != 2 * len(factors):
-            raise BadAdapter("the tensors are not pairs of lora_A and lora_B", field="lora_path", value=str(path))
+            raise _unusable("the tensors are not pairs of lora_A and lora_B", path)
         return factors
+
+
+def _unusable(reason: str, path: Path, remedy: str = "load an adapter of this model in PEFT's format") -> BadAdapter:
+    return BadAdapter(reason, field="lora_path", value=str(path), remedy=remedy)

@@ -22,7 +22,7 @@ from common.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
 from learning.weight_group import digest, digest_all, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
-from services.engine.scheduler import Refused
+from services.engine.scheduler import RequestRefused
 from services.engine.weights import check_tensors, own_tensors
 from services.http.openapi import OBJECT, described
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
 """Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them sooner."""
+_AGAIN = "POST /destroy_weights_update_group, then begin again"
+_JOIN_AGAIN = "POST /init_weights_update_group again, on every rank"
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 
 
@@ -78,11 +80,12 @@ class WeightUpdates:
         self._last: DistributedBody | None = None
 
     async def init(self, body: InitBody) -> str:
-        """Joins a group; returns when all ranks have joined. Raises Refused."""
+        """Joins a group; returns when all ranks have joined. Raises RequestRefused."""
         if body.backend != "gloo":
-            raise Refused("the embedded engine receives by gloo only", field="backend", value=body.backend, remedy="gloo")
+            reason = "the embedded engine receives by gloo only"
+            raise RequestRefused(reason, field="backend", value=body.backend, remedy="set backend to gloo")
         if body.group_name in self._groups:
-            raise Refused("a group of that name exists", field="group_name", value=body.group_name)
+            raise RequestRefused("a group of that name exists", field="group_name", value=body.group_name, remedy=_AGAIN)
         left = asyncio.Event()
         self._groups[body.group_name] = None, left
 
@@ -92,15 +95,18 @@ class WeightUpdates:
 
         try:
             self._groups[body.group_name] = await _until_left(left, work), left
-        except (RuntimeError, ValueError, Refused) as error:
-            self._groups.pop(body.group_name, None)
-            raise Refused(f"Failed to initialize custom process group: {error}") from None
+        except (RuntimeError, ValueError, RequestRefused) as error:
+            if self._groups.get(body.group_name, (None, None))[1] is left:  # else another call has made a new group
+                del self._groups[body.group_name]
+            reason = f"Failed to initialize custom process group: {getattr(error, 'message', error)}"
+            raise RequestRefused(reason, field="group_name", value=body.group_name, remedy=_JOIN_AGAIN) from None
         return "Succeeded to initialize custom process group."
 
     async def destroy(self, name: str) -> str:
-        """Leaves a group; its pending rendezvous or broadcast fails at once. Raises Refused for an unknown group."""
+        """Leaves a group; its pending rendezvous or broadcast fails at once. Raises RequestRefused for an unknown group."""
         if name not in self._groups:
-            raise Refused("The group to be destroyed does not exist.", field="group_name", value=name)
+            reason, remedy = "The group to be destroyed does not exist.", "name a group of /init_weights_update_group"
+            raise RequestRefused(reason, field="group_name", value=name, remedy=remedy)
         group, left = self._groups.pop(name)
         left.set()
         if group is not None:
@@ -108,28 +114,33 @@ class WeightUpdates:
         return "Succeeded to destroy custom process group."
 
     async def begin(self) -> str:
-        """Opens the session. Raises Refused when one is open."""
+        """Opens the session. Raises RequestRefused when one is open."""
         if self._staged is not None:
-            raise Refused("a weight-update session is already open; call end_weight_update() first")
+            reason = "a weight-update session is already open; call end_weight_update() first"
+            raise RequestRefused(reason, field="session", value="open", remedy="POST /end_weight_update")
         self._staged, self._failure, self._last = {}, "", None
         return "Success"
 
     async def receive(self, body: DistributedBody) -> str:
-        """Receives the broadcast of these tensors and stages them for `end`. Raises Refused or BadWeights."""
+        """Receives the broadcast of these tensors and stages them for `end`. Raises RequestRefused or BadWeights."""
         if self._staged is None:
-            raise Refused(_NO_SESSION)
+            raise RequestRefused(_NO_SESSION, field="session", value="none", remedy="POST /begin_weight_update first")
         session = self._staged
         try:
             group, left = self._groups.get(body.group_name, (None, asyncio.Event()))
             if group is None:
-                raise Refused(f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}.")
+                reason = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}."
+                remedy = "POST /init_weights_update_group first"
+                raise RequestRefused(reason, field="group_name", value=body.group_name, remedy=remedy)
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
             found = await _until_left(left, lambda: self._receive(group, bucket, body.load_format is not None))
         except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
-            raise error if isinstance(error, ServiceError) else Refused(self._failure) from None
+            if isinstance(error, ServiceError):
+                raise
+            raise RequestRefused(self._failure, field="group_name", value=body.group_name, remedy=_AGAIN) from None
         if session is not self._staged:
-            raise Refused("the session has ended")
+            raise RequestRefused("the session has ended", field="session", value="ended", remedy=_AGAIN)
         session.update(found)
         self._last = body
         return "Succeeded to update parameter online."
@@ -143,20 +154,22 @@ class WeightUpdates:
         return tensors
 
     async def end(self) -> str:
-        """Copies the staged tensors into the model. Raises Refused when a part of the session failed."""
+        """Copies the staged tensors into the model. Raises RequestRefused when a part of the session failed."""
         if self._staged is None:
-            raise Refused("no weight-update session is open; call begin_weight_update() first")
+            reason, remedy = "no weight-update session is open; call begin_weight_update() first", "POST /begin_weight_update"
+            raise RequestRefused(reason, field="session", value="none", remedy=remedy)
         staged, last = self._staged, self._last
         self._staged = None
         if self._failure:
-            raise Refused(f"nothing was changed, an update of this session failed: {self._failure}")
+            reason = f"nothing was changed, an update of this session failed: {self._failure}"
+            raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
         if last is not None:
             await update_weights(self._engine, staged, last.weight_version, last.flush_cache, last.abort_all_requests)
         return "Success"
 
 
 async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
-    """Returns the result of `work`, run in a thread. When the group is left, abandons the thread and raises Refused."""
+    """Returns the result of `work`, run in a thread. When the group is left, abandons the thread and raises RequestRefused."""
     result: Future[_T] = Future()
 
     def run() -> None:
@@ -173,7 +186,7 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     if done.done():
         return done.result()
     result.add_done_callback(lambda future: future.exception())
-    raise Refused("the group was destroyed meanwhile")
+    raise RequestRefused("the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN)
 
 
 def add_distributed(app: FastAPI, engine: Engine) -> None:

@@ -50,7 +50,7 @@ class Engine:
         self.metrics = Metrics("rollout-engine")
         generated = self.metrics.counter("engine_generated_tokens_total", "Tokens generated")
         prefilled = self.metrics.counter("engine_prefilled_tokens_total", "Prompt tokens computed")
-        self.metrics.gauge("engine_running_sequences", "Rows in the batch").set_function(lambda: self.running)
+        self.metrics.gauge("engine_running_sequences", "Sequences being decoded").set_function(lambda: self.running)
         self.metrics.gauge("engine_waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
         self.metrics.gauge("engine_waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
         self.failure: str | None = None
@@ -78,7 +78,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Rows in the batch."""
+        """The number of sequences being decoded."""
         return len(self.scheduler.rows)
 
     @property

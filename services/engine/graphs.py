@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from services.engine.sampling import IDLE, MAX_KEPT, Inputs
+from common.sections import MAX_KEPT
+from services.engine.sampling import IDLE, Inputs
 
 log = logging.getLogger(__name__)
 Step = Callable[[Tensor, int, bool, int], Tensor]

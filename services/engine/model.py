@@ -41,7 +41,9 @@ class Model(Decoder):
             options = {"local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
             loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-            raise ConfigError(f"the model cannot be loaded: {error}", field="--model-path", value=path) from error
+            remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
+            reason = f"the model cannot be loaded: {error}"
+            raise ConfigError(reason, field="--model-path", value=path, remedy=remedy) from error
         self.path = path
         longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
         if longest < max_context_tokens:

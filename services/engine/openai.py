@@ -57,7 +57,8 @@ class ChatBody(BaseModel):
             ids = check_prompt(model.tokenizer(text, add_special_tokens=False).input_ids, model)
         except (ValueError, TypeError, TemplateError) as error:
             reason = f"the chat template rejects the messages: {error}"
-            raise BadRequest(reason, field="messages", value=self.messages) from None
+            remedy = "send messages and chat_template_kwargs that the model's template takes"
+            raise BadRequest(reason, field="messages", value=self.messages, remedy=remedy) from None
         names = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "n", "ignore_eos", "skip_special_tokens")
         limit = self.max_completion_tokens or self.max_tokens or model.max_context_tokens - len(ids)
         given = {name: getattr(self, name) for name in names} | {"min_new_tokens": self.min_tokens}
@@ -70,7 +71,8 @@ def _message(message: dict[str, Any], index: int) -> dict[str, str]:
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        raise BadRequest("a message needs a role and a text", field=f"messages.{index}", value=message)
+        reason, remedy = "a message needs a role and a text", "send texts as role and content"
+        raise BadRequest(reason, field=f"messages.{index}", value=message, remedy=remedy)
     return {"role": role, "content": content}
 
 

@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
 from common.schemas import MAX_NAMES, AtMost, Columns
+from common.sections import MAX_KEPT
 from common.wire import MAX_JSON_ITEMS
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
-from services.engine.sampling import MAX_KEPT
 
 MAX_N = 1024
 MAX_PROMPTS = 4096
@@ -52,14 +52,15 @@ def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
     name = prefix + str(first["loc"][0]) if first["loc"] else "body"  # what follows names a branch of a union
     if first["type"] == "extra_forbidden":
         return BadRequest(f"unknown field {name}", field=name, value=first["input"], remedy="remove it or check its spelling")
-    return BadRequest(f"{name}: {first['msg']}", field=name, value=first["input"])
+    return BadRequest(f"{name}: {first['msg']}", field=name, value=first["input"], remedy="the fields are described at /docs")
 
 
 def refuse_unsupported(fields: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]], prefix: str = "") -> None:
     """Raises BadRequest when one of the fields named in `neutral` is set to anything but a value there."""
     for name, values in neutral.items():
         if (value := fields.get(name)) is not None and value not in values:
-            raise BadRequest(f"{name} is not supported by the embedded engine", field=prefix + name, value=value)
+            reason, remedy = f"{name} is not supported by the embedded engine", "leave it out, or set rollout.engine sglang"
+            raise BadRequest(reason, field=prefix + name, value=value, remedy=remedy)
 
 
 class SamplingFields(BaseModel):
@@ -101,7 +102,8 @@ class SamplingFields(BaseModel):
             raise BadRequest(reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy)
         least, stop, top_k = self.min_new_tokens or 0, self.stop or [], max(self.top_k or 0, 0)
         if least > limit:
-            raise BadRequest(f"min_new_tokens is above max_new_tokens, {limit}", field="min_new_tokens", value=least)
+            reason = f"min_new_tokens is above max_new_tokens, {limit}"
+            raise BadRequest(reason, field="min_new_tokens", value=least, remedy="lower min_new_tokens")
         returnable = 0 < top_k <= MAX_KEPT
         if mask and not returnable:
             reason, remedy = (
@@ -128,7 +130,8 @@ class SamplingFields(BaseModel):
 def _parse_sampling(raw: Any) -> SamplingFields:
     """Parses `sampling_params`. Raises BadRequest that names an unknown or unsupported parameter."""
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
-        raise BadRequest("sampling_params is not an object, or is too large", field="sampling_params", value=raw)
+        reason, remedy = "sampling_params is not an object, or is too large", f"send an object of at most {MAX_NAMES} names"
+        raise BadRequest(reason, field="sampling_params", value=raw, remedy=remedy)
     refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
     try:
         return SamplingFields.model_validate({name: value for name, value in raw.items() if name not in _NEUTRAL})
@@ -171,7 +174,8 @@ class GenerateBody(BaseModel):
         given = self.input_ids if self.is_batch else [self.input_ids]
         if self.text is not None:
             if self.input_ids:
-                raise BadRequest("send a prompt either as text or as input_ids, not as both", field="text", value=self.text)
+                reason = "send a prompt either as text or as input_ids, not as both"
+                raise BadRequest(reason, field="text", value=self.text, remedy="leave one of them out")
             given = [model.tokenizer(text).input_ids for text in (self.text if isinstance(self.text, list) else [self.text])]
         return [check_prompt(prompt, model) for prompt in given]
 
@@ -219,14 +223,16 @@ class GenerateBody(BaseModel):
         if not isinstance(value, list):
             return [value] * len(prompts)
         if len(value) != len(prompts):
-            raise BadRequest(f"{name} has {len(value)} entries for {len(prompts)} prompts", field=name, value=value)
+            reason = f"{name} has {len(value)} entries for {len(prompts)} prompts"
+            raise BadRequest(reason, field=name, value=value, remedy="send one for all prompts, or one for each")
         return value
 
 
 def check_prompt(prompt: Any, model: Model) -> list[int]:
     """Returns the prompt. Raises BadRequest when it is too long or not a list of the model's token ids."""
     if not isinstance(prompt, list) or not prompt:
-        raise BadRequest("a prompt is empty or not a list of token ids", field="input_ids", value=prompt)
+        reason, remedy = "a prompt is empty or not a list of token ids", "send at least one token id"
+        raise BadRequest(reason, field="input_ids", value=prompt, remedy=remedy)
     if len(prompt) >= model.max_context_tokens:
         reason = f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}"
         remedy = "send a shorter prompt or start the engine with a larger --max-context-tokens"

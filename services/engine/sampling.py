@@ -16,8 +16,6 @@ FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_
 """Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1) follow them."""
 IDLE = np.array([[0.0], [0.0], [1.0], [1.0], [0.0], [np.inf], [0.0]])
 """The state of a row that is not in use."""
-MAX_KEPT = 4096
-"""Most tokens that truncation may keep if they are to be returned, as in SGLang."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class LogitsNotFinite(ServiceError):
     code = "not_finite"
 
 
-class Refused(ServiceError):
+class RequestRefused(ServiceError):
     """The call does not fit the state of the engine (400)."""
 
     status = 400
@@ -61,7 +61,8 @@ class Scheduler:
         """Appends jobs to the queue; a job whose adapter is not loaded fails."""
         for job in jobs:
             if job.adapter is not None and job.adapter not in self.adapters.paths():
-                job.done.set_exception(BadAdapter("Got LoRA adapter that is not loaded", field="lora_path", value=job.adapter))
+                reason, remedy = "Got LoRA adapter that is not loaded", "POST /load_lora_adapter first"
+                job.done.set_exception(BadAdapter(reason, field="lora_path", value=job.adapter, remedy=remedy))
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
@@ -182,7 +183,7 @@ class Scheduler:
     def score(self, prompts: list[list[int]]) -> tuple[list[list[float]], str]:
         """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights, and their version.
 
-        Raises Refused while memory is released, LogitsNotFinite for a broken model.
+        Raises RequestRefused while memory is released, LogitsNotFinite for a broken model.
         """
         self._refuse_without_memory()
         with self.adapters.unmerged():
@@ -206,31 +207,31 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
-        """Ends a pause. Raises Refused while memory is released, or while resumed weights are not loaded yet."""
+        """Ends a pause. Raises RequestRefused while memory is released, or while resumed weights are not loaded yet."""
         self._refuse_without_memory()
         self.paused = False
 
     def _refuse_without_memory(self) -> None:
         if self.released or self._no_weights:
             kind, remedy = next(iter(self.released), "weights"), "POST /resume_memory_occupation, then load the weights"
-            raise Refused("the engine has released memory that it needs", field="tags", value=kind, remedy=remedy)
+            raise RequestRefused("the engine has released memory that it needs", field="tags", value=kind, remedy=remedy)
 
     def release_memory(self, kinds: list[MemoryKind]) -> None:
         """Frees the KV cache, the weights or both, and pauses.
 
-        Weights are lost. Changes nothing when it raises Refused.
+        Weights are lost. Changes nothing when it raises RequestRefused.
         """
         if again := sorted(self.released.keys() & set(kinds)):
             remedy = "POST /resume_memory_occupation first"
-            raise Refused("this memory is already released", field="tags", value=again[0], remedy=remedy)
+            raise RequestRefused("this memory is already released", field="tags", value=again[0], remedy=remedy)
         if self.rows.sequences:
             running = len(self.rows.sequences)
-            raise Refused(
+            raise RequestRefused(
                 "requests are still running", field="requests", value=running, remedy="POST /pause_generation with mode retract"
             )
         if "weights" in kinds and self.adapters.paths():
             remedy = "unload the adapters, or leave weights out"
-            raise Refused("adapters belong to these weights", field="tags", value="weights", remedy=remedy)
+            raise RequestRefused("adapters belong to these weights", field="tags", value="weights", remedy=remedy)
         self.paused = True
         for kind in kinds:
             found = [(storage, storage.nbytes()) for storage in self.model.storages(kind)]
@@ -240,9 +241,9 @@ class Scheduler:
         self.model.forget()
 
     def resume_memory(self, kinds: list[MemoryKind]) -> None:
-        """Allocates released memory again; weights have no values until the next update. Raises Refused."""
+        """Allocates released memory again; weights have no values until the next update. Raises RequestRefused."""
         if other := sorted(set(kinds) - self.released.keys()):
-            raise Refused("this memory was not released", field="tags", value=other[0], remedy="leave it out")
+            raise RequestRefused("this memory was not released", field="tags", value=other[0], remedy="leave it out")
         for kind in kinds:
             for storage, size in self.released.pop(kind):
                 storage.resize_(size)
@@ -254,15 +255,17 @@ class Scheduler:
     def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
         """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
 
-        Changes nothing when it raises BadWeights or Refused. Rows frozen by an in-place pause need their cache, so,
+        Changes nothing when it raises BadWeights or RequestRefused. Rows frozen by an in-place pause need their cache, so,
         unlike SGLang, it loads nothing when the cache cannot be flushed.
         """
         if "weights" in self.released:
             remedy = "POST /resume_memory_occupation"
-            raise Refused("the memory of the weights is released", field="tags", value="weights", remedy=remedy)
+            raise RequestRefused("the memory of the weights is released", field="tags", value="weights", remedy=remedy)
         if flush_cache and self.rows.sequences:
             remedy = "send flush_cache=false, or pause with mode retract or abort"
-            raise Refused("rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy)
+            raise RequestRefused(
+                "rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy
+            )
         with self.adapters.unmerged():
             if isinstance(source, Path):
                 load_into(self.model.module, source)
@@ -280,7 +283,8 @@ class Scheduler:
         """Refuses new requests for the adapter. Raises BadAdapter when it is not loaded."""
         if name not in self.adapters.paths():
             known = sorted(self.adapters.paths())
-            raise BadAdapter(f"LoRA with name {name} does not exist. Loaded LoRAs: {known}", field="lora_name", value=name)
+            reason = f"LoRA with name {name} does not exist. Loaded LoRAs: {known}"
+            raise BadAdapter(reason, field="lora_name", value=name, remedy="name a loaded adapter")
         self.adapters.retired.add(name)
 
     def drop_adapter(self, name: str) -> bool:

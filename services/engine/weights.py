@@ -11,6 +11,8 @@ from torch import Tensor
 from common.errors import ServiceError
 from learning.hub_names import from_hub, hub_shapes, to_hub
 
+_FITTING = "load files of the model that the engine was started with"
+
 
 class BadWeights(ServiceError):
     """The weights do not fit this model (400); the old ones stay."""
@@ -27,7 +29,7 @@ def load_into(module: Any, directory: Path) -> None:
     """
     wanted, found = hub_shapes(module, _own(module)), _read(directory)
     if missing := sorted(wanted.keys() - found.keys()):
-        raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0])
+        raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0], remedy=_FITTING)
     check_tensors(module, found)
     copy_tensors(module, {name: found[name] for name in wanted})
 
@@ -48,14 +50,15 @@ def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     """Raises BadWeights when a name is unknown, a shape differs, or a number is not finite."""
     known = hub_shapes(module, module.state_dict())
     if unknown := sorted(tensors.keys() - known.keys()):
-        raise BadWeights(f"{len(unknown)} tensors do not belong to this model", field="name", value=unknown[0])
+        reason = f"{len(unknown)} tensors do not belong to this model"
+        raise BadWeights(reason, field="name", value=unknown[0], remedy=_FITTING)
     for name, tensor in tensors.items():
         if tensor.shape != known[name].shape:
-            raise BadWeights(
-                f"the tensor's shape is wrong: the model has {list(known[name].shape)}", field=name, value=list(tensor.shape)
-            )
+            reason = f"the tensor's shape is wrong: the model has {list(known[name].shape)}"
+            raise BadWeights(reason, field=name, value=list(tensor.shape), remedy=_FITTING)
         if tensor.is_floating_point() and tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
-            raise BadWeights("has values that are not finite", field=name)
+            remedy = "look for a training step that diverged"
+            raise BadWeights("the tensor has values that are not finite", field=name, remedy=remedy)
 
 
 def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
@@ -67,14 +70,14 @@ def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         if tensor.shape != everything[name].shape:
             message = f"only a part arrived: the model has {list(everything[name].shape)}"
-            raise BadWeights(message, field=name, value=list(tensor.shape))
+            raise BadWeights(message, field=name, value=list(tensor.shape), remedy="send all parts in one update")
     for name, tensor in own.items():
         everything[name].copy_(tensor)
 
 
 def _read(directory: Path) -> dict[str, Tensor]:
     if not directory.is_dir():
-        raise BadWeights("no such directory", field="model_path", value=directory)
+        raise BadWeights("no such directory", field="model_path", value=directory, remedy=_FITTING)
     index = directory / "model.safetensors.index.json"
     try:
         names = {"model.safetensors"}
@@ -85,5 +88,6 @@ def _read(directory: Path) -> dict[str, Tensor]:
             with safe_open(directory / Path(name).name, framework="pt") as file:
                 tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise BadWeights(f"the weights cannot be read: {error}", field="model_path", value=directory) from None
+        reason = f"the weights cannot be read: {error}"
+        raise BadWeights(reason, field="model_path", value=directory, remedy=_FITTING) from None
     return tensors

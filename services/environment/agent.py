@@ -20,7 +20,7 @@ from common.errors import ConfigError
 from common.schemas import EpisodeLimits, EpisodeTask
 from common.security import trusted
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
-from services.environment.programs import Program, words_of
+from services.environment.programs import RunningProgram, words_of
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -32,7 +32,7 @@ _SIGNAL = 128
 _SHOWN_CHARS = 1000
 
 
-class Agent:
+class AgentRunner:
     """A command or URL that plays episodes.
 
     Args:
@@ -88,7 +88,7 @@ class Agent:
             reward_file, content = home / "reward.json", self._task(task, session)
             env = _variables(content["session"]) | {"EPISODE_DIR": str(home), "EPISODE_REWARD_FILE": str(reward_file)}
             words = [word.replace("{prompt}", content["prompt"]) for word in self._words]
-            program = await Program.start(words, env, session.id, home, orjson.dumps(content))
+            program = await RunningProgram.start(words, env, session.id, home, orjson.dumps(content))
             status = None
             try:
                 status = await _end_of(program, session)
@@ -150,7 +150,7 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-async def _end_of(program: Program, session: Session) -> int:
+async def _end_of(program: RunningProgram, session: Session) -> int:
     """Returns a program's exit status; 0 for a program that is still running some time after its reward call."""
     ended = asyncio.create_task(program.wait())
     graded = asyncio.create_task(session.graded.wait())

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
-from services.environment.messages import ROLES, Message, parse_messages, parse_tools, text_of
-from services.environment.session import Answer
+from services.environment.messages import CONTENT_FORM, MESSAGE_FORM, ROLES, Message, parse_messages, parse_tools, text_of
+from services.environment.session import CallAnswer
 
 Json = dict[str, Any]
 
@@ -32,14 +32,15 @@ class Dialect(NamedTuple):
     body: Json
     """JSON schema of the fields that are read; all other fields are ignored."""
     read: Callable[[Json], Call]
-    write: Callable[[Answer, Call, str], Json]
+    write: Callable[[CallAnswer, Call, str], Json]
     events: Callable[[Json], Iterator[str]]
 
 
 def read_call(body: Any, dialect: Dialect) -> Call:
     """Reads a request. Raises InvalidInput that names the field."""
     if not isinstance(body, dict):
-        raise InvalidInput("the body must be a mapping", field="body", value=body)
+        remedy = f'send {{"{dialect.body["required"][0]}": …}}'
+        raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
     if body.get("n") not in (None, 1):
         remedy = "make one call per answer, each with another `seed`"
         raise InvalidInput("a call returns exactly one answer", field="n", value=body["n"], remedy=remedy)
@@ -54,7 +55,7 @@ def _listed(body: Json, name: str) -> list[Any]:
     """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
     found = body.get(name)
     if found is not None and not isinstance(found, list):
-        raise InvalidInput(f"{name} must be a list", field=name, value=found)
+        raise InvalidInput(f"{name} must be a list", field=name, value=found, remedy=f'send {{"{name}": […]}}')
     return found or []
 
 
@@ -74,7 +75,7 @@ def _read_chat(body: Json) -> Call:
     return _call(body, parse_messages(body.get("messages")), parse_tools(body.get("tools")))
 
 
-def _write_chat(answer: Answer, call: Call, identifier: str) -> Json:
+def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message: Json = {"role": "assistant", "content": answer.message.content or None, "refusal": None}
     if answer.message.reasoning:
         message["reasoning_content"] = answer.message.reasoning
@@ -133,7 +134,8 @@ def _read_responses(body: Json) -> Call:
         for i, item in enumerate(content):
             _add_item(chat, item, f"input[{i}]")
     else:
-        raise InvalidInput("the input must be text or a list of items", field="input", value=content)
+        remedy = 'send text or [{"role": "user", "content": text}]'
+        raise InvalidInput("the input must be text or a list of items", field="input", value=content, remedy=remedy)
     tools = [
         {"type": "function", "function": {name: value for name, value in tool.items() if name not in ("type", "strict")}}
         if isinstance(tool, dict) and tool.get("type") == "function"
@@ -172,7 +174,7 @@ def _open(chat: list[Json]) -> bool:
     return bool(chat) and chat[-1]["role"] == "assistant"
 
 
-def _write_responses(answer: Answer, call: Call, identifier: str) -> Json:
+def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message, output = answer.message, list[Json]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
@@ -248,11 +250,13 @@ def _read_messages(body: Json) -> Call:
     for i, message in enumerate(_listed(body, "messages")):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise InvalidInput("a message must be a mapping with role and content", field=where, value=message)
+            reason = "a message must be a mapping with role and content"
+            raise InvalidInput(reason, field=where, value=message, remedy=MESSAGE_FORM)
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            raise InvalidInput("content must be text or a list of blocks", field=f"{where}.content", value=content)
+            reason = "content must be text or a list of blocks"
+            raise InvalidInput(reason, field=f"{where}.content", value=content, remedy=CONTENT_FORM)
         chat += _from_blocks(str(message.get("role")), blocks, where)
     tools = [
         {
@@ -292,7 +296,7 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
     return results if results and not message["content"] else [*results, message]
 
 
-def _write_messages(answer: Answer, call: Call, identifier: str) -> Json:
+def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message, content = answer.message, list[Json]()
     if message.reasoning:
         content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})

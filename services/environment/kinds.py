@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from common.errors import ConfigError
 from common.schemas import EpisodeLimits, EpisodeTask
 from common.sections import EnvironmentSection
-from services.environment.agent import Agent
+from services.environment.agent import AgentRunner
 from services.environment.environments import FIELD, Environment
 from services.environment.openenv import OpenEnv
 from services.environment.outcome import Outcome
@@ -21,7 +21,7 @@ _VERIFIERS = Path(__file__).with_name("verifiers_program.py")
 _VERIFIERS_PYTHON = ".venv-verifiers/bin/python"
 
 
-class Kind(Protocol):
+class EpisodeRunner(Protocol):
     """Runs episodes of one environment."""
 
     name: str
@@ -30,8 +30,10 @@ class Kind(Protocol):
     has_steps: bool
     has_reward: bool | None
     """Whether episodes give a reward; None: known once an episode gave one."""
-    threads: Threads | None
-    """The threads whose calls may hang; None for episodes that run in their own processes."""
+
+    @property
+    def threads(self) -> Threads | None:
+        """The threads whose calls may hang; None for episodes that run in their own processes."""
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome; never raises, except when cancelled."""
@@ -45,12 +47,12 @@ def needs_gateway(config: EnvironmentSection) -> bool:
     return config.name.partition(":")[0] in ("agent", "verifiers")
 
 
-def of_class(environment: Environment, config: EnvironmentSection) -> Kind:
+def of_class(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
     """Returns the kind that plays episodes of a class."""
     return ClassEpisodes(environment, config.workers or _THREADS)
 
 
-def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
+def load_kind(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
     """Returns the kind that the settings name; programs reach this server at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
@@ -59,12 +61,12 @@ def load_kind(config: EnvironmentSection, gateway: str) -> Kind:
     if kind == "python":
         return of_class(Environment.load(config.name), config)
     if kind == "agent":
-        return Agent(config.name, target, config.workers or _PROGRAMS, gateway)
+        return AgentRunner(config.name, target, config.workers or _PROGRAMS, gateway)
     if kind == "openenv":
         return OpenEnv(config.name, target, config.workers or _PROGRAMS)
     if kind == "verifiers":
         python, _, identifier = target.strip().rpartition(" ")
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
-        return Agent(config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True)
+        return AgentRunner(config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True)
     remedy = "use one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
     raise ConfigError(f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy)

@@ -11,7 +11,11 @@ import orjson
 
 from common.errors import InvalidInput
 
+MESSAGE_FORM = 'send {"role": "user", "content": text}'
+CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
+_TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
 _REASONING = ("reasoning_content", "reasoning")
 
 
@@ -75,7 +79,8 @@ def parse_messages(content: Any, where: str = "messages") -> list[Message]:
 
 def _message(content: Any, where: str) -> Message:
     if not isinstance(content, dict):
-        raise InvalidInput("a message must be a mapping with role and content", field=where, value=content)
+        reason = "a message must be a mapping with role and content"
+        raise InvalidInput(reason, field=where, value=content, remedy=MESSAGE_FORM)
     role = ROLES.get(content.get("role", "")) if isinstance(content.get("role"), str) else None
     if role is None:
         known = ", ".join(ROLES)
@@ -86,7 +91,8 @@ def _message(content: Any, where: str) -> Message:
     if role == "assistant":
         calls = content.get("tool_calls") or []
         if not isinstance(calls, list):
-            raise InvalidInput("tool calls must be a list", field=f"{where}.tool_calls", value=calls)
+            remedy = f"send [CALL, …], for each call {_CALL_FORM}"
+            raise InvalidInput("tool calls must be a list", field=f"{where}.tool_calls", value=calls, remedy=remedy)
         if calls:
             fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
         thought = next((content[name] for name in _REASONING if isinstance(content.get(name), str) and content[name]), "")
@@ -95,7 +101,8 @@ def _message(content: Any, where: str) -> Message:
     for name in ("name", "tool_call_id"):
         value = content.get(name)
         if value is not None and not isinstance(value, str):
-            raise InvalidInput(f"{name} must be text", field=f"{where}.{name}", value=value)
+            remedy = f'send {{"{name}": text}}, or leave it out'
+            raise InvalidInput(f"{name} must be text", field=f"{where}.{name}", value=value, remedy=remedy)
         if value:
             fields[name] = value
     return Message(fields)
@@ -118,15 +125,14 @@ def text_of(content: Any, where: str) -> str:
             parts.append(text)
         content = "".join(parts)
     if not isinstance(content, str):
-        raise InvalidInput("content must be text or a list of texts", field=where, value=content)
+        raise InvalidInput("content must be text or a list of texts", field=where, value=content, remedy=CONTENT_FORM)
     return content
 
 
 def _call(content: Any, where: str) -> dict[str, Any]:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        remedy = 'send {"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
-        raise InvalidInput("this is not a tool call", field=where, value=content, remedy=remedy)
+        raise InvalidInput("this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}")
     arguments = parsed_arguments(function.get("arguments"))
     return {
         "id": str(content.get("id") or ""),
@@ -158,18 +164,18 @@ def _numbers(value: Any) -> Any:
     return [_numbers(item) for item in value] if isinstance(value, list) else value
 
 
-def parse_tools(content: Any, where: str = "tools") -> list[dict[str, Any]]:
+def parse_tools(content: Any) -> list[dict[str, Any]]:
     """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for anything else."""
     if content is None:
         return []
     if not isinstance(content, list):
-        raise InvalidInput("tools must be a list of functions", field=where, value=content)
+        remedy = f"send [TOOL, …], for each tool {_TOOL_FORM}"
+        raise InvalidInput("tools must be a list of functions", field="tools", value=content, remedy=remedy)
     for i, tool in enumerate(content):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            reason = "a tool must be a function"
-            remedy = 'send {"type": "function", "function": {"name": text, "parameters": JSON schema}}'
-            raise InvalidInput(reason, field=f"{where}[{i}]", value=tool, remedy=remedy)
+            remedy = f"send {_TOOL_FORM}"
+            raise InvalidInput("a tool must be a function", field=f"tools[{i}]", value=tool, remedy=remedy)
     return content
 
 

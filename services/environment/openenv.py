@@ -24,8 +24,8 @@ from common.schemas import EpisodeLimits, EpisodeTask
 from common.security import trusted
 from services.environment.environments import FIELD, Environment
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
-from services.environment.programs import Program, free_port, words_of
-from services.environment.runner import Runner
+from services.environment.programs import RunningProgram, free_port, words_of
+from services.environment.runner import EpisodeRun
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -61,7 +61,7 @@ class OpenEnv:
                 "the command has no {port}, where the server's port belongs", field=FIELD, value=target, remedy=remedy
             )
         self._url = self._url.replace("ws", "http", 1) if self._url.startswith("ws") else self._url
-        self._server: Program | None = None
+        self._server: RunningProgram | None = None
         self._ready, self._starting = False, asyncio.Lock()
         self._home: Path | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -93,7 +93,7 @@ class OpenEnv:
         server = self._server
         async with self._slots:
             try:
-                outcome = await Runner(environment, task, session, limits).run()
+                outcome = await EpisodeRun(environment, task, session, limits).run()
             finally:
                 await asyncio.shield(connection.close())
         if outcome.status in ("timeout", "died") and server is not None:
@@ -119,7 +119,7 @@ class OpenEnv:
             port, mark = free_port(), secrets.token_hex(16)
             self._home = self._home or Path(tempfile.mkdtemp(prefix="openenv-"))
             words = [word.replace("{port}", str(port)) for word in self._words]
-            self._server = await Program.start(words, {"PROGRAM_ID": mark, "PORT": str(port)}, mark, self._home)
+            self._server = await RunningProgram.start(words, {"PROGRAM_ID": mark, "PORT": str(port)}, mark, self._home)
             self._url, self._ready = f"http://127.0.0.1:{port}", False
         while not self._ready:
             if self._server.ended:
@@ -132,7 +132,7 @@ class OpenEnv:
             except EnvironmentLost:
                 await asyncio.sleep(_LOOK_S)
 
-    async def _end_if_lost(self, server: Program) -> None:
+    async def _end_if_lost(self, server: RunningProgram) -> None:
         """Kills a server that does not answer, so that it is started again.
 
         It may be shutting down but not have ended.

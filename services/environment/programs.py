@@ -45,7 +45,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class Program:
+class RunningProgram:
     """A process group, made by `start`. `mark` is a text that only its environment variables contain."""
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
@@ -53,7 +53,9 @@ class Program:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, words: Sequence[str], env: Mapping[str, str], mark: str, home: Path, stdin: bytes = b"") -> "Program":
+    async def start(
+        cls, words: Sequence[str], env: Mapping[str, str], mark: str, home: Path, stdin: bytes = b""
+    ) -> "RunningProgram":
         """Starts a program in the server's working directory, with `home` for its own files.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the resources.

@@ -16,7 +16,7 @@ from services.environment.session import LimitReached, Session, request_key
 from services.environment.threads import Threads
 
 
-class Runner:
+class EpisodeRun:
     """One episode. `threads` run the environment's methods that are not coroutines; None: no method can hang."""
 
     def __init__(
@@ -192,16 +192,15 @@ class ClassEpisodes:
         self._environment = environment
         if (prepare := getattr(environment.make, "_prepare", None)) is not None:
             prepare()
-        self.threads: Threads | None = Threads(threads)
+        self.threads = Threads(threads)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome; never raises, except when cancelled."""
-        return await Runner(self._environment, task, session, limits, self.threads).run()
+        return await EpisodeRun(self._environment, task, session, limits, self.threads).run()
 
     async def close(self) -> None:
         """Ends the threads that do not hang."""
-        if self.threads is not None:
-            self.threads.close()
+        self.threads.close()
 
 
 class _ToolRefused(Exception):

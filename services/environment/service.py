@@ -19,12 +19,13 @@ from services.environment.template import Template
 
 MAX_EPISODES = 4096
 """Maximum concurrent episodes; more are refused with 503."""
-_MAX_REMEMBERED = 1024
-"""Finished requests whose episodes are kept for a retry."""
+_REMEMBERED_S = 120.0
+"""Time for which the episodes of a finished request are kept for a retry."""
 _MAX_ENDED = 65_536
 """Ended sessions whose names are kept, so that late calls get the right error."""
 _TRIES = 3
 """Maximum attempts to run an episode that dies."""
+_SEND_AGAIN = "it was deleted or never made: send the request again"
 
 
 class EpisodeService:
@@ -62,7 +63,7 @@ class EpisodeService:
                 remedy="use a model that was trained with tools, or an environment that has only step()",
             )
         self._template, self._router, self._stops = template, router, list(stop_token_ids)
-        self._requests: OrderedDict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = OrderedDict()
+        self._requests: dict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = {}
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._running = 0
@@ -71,7 +72,7 @@ class EpisodeService:
         metrics = metrics or Metrics("environment-server")
         self._finished = metrics.counter("environment_episodes_total", "Episodes that ended, by status", ["status"])
         self._tried_again = metrics.counter("environment_episodes_retried_total", "Episodes that died and were run again")
-        self._seconds = metrics.histogram("environment_episode_duration_seconds", "Of one episode, from reset to reward")
+        self._seconds = metrics.histogram("environment_episode_duration_seconds", "Seconds of an episode, from reset to reward")
         self.calls = metrics.counter("environment_calls_total", "Calls of the model through the gateway, by API", ["api"])
         metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(lambda: self._running)
         metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(MAX_EPISODES)
@@ -95,7 +96,7 @@ class EpisodeService:
             self._running += request.n
             task = asyncio.create_task(self._run_all(request))
             self._requests[request.request_id] = known = request, task
-            self._forget_oldest()
+            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
         try:
             return await asyncio.shield(known[1])  # the client may come back
         except asyncio.CancelledError:
@@ -108,7 +109,7 @@ class EpisodeService:
     def delete(self, request_id: str) -> None:
         """Ends the episodes of a request and forgets it. Raises NotFound."""
         if request_id not in self._requests:
-            raise NotFound("there is no such request", field="request_id", value=request_id)
+            raise NotFound("there is no such request", field="request_id", value=request_id, remedy=_SEND_AGAIN)
         self._requests.pop(request_id)[1].cancel()
 
     def session(self, identifier: str) -> Session:
@@ -119,7 +120,7 @@ class EpisodeService:
         if identifier in self._ended:
             raise session_closed(identifier)
         if identifier not in self._sessions:
-            raise NotFound("there is no such session", field="session", value=identifier)
+            raise NotFound("there is no such session", field="session", value=identifier, remedy=_SEND_AGAIN)
         return self._sessions[identifier]
 
     def open_session(self, request: EpisodeRequest, index: int = 0, attempt: int = 0) -> Session:
@@ -200,11 +201,14 @@ class EpisodeService:
             reason = f"{self._running} episodes are running, the limit is {MAX_EPISODES}"
             raise Overloaded(reason, field="n", value=request.n, remedy="try again later, or add nodes of environment-server")
 
-    def _forget_oldest(self) -> None:
-        """Drops the oldest kept answers beyond the limit."""
-        done = [name for name, (_, task) in self._requests.items() if task.done()]
-        for name in done[: max(0, len(done) - _MAX_REMEMBERED)]:
-            del self._requests[name]
+    def _forget_later(self, name: str, task: asyncio.Task[list[Episode]]) -> None:
+        """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used again."""
+
+        def forget() -> None:
+            if name in self._requests and self._requests[name][1] is task:
+                del self._requests[name]
+
+        asyncio.get_running_loop().call_later(_REMEMBERED_S, forget)
 
     async def _run_all(self, request: EpisodeRequest) -> list[Episode]:
         try:

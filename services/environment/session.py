@@ -11,7 +11,7 @@ from common.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishRea
 from services.environment.messages import Message, tools_key
 from services.environment.parsing import parse_answer
 from services.environment.template import Template
-from services.environment.tree import Node, SessionTree
+from services.environment.tree import CallNode, SessionTree
 
 MAX_CHARS_PER_TOKEN = 64
 """New messages with more characters than this per token of the context cannot fit and are not tokenised."""
@@ -41,7 +41,7 @@ Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
 """(tokens, max_new_tokens, seed) -> completion"""
 
 
-class Answer(NamedTuple):
+class CallAnswer(NamedTuple):
     """The answer to a call."""
 
     message: Message
@@ -81,10 +81,10 @@ class Session:
         self.graded = asyncio.Event()
         """Whether there was a reward call."""
         self._template, self._sample, self._settings = template, sample, settings
-        self._calls: dict[str, asyncio.Task[Answer]] = {}
+        self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
         self._reserved = 0
 
-    async def call(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> Answer:
+    async def call(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> CallAnswer:
         """Answers a call; `key` is the same for the same request.
 
         Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be answered, and the
@@ -130,11 +130,11 @@ class Session:
                 sequence.finish_reason = "length"
         return found
 
-    def _forget_failed(self, key: str, task: "asyncio.Task[Answer]") -> None:
+    def _forget_failed(self, key: str, task: "asyncio.Task[CallAnswer]") -> None:
         if task.cancelled() or task.exception() is not None:
             self._calls.pop(key, None)
 
-    async def _answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> Answer:
+    async def _answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> CallAnswer:
         limits = self._settings.limits
         if self.turns >= limits.turns:
             raise self._reached("turns", limits.turns)
@@ -165,11 +165,11 @@ class Session:
         text = self._template.decode(completion.token_ids.tolist())
         message, problem = parse_answer(text, bool(tools), str(len(self.tree.nodes)))
         self.tree.add(parent, [*new, message], tools, added, completion)
-        return Answer(message, completion.finish_reason, len(before), len(completion.token_ids), problem)
+        return CallAnswer(message, completion.finish_reason, len(before), len(completion.token_ids), problem)
 
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[Node | None, Sequence[Message], list[int]]:
+    ) -> tuple[CallNode | None, Sequence[Message], list[int]]:
         """Returns the node that a call continues, its new messages, and their tokens."""
         if tools and not self._template.takes_tools:
             raise InvalidInput(

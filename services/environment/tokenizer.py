@@ -24,12 +24,14 @@ def load_template(config: ModelSection) -> tuple[Template, list[int]]:
             tokenizer.chat_template = config.chat_template
     except (OSError, ValueError) as error:
         reason = f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}"
-        raise ConfigError(reason, field="model.name", value=config.name) from None
+        remedy = "name a model with a tokenizer, or set HF_TOKEN"
+        raise ConfigError(reason, field="model.name", value=config.name, remedy=remedy) from None
     try:
         listed = GenerationConfig.from_pretrained(config.name).eos_token_id
     except OSError:  # the model has none
         listed = None
     stops = sorted({*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None})
     if not stops:
-        raise ConfigError("the model has no end-of-sequence token", field="model.name", value=config.name)
+        reason, remedy = "the model has no end-of-sequence token", "set eos_token_id in its generation_config.json"
+        raise ConfigError(reason, field="model.name", value=config.name, remedy=remedy)
     return Template(tokenizer, stops), stops

@@ -16,23 +16,23 @@ from services.environment.messages import Message, tools_key
 
 
 @dataclass(eq=False)
-class Node:
+class CallNode:
     """One call and its answer."""
 
-    parent: "Node | None"
+    parent: "CallNode | None"
     messages: list[Message]
     """The request's messages that the parent does not have, then the answer."""
     added: list[int]
     """Tokens of those messages, up to the answer."""
     sampled: Completion
-    children: "list[Node]" = field(default_factory=list)
+    children: "list[CallNode]" = field(default_factory=list)
 
     @property
     def answer(self) -> Message:
         return self.messages[-1]
 
     @property
-    def path(self) -> "list[Node]":
+    def path(self) -> "list[CallNode]":
         """The nodes from the root to this one."""
         return [*(self.parent.path if self.parent else ()), self]
 
@@ -50,15 +50,15 @@ class SessionTree:
     """The calls of one session, in the order of their answers."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
-        self._roots: dict[bytes, list[Node]] = {}
+        self.nodes: list[CallNode] = []
+        self._roots: dict[bytes, list[CallNode]] = {}
 
-    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[Node | None, list[Message]]:
+    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[CallNode | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
         If an answer in the history was not recorded there, the history was rewritten and continues no node.
         """
-        best: tuple[int, int, Node | None] = (0, 0, None)
+        best: tuple[int, int, CallNode | None] = (0, 0, None)
         open_nodes = [(0, 0, node) for node in reversed(self._roots.get(tools_key(tools), []))]
         while open_nodes:
             start, ids, node = open_nodes.pop()
@@ -77,14 +77,14 @@ class SessionTree:
 
     def add(
         self,
-        parent: Node | None,
+        parent: CallNode | None,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
         added: list[int],
         sampled: Completion,
-    ) -> Node:
+    ) -> CallNode:
         """Records a call; `messages` are the new messages and the answer."""
-        node = Node(parent, list(messages), added, sampled)
+        node = CallNode(parent, list(messages), added, sampled)
         (parent.children if parent else self._roots.setdefault(tools_key(tools), [])).append(node)
         self.nodes.append(node)
         return node
@@ -98,7 +98,7 @@ class SessionTree:
         of_nodes = {id(node): reward for node, reward in zip(self.nodes, rewards, strict=False)}
         return [_sequence(leaf.path, owned, of_nodes) for leaf in self._leaves()]
 
-    def _leaves(self) -> Iterator[Node]:
+    def _leaves(self) -> Iterator[CallNode]:
         return (node for node in self.nodes if not node.children)
 
 
@@ -107,7 +107,7 @@ def _same_ids(recorded: Message, sent: Message) -> int:
     return sum(a["id"] == b["id"] for a, b in zip(recorded.calls, sent.calls, strict=True))
 
 
-def _sequence(path: list[Node], owned: set[int], rewards: Mapping[int, float]) -> EpisodeSequence:
+def _sequence(path: list[CallNode], owned: set[int], rewards: Mapping[int, float]) -> EpisodeSequence:
     """Returns the sequence of a path. Everything before its first own token is its prompt."""
     first = next(i for i, node in enumerate(path) if id(node) not in owned)
     owned.update(id(node) for node in path)

@@ -26,7 +26,7 @@ from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
-from services.http.ending import Ending, InWork
+from services.http.ending import DrainMiddleware, InFlight
 from services.http.errors import add_error_handlers
 from services.http.openapi import EVERYWHERE, described, errors
 from services.http.tracing import RequestTracing
@@ -91,8 +91,8 @@ def create_app(
     app.state.draining = False
     app.state.metrics = metrics
     app.state.load = load
-    app.state.in_work = InWork()
-    app.add_middleware(Ending, work=app.state.in_work)
+    app.state.in_flight = InFlight()
+    app.add_middleware(DrainMiddleware, in_flight=app.state.in_flight)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
     app.add_middleware(
         CallerAuth, open_paths=open_paths, keyed_path=keyed_path
@@ -192,7 +192,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
         self.app, files = app, tls()
-        self._work: InWork = getattr(app.state, "in_work", InWork())
+        self._in_flight: InFlight = getattr(app.state, "in_flight", InFlight())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
@@ -219,7 +219,7 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(GRACE_S, self._work.end)
+        timer = asyncio.get_running_loop().call_later(GRACE_S, self._in_flight.end)
         try:
             await super().shutdown(sockets)
         finally:

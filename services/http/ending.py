@@ -11,7 +11,7 @@ from services.http.errors import error_response
 log = logging.getLogger(__name__)
 
 
-class InWork:
+class InFlight:
     """The requests in flight."""
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class InWork:
             task.cancel()
 
 
-class Ending:
-    """Lists requests in `work` while they run, and answers those that it ends."""
+class DrainMiddleware:
+    """Lists requests in `in_flight` while they run, and answers those that it ends."""
 
-    def __init__(self, app: ASGIApp, work: InWork) -> None:
-        self.app, self._work = app, work
+    def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
+        self.app, self._in_flight = app, in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
@@ -45,17 +45,17 @@ class Ending:
             started = True
             await send(message)
 
-        work = self._work
-        work.tasks.add(task)
+        in_flight = self._in_flight
+        in_flight.tasks.add(task)
         try:
             await self.app(scope, receive, watched)
         except asyncio.CancelledError:
-            if task not in work.ended:
+            if task not in in_flight.ended:
                 raise
             task.uncancel()
             if not started:  # else the connection closes, so that no client takes a partial response for complete
                 error = NotReady("the service is ending", remedy="try again, as the service may return, or ask another one")
                 await error_response(error, scope)(scope, receive, send)
         finally:
-            work.tasks.discard(task)
-            work.ended.discard(task)
+            in_flight.tasks.discard(task)
+            in_flight.ended.discard(task)

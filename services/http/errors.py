@@ -60,7 +60,9 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
     wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
-    return JSONResponse(wrapped.body(), error.status_code, error.headers)
+    response = error_response(wrapped, request.scope)
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:

@@ -254,7 +254,7 @@ def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
     """Adds the gauges of the buffer; each is computed when /metrics is requested."""
     groups = metrics.gauge("replay_groups", "Groups stored", ["state"])
-    completions = metrics.gauge("replay_completions", "Completions stored; lone: experiences without tokens", ["state"])
+    completions = metrics.gauge("replay_completions", "Completions stored; `lone`: single answers without tokens", ["state"])
 
     def read(state: str, column: int) -> float:
         return buffer.store.committed[state][column]

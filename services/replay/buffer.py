@@ -23,7 +23,7 @@ from pydantic import Field
 
 from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.schemas import FLOAT32_MAX, Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from common.sections import ReplaySection
 from common.storing import StorageFailed
 from services.replay import sampling
@@ -31,8 +31,6 @@ from services.replay.reuse import ReuseIndex
 from services.replay.store import AddResult, GroupRow, Lease, Store
 
 log = logging.getLogger(__name__)
-MAX_REWARD = float(np.finfo(np.float32).max)
-"""Rewards are stored as float32."""
 _MAX_UNSEEN = 10_000
 """Added groups after which the index of completions is updated even if nobody samples."""
 
@@ -42,12 +40,12 @@ class Experience(Wire):
 
     prompt: Text
     response: Text
-    reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
+    reward: float = Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX)
     ground_truth: Text | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledBlobs:
     """Encoded groups and the importance weight of each."""
 
     blobs: list[bytes]
@@ -105,7 +103,7 @@ class ReplayBuffer:
         """Stores groups; they are durable when this returns. A known id is only counted.
 
         Raises:
-            InvalidInput: a group cannot be stored.
+            InvalidInput: there are no groups, or the metadata of one cannot be returned as JSON.
             TooLarge: the completions exceed the capacity.
             Full: there is no room now.
         """
@@ -164,22 +162,22 @@ class ReplayBuffer:
 
     # ------------------------------------------------------------ reuse
 
-    def sample(self, request: SampleRequest) -> Sampled:
+    def sample(self, request: SampleRequest) -> SampledBlobs:
         """Draws distinct consumed groups by priority (`services.replay.sampling`), each with its importance weight.
 
         Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the
         same groups.
         """
         if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
-            return Sampled(before[0], np.array(before[1], np.float32))
+            return SampledBlobs(before[0], np.array(before[1], np.float32))
         conditions = request.min_version, request.max_times_sampled, request.priority_exponent, request.importance_exponent
         orders, chosen = self._index.draw(request.count, request.seed, *conditions)
         weights = chosen.astype(np.float32)
         if not orders:
-            return Sampled([], weights)
+            return SampledBlobs([], weights)
         blobs = self.store.reuse(orders, weights.tolist(), request.request_id, request.step)
         self._index.drawn(orders)
-        return Sampled(blobs, weights)
+        return SampledBlobs(blobs, weights)
 
     def set_priorities(self, update: PriorityUpdate) -> int:
         """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups changed."""
@@ -251,15 +249,7 @@ class ReplayBuffer:
 
 
 def _row(group: Group, where: str) -> GroupRow:
-    """Returns the row of a group. Raises InvalidInput when the group cannot be stored or returned as JSON."""
-    for i, completion in enumerate(group.completions):
-        if abs(completion.reward) > MAX_REWARD:
-            raise InvalidInput(
-                "the reward does not fit in float32",
-                field=f"{where}.completions[{i}].reward",
-                value=completion.reward,
-                remedy=f"send rewards of at most {MAX_REWARD:.2g}",
-            )
+    """Returns the row of a group. Raises InvalidInput when the group cannot be returned as JSON."""
     try:
         json.dumps(group.metadata, allow_nan=False)  # GET /groups/{id} must be able to return it
     except (TypeError, ValueError, RecursionError) as error:
@@ -268,12 +258,6 @@ def _row(group: Group, where: str) -> GroupRow:
             field=f"{where}.metadata",
             value=group.metadata,
             remedy="use text, finite numbers, lists and mappings",
-        ) from None
-    try:
-        data = wire.encode(group)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidInput(
-            f"the group cannot be stored: {error}", field=where, value=group.id, remedy="send text that is valid UTF-8"
         ) from None
     rewards = group.rewards
     return GroupRow(
@@ -287,5 +271,5 @@ def _row(group: Group, where: str) -> GroupRow:
         positive=int((rewards > 0).sum()),
         correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # unknown
         created=group.created_at,
-        data=data,
+        data=wire.encode(group),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from common.errors import ConfigError, InvalidInput, ServiceError
+from common.errors import ConfigError, ServiceError
 from common.storing import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,8 @@ COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
 reset_fresh."""
 _CHANGES = "changes"
 """Name of the counter of transactions that changed something."""
+ORDERS = "orders"
+"""Name of the counter of the numbers in `consumed`: none is given twice, even when its group is gone."""
 _COUNT_BYTES = 128
 """Fixed size of the count file, so that overwriting it needs no space on a full disk."""
 _LAYOUT = 2
@@ -102,7 +104,7 @@ CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
 END;
 """
 """Running sums for `/stats`, kept in memory so that no call has to scan the file."""
-_CHANGES = """
+_CHANGE_LOG = """
 CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
 CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (NEW.key); END;
 CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (OLD.key); END;
@@ -141,7 +143,8 @@ class Database:
             try:
                 self._check()
                 self.db.execute(_SAMPLES)
-                self.db.executescript(_SUMS + _CHANGES)
+                self._add_counters()
+                self.db.executescript(_SUMS + _CHANGE_LOG)
                 self.committed = self.totals()
                 self._compare_counts()
             except BaseException:
@@ -183,6 +186,13 @@ class Database:
         if layout != _LAYOUT:
             raise self._unusable(f"its layout is {layout}, this program reads {_LAYOUT}")
 
+    def _add_counters(self) -> None:
+        """Adds the counters that older files lack."""
+        # Some older files count the changes under the text of a script, by mistake.
+        self.db.execute("UPDATE OR REPLACE counters SET name = ? WHERE name LIKE '%CREATE TEMP%'", (_CHANGES,))
+        self.db.execute("INSERT OR IGNORE INTO counters VALUES (?, 0)", (_CHANGES,))
+        self.db.execute("INSERT OR IGNORE INTO counters SELECT ?, COALESCE(MAX(consumed), 0) FROM groups", (ORDERS,))
+
     def _unusable(self, why: str) -> ConfigError:
         remedy = cure(why, "restore the file from a copy, or move it away to start empty")
         trouble = {"end the other process": "is in use by another process", "free disk space": "cannot be made"}
@@ -199,11 +209,12 @@ class Database:
 
     def _compare_counts(self) -> None:
         """Raises ConfigError when the store has fewer changes than were acknowledged; else starts counting them."""
-        if not self.db.execute("SELECT 1 FROM counters WHERE name = ?", (_CHANGES,)).fetchone():
-            self.db.execute("INSERT INTO counters VALUES (?, 0)", (_CHANGES,))
         try:
-            kept = json.loads(self._count_path.read_bytes()) if self._count_path.exists() else {}
-            changes, added = int(kept.get(_CHANGES, 0)), int(kept.get("added", 0))
+            text = self._count_path.read_text() if self._count_path.exists() else "{}"
+            # The key may be that of `_add_counters`; the rest of such a longer file stays behind what overwrote it.
+            kept, _ = json.JSONDecoder().raw_decode(text)
+            added = int(kept.pop("added", 0))
+            changes = int(max(kept.values(), default=0))
         except (ValueError, AttributeError, TypeError):
             raise self._unusable(f"{self._count_path.name} is damaged; without that file nothing is compared") from None
         if (lost := changes - int(self.counter(_CHANGES))) > 0:
@@ -223,9 +234,10 @@ class Database:
         """Records the acknowledged counts, unsynced: after a power failure they may be too low, never too high."""
         if self._count_file is None:
             return
-        counts = {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}
+        text = json.dumps({_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))})
+        assert len(text) <= _COUNT_BYTES
         try:
-            os.pwrite(self._count_file, json.dumps(counts).encode().ljust(_COUNT_BYTES), 0)
+            os.pwrite(self._count_file, text.encode().ljust(_COUNT_BYTES), 0)
         except OSError as error:
             log.warning("%s cannot be written, a loss in the log would not be noticed: %s", self._count_path, error)
 
@@ -247,13 +259,9 @@ class Database:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Turns SQLite errors into StorageFailed, and values that SQLite cannot store into InvalidInput."""
+        """Turns SQLite errors into StorageFailed."""
         try:
             yield
-        except UnicodeEncodeError as error:
-            raise InvalidInput("a text is not valid Unicode", field="body", value=error.object, remedy="send UTF-8") from None
-        except OverflowError:
-            raise InvalidInput("a number does not fit in 64 bits", field="body", remedy="send smaller numbers") from None
         except sqlite3.Error as error:
             full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
             kind = getattr(error, "sqlite_errorname", type(error).__name__)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidInput
 from common.schemas import TakeRequest
-from services.replay.database import Full
+from services.replay.database import ORDERS, Full
 from services.replay.reading import Reading, unknown
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Store(Reading):
         """
         consumed = []
         with self.transaction():
-            (order,) = self.db.execute("SELECT COALESCE(MAX(consumed), 0) FROM groups").fetchone()
+            order = int(self.counter(ORDERS))
             priority = self.counter("max_priority")
             for group_id in ids:
                 query = "SELECT key, state, version, COALESCE(priority, ?), request_id FROM groups WHERE id = ?"
@@ -241,6 +241,8 @@ class Store(Reading):
                 )
                 self.db.execute("DELETE FROM takes WHERE request_id = ?", (row[4],))
                 consumed.append((order, row[2], row[3], 0))
+            if consumed:
+                self.count(ORDERS, len(consumed))
         return consumed
 
     def reset_fresh(self, from_position: int | None, step: int | None) -> int:

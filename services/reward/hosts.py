@@ -18,7 +18,7 @@ from common.errors import InvalidInput, Overloaded
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
 from services.reward.pool import CallFailed, WorkerPool
-from services.reward.turns import Turns
+from services.reward.turns import FairSlots
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -55,6 +55,7 @@ class Host(ABC):
             raise InvalidInput(
                 "reward functions already have an argument of this name",
                 field=f"{where}columns.{name}",
+                value=name,
                 remedy="rename the column",
             )
         if self._check is not None:
@@ -131,11 +132,11 @@ class ThreadHost(Host):
     ) -> None:
         super().__init__(function.name, check)
         self._function, self._timeout_s = function, None if function.bounds_itself else timeout_s
-        self._turns = Turns(calls if function.bounds_itself else 1)
+        self._slots = FairSlots(calls if function.bounds_itself else 1)
         self.call_items = call_items
 
     async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
-        async with self._turns.turn(batch):
+        async with self._slots.turn(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(lambda: self._function.scores(completions, **columns))

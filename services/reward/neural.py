@@ -1,4 +1,4 @@
-"""A reward model: the only module of the reward-server that needs torch and transformers, and only when it is used."""
+"""A reward model. With `device`, the only modules of the reward-server that need torch, and only when they are used."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class RewardModelFunction(DetailedRewardFunction):
         """Returns the score of each chat, an error for one over the limit. Raises InvalidInput without the column `prompt`."""
         prompts = column(kwargs, "prompt", len(completions), self.name)
         chats = [self._token_ids(prompt, list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
-        scores = [Score(None, "error")] * len(chats)
+        scores = [Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")] * len(chats)
         # Chats of similar length share a forward pass.
         fitting = sorted((i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens), key=lambda i: len(chats[i]))
         for start in range(0, len(fitting), self._batch_size):

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from common.schemas import RewardStatus
 from common.security import TOKEN
-from services.reward.turns import Turns
-from services.sandbox.inside import WALL_TIMES, Meter
+from services.reward.turns import FairSlots
+from services.sandbox.meter import WALL_TIMES, Meter
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class WorkerPool:
         self.problem: str | None = "the graders are starting"
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
-        self._turns = Turns(workers)
+        self._slots = FairSlots(workers)
         self._idle: asyncio.Queue[_Worker | CallFailed] = asyncio.Queue()
         self._missing = asyncio.Semaphore(workers + spec.spares)
         self._started_once = asyncio.Event()
@@ -194,7 +194,7 @@ class WorkerPool:
         """
         self.unfinished += 1
         try:
-            async with self._turns.turn(batch or object()):
+            async with self._slots.turn(batch or object()):
                 for _ in range(self.size + self.spec.spares):  # as many as may have died while idle
                     with contextlib.suppress(_NotBegun):
                         return await self._try(message)

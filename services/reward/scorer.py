@@ -50,7 +50,7 @@ class RewardScorer:
         self.config = config
         metrics = metrics or Metrics("reward-server")
         self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
-        self._seconds = metrics.histogram("reward_batch_duration_seconds", "From request to verdicts, of one batch")
+        self._seconds = metrics.histogram("reward_batch_duration_seconds", "Duration of one batch, from request to verdicts")
         self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
         metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
         metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(QUEUE_LIMIT)

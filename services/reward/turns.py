@@ -1,4 +1,4 @@
-"""Turns: slots for work, shared fairly by all requests."""
+"""Slots for work, shared fairly by all requests."""
 
 import asyncio
 from collections import deque
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 
-class Turns:
+class FairSlots:
     """Slots for a number of concurrent calls; waiting calls get free slots in turn.
 
     A batch is all calls of one request. A free slot goes alternately to the batch that has waited longest since its

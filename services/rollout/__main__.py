@@ -8,6 +8,7 @@ from common.config import Config, fail, main
 from common.errors import ConfigError
 from common.hub import text_config
 from common.observe import Metrics, setup_logging
+from common.rollout_client import BASE_VERSION
 from common.topology import ROLLOUT, Topology, setting_status
 from services.http.app import serve
 from services.rollout.agent import Agent
@@ -22,7 +23,7 @@ def run(config: Config) -> None:
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
     if config.rollout.engine == "sglang":
         text_config(config.model.name, ask_hub=True)  # the command depends on it
-    engine_command(config, topology, config.model.name, "default")  # checks the settings before anything starts
+    engine_command(config, topology, config.model.name, BASE_VERSION)  # checks the settings before anything starts
     if topology.node_rank == 0:
         router_command(config, topology)
     metrics = Metrics("rollout-server")

@@ -97,7 +97,7 @@ class Agent:
         )
         self._version = metrics.gauge("rollout_weight_version", "Weights the engine serves; -1 is the base model")
         self._version.set(-1)
-        metrics.counted("rollout_engine_starts_total", "How often the engine was started", lambda: self.engine.starts)
+        self._starts = metrics.counter("rollout_engine_starts_total", "How often the engine was started")
         metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
 
     def _supervised_router(self) -> Supervised:
@@ -209,6 +209,7 @@ class Agent:
             log.warning("could not deregister this engine from the router: %s", str(error) or "no answer")
 
     async def _launch_engine(self) -> list[str]:
+        self._starts.inc()
         await self._follower.turn()
         # Fails when another process listens on the port: it would answer instead of the engine.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()

@@ -14,6 +14,7 @@ from common.clients import Client
 from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
 from common.hub import text_config
+from common.rollout_client import OTHER_ENGINE
 from common.schemas import WeightManifest, adapter_name
 from common.sections import RolloutSection
 from common.security import tls
@@ -206,7 +207,8 @@ class EngineClient(Client):
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
             response = await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
             if _field(response, "success") is not True:
-                raise LoadFailed(f"the engine did not load weights {version}: {shorten(response.text)}")
+                reason = f"the engine did not load weights {version}: {shorten(response.text)}"
+                raise LoadFailed(reason, field="/update_weights_from_disk", remedy=OTHER_ENGINE)
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
@@ -250,15 +252,16 @@ class EngineClient(Client):
         """
         response = await self._once(path, body, timeout_s)
         if _field(response, "success") is not True:
-            raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
+            raise _refused(path, response)
 
     async def _once(self, path: str, body: dict[str, Any], timeout_s: float) -> httpx.Response:
         try:
             response = await self.http.post(path, json=body, timeout=timeout_s)
         except (httpx.TransportError, OSError) as error:
-            raise LoadFailed(f"the engine did not answer {path}: {error or type(error).__name__}") from None
+            reason = f"the engine did not answer {path}: {error or type(error).__name__}"
+            raise LoadFailed(reason, field=path, remedy=OTHER_ENGINE) from None
         if not response.is_success:
-            raise LoadFailed(f"the engine refused {path}: {shorten(response.text)}")
+            raise _refused(path, response)
         return response
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
@@ -267,13 +270,15 @@ class EngineClient(Client):
         try:
             return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
         except (ValueError, KeyError, TypeError):
-            raise LoadFailed(f"the engine's answer has no checksums: {shorten(response.text)}") from None
+            reason = f"the engine's answer has no checksums: {shorten(response.text)}"
+            raise LoadFailed(reason, field="/weights_checker", remedy=OTHER_ENGINE) from None
 
     async def confirm(self, version: str) -> None:
         """Raises LoadFailed unless the engine serves this version."""
         served = await self.weight_version()
         if served != version:
-            raise LoadFailed(f"the engine serves weights {served} instead of {version}", field="weight_version", value=served)
+            reason = f"the engine serves weights {served} instead of {version}"
+            raise LoadFailed(reason, field="weight_version", value=served, remedy=OTHER_ENGINE)
 
     async def load_adapter(self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float) -> None:
         """Loads the adapter in `directory` without a pause, and unloads all but the newest `keep` of its run.
@@ -292,7 +297,8 @@ class EngineClient(Client):
             body = {"lora_name": name, "lora_path": str(directory)}
             loaded = await self._change_adapters("/load_lora_adapter", body, timeout_s, wanted=True)
             if loaded.get(name) != str(directory):
-                raise LoadFailed(f"the engine has the adapters {sorted(loaded)}, not {name}", field="lora_name", value=name)
+                reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
+                raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
         own = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
         for other in sorted(loaded.keys() - {name, *own[-keep:]}):
             await self._change_adapters("/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False)
@@ -316,11 +322,15 @@ class EngineClient(Client):
         return {str(card["id"]): str(card["root"]) for card in listed if card.get("parent") is not None}
 
 
+def _refused(path: str, response: httpx.Response) -> LoadFailed:
+    return LoadFailed(f"the engine refused {path}: {shorten(response.text)}", field=path, remedy=OTHER_ENGINE)
+
+
 def _field(response: httpx.Response, name: str) -> object:
     """Returns a field of the engine's answer. Raises LoadFailed when it is missing."""
     try:
         value: object = response.json()[name]
     except (ValueError, KeyError, TypeError):
-        text = shorten(response.text)
-        raise LoadFailed(f"the engine's answer to {response.url.path} has no {name}", field=name, value=text) from None
+        reason = f"the engine's answer to {response.url.path} has no {name}"
+        raise LoadFailed(reason, field=name, value=response.text, remedy=OTHER_ENGINE) from None
     return value

@@ -82,7 +82,11 @@ class RouterClient(Client):
             own = [worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")]
             mine = {str(worker["id"]): bool(worker["is_healthy"]) for worker in own}
         except (ValueError, KeyError, TypeError) as error:
-            raise ServiceError(f"{self.service}: unexpected answer to /workers: {error!r}") from None
+            raise ServiceError(
+                f"{self.service}: unexpected answer to /workers: {error!r}",
+                field="/workers",
+                remedy="run the same version in every task",
+            ) from None
         if not wanted:
             for worker_id in mine:  # 404: already removed by an attempt whose response was lost
                 await self._send("DELETE", f"/workers/{worker_id}", accepted=404)

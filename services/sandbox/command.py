@@ -18,6 +18,7 @@ from typing import Any
 from common.errors import ConfigError
 
 _SOURCES = {
+    "services.sandbox.meter": "meter.py",
     "services.sandbox.values": "values.py",
     "services.sandbox.program": "program.py",
     "services.sandbox.remote": "remote.py",

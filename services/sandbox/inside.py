@@ -24,6 +24,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from services.sandbox.meter import WALL_TIMES, Meter
 from services.sandbox.values import encoded
 
 Json = Any
@@ -31,52 +32,6 @@ _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 
 _CHUNK = 1 << 16
 _CHANNEL = (4, 5)  # descriptors for messages between the processes of a program and its test
 _LOOK_S = 0.05
-WALL_TIMES = 10
-"""Maximum wall time, as a multiple of the time counted by `Meter`."""
-
-
-class Meter:
-    """Counts the time that processes use: CPU time, and the time in which all of their threads wait.
-
-    So a busy machine or other processes cost them no time, but a process cannot wait forever. Without `/proc` all time
-    counts. The worker pool uses it too.
-    """
-
-    def __init__(self, *pids: int) -> None:
-        self._pids, self._started, self._used_s, self._processor_s = pids, time.monotonic(), 0.0, 0.0
-        self._seen, self._processor_s = self._started, self._look()[0]
-
-    @property
-    def wall_s(self) -> float:
-        """Wall time in seconds since the start."""
-        return time.monotonic() - self._started
-
-    def read(self) -> float:
-        """Returns the counted seconds since the start."""
-        now, (processor_s, waits) = time.monotonic(), self._look()
-        self._used_s += max(processor_s - self._processor_s, now - self._seen if waits else 0.0)
-        self._seen, self._processor_s = now, processor_s
-        return self._used_s
-
-    def _look(self) -> tuple[float, bool]:
-        """Returns the CPU seconds so far, and whether all threads are waiting."""
-        ticks, waits = 0, True
-        try:
-            for pid in self._pids:
-                state, *numbers = self._stat(f"/proc/{pid}/stat")
-                ticks += int(numbers[10]) + int(numbers[11])
-                waits = waits and state not in "RD"
-            for pid in self._pids if waits else ():
-                for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib would slow every start
-                    waits = waits and self._stat(f"/proc/{pid}/task/{thread}/stat")[0] not in "RD"
-        except (OSError, ValueError, IndexError):
-            return self._processor_s, True
-        return ticks / os.sysconf("SC_CLK_TCK"), waits
-
-    @staticmethod
-    def _stat(path: str) -> list[str]:
-        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as above
-            return file.read().rpartition(")")[2].split()
 
 
 def _prctl(*arguments: int) -> None:
@@ -260,7 +215,7 @@ def _exchange(job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit
 
 
 def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
-    """Runs one case; returns its result and the counted time."""
+    """Runs one case; returns its result and the time that counts towards all cases, at most its own limit."""
     (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
     null, inside = os.open(os.devnull, os.O_RDWR), [read_in, write_out, write_result]
     if case["kind"] == "code":
@@ -283,7 +238,7 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     result = {"seconds": meter.wall_s, "detail": "", "status": status or late}
     if not result["status"]:
         result.update(_finished(case, ended, output, raw))
-    return result, meter.read()
+    return result, min(meter.read(), limit_s)  # a slow look at the meter must not cost the next cases their time
 
 
 def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from services.sandbox.command import (
     threads_only_filter,
     unavailable,
 )
-from services.sandbox.inside import WALL_TIMES
+from services.sandbox.meter import WALL_TIMES
 from services.sandbox.selftest import PROBE_CASES, PROBE_SOURCE, PROBES
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from services.reward.answers.shapes import (
     Reading,
     Region,
     Relation,
-    Row,
+    TupleOrInterval,
     Words,
     as_region,
 )
@@ -101,7 +101,7 @@ def _values(reading: Reading) -> Iterator[Value]:
         yield reading
     elif isinstance(reading, Choice):
         parts = (reading.value,)
-    elif isinstance(reading, Many | Row):
+    elif isinstance(reading, Many | TupleOrInterval):
         parts = reading.items
     elif isinstance(reading, Named):
         parts = [value for _, value in reading.values]
@@ -134,11 +134,11 @@ def same(expected: Reading, given: Reading) -> bool:
         return _in_any_order(expected.items, given.items)
     if isinstance(expected, Region) or isinstance(given, Region):
         return _same_region(as_region(expected), as_region(given))
-    if isinstance(expected, Row) and isinstance(given, Row):
+    if isinstance(expected, TupleOrInterval) and isinstance(given, TupleOrInterval):
         brackets = len(expected.items) > 2 or (expected.opening, expected.closing) == (given.opening, given.closing)
         return brackets and _in_order(expected.items, given.items)
     for row, many in ((expected, given), (given, expected)):
-        if isinstance(row, Row) and isinstance(many, Many):
+        if isinstance(row, TupleOrInterval) and isinstance(many, Many):
             return _in_order(_listed(row), _listed(many))
         if isinstance(many, Many) and many.braces and len(many.items) == 1:
             return same(many.items[0], row)
@@ -152,7 +152,7 @@ def same(expected: Reading, given: Reading) -> bool:
 
 def _listed(reading: Reading) -> tuple[Reading, ...]:
     """Returns the values of (1, 2) or of 1, 2; empty for an interval or a set."""
-    if isinstance(reading, Row):
+    if isinstance(reading, TupleOrInterval):
         return reading.items if (reading.opening, reading.closing) == ("(", ")") else ()
     return reading.items if isinstance(reading, Many) and not reading.braces else ()
 

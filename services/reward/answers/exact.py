@@ -35,17 +35,12 @@ def same_answer(gold: str, answer: str) -> bool | None:
     return None if same and expected[2] and not given[2] else same
 
 
-def parse_number(text: str) -> Fraction | None:
-    """Returns the value of an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten; else None."""
-    found = quantity(text)
-    return found[0] if found and found[1] is None else None
-
-
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is not).
 
-    Returns None when there is no number, or one that takes long to compute.
+    The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten. Returns None when there
+    is no number, or one that takes long to compute.
     """
     if match := _FRACTION.fullmatch(text):
         above, below = int(match[1]), int(match[2])

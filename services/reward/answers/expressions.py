@@ -321,7 +321,3 @@ def symbols(node: Node) -> frozenset[str]:
     if node[0] == "sym":
         return frozenset((node[1],))
     return frozenset().union(*(symbols(part) for part in node[1:] if isinstance(part, tuple)))
-
-
-def _has(node: Node, kind: str) -> bool:
-    return node[0] == kind or any(_has(part, kind) for part in node[1:] if isinstance(part, tuple))

@@ -174,7 +174,7 @@ def _scan(text: str) -> list[Token]:
                 found.append(Token("op", "}"))
                 position = exponent.end()
         elif kind == "letters":
-            found += _letters(piece, spaced, text[position : position + 1])
+            found += _letters(piece, spaced)
         elif kind == "cmd":
             token = _command(match["cmd"], spaced)
             if token is None:
@@ -217,7 +217,7 @@ def _command(name: str, spaced: bool) -> Token | None:
     return Token("cmd", "\\" + name, spaced)
 
 
-def _letters(run: str, spaced: bool, following: str) -> list[Token]:
+def _letters(run: str, spaced: bool) -> list[Token]:
     """Returns the tokens of letters in math mode: a variable, a function, or a word."""
     if len(run) == 1:
         return [Token("name", run, spaced)]

@@ -21,7 +21,7 @@ from services.reward.answers.shapes import (
     Ratio,
     Reading,
     Region,
-    Row,
+    TupleOrInterval,
     Untrue,
     Words,
     as_region,
@@ -182,7 +182,7 @@ def _joined(items: list[Reading], separators: list[str]) -> Reading:
         if len(set(names)) > 1 and not _roots(names):
             raise NotUnderstood
         return Many(tuple(value for _, value in named), False)
-    if len(named) == 1 and isinstance(items[0], Named) and all(isinstance(item, Value | Row) for item in items[1:]):
+    if len(named) == 1 and isinstance(items[0], Named) and all(isinstance(item, Value | TupleOrInterval) for item in items[1:]):
         return Many((named[0][1], *items[1:]), False)  # x = 1, 2
     return Many(tuple(items), False)
 
@@ -266,9 +266,9 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
         return _read(content, depth) if opening == "{" and closing == "}" else None
     pieces, separators = split(content, frozenset((",", ";")))
     if separators:
-        items = [_read(variant, depth) for piece in pieces for variant in (piece,)]
+        items = [_read(piece, depth) for piece in pieces]
         opening, closing = ("(", ")") if opening == "\\langle" else (opening, closing)
-        return Row(opening, closing, tuple(items))
+        return TupleOrInterval(opening, closing, tuple(items))
     found = _read(content, depth)
     return found if (opening, closing) in (("(", ")"), ("[", "]")) and not isinstance(found, Words) else None
 

@@ -40,7 +40,7 @@ class Many:
 
 
 @dataclass(frozen=True)
-class Row:
+class TupleOrInterval:
     """A tuple, or with two items an interval."""
 
     opening: str
@@ -99,7 +99,7 @@ class Untrue:
     """A chain of equations that does not hold, and therefore equals nothing."""
 
 
-Reading = Value | Words | Choice | Many | Row | Ratio | Named | Relation | Region | Based | Matrix | Untrue
+Reading = Value | Words | Choice | Many | TupleOrInterval | Ratio | Named | Relation | Region | Based | Matrix | Untrue
 REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 
@@ -107,7 +107,7 @@ def as_region(reading: Reading) -> Region | None:
     """Returns an interval of two constants as a region, or None."""
     if isinstance(reading, Region):
         return reading
-    if isinstance(reading, Row) and len(reading.items) == 2:
+    if isinstance(reading, TupleOrInterval) and len(reading.items) == 2:
         low, high = reading.items
         if (
             isinstance(low, Value)

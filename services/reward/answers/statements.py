@@ -15,7 +15,7 @@ from services.reward.answers.shapes import (
     Reading,
     Region,
     Relation,
-    Row,
+    TupleOrInterval,
     Untrue,
     Words,
     as_region,
@@ -135,7 +135,7 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     """Returns the reading of a = b = c: all its constants must be equal, and the last fully evaluated one counts."""
     if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
         found = read(pieces[1], depth)
-        items = found.items if isinstance(found, Row | Many) else ()
+        items = found.items if isinstance(found, TupleOrInterval | Many) else ()
         if len(items) != len(names):
             raise NotUnderstood
         return Named(tuple(sorted(zip(names, items, strict=True), key=lambda pair: pair[0])))

@@ -45,7 +45,7 @@ def _real(value: Any) -> Any:
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-class Evaluator:
+class PointEvaluator:
     """Evaluates expressions at one point."""
 
     def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
@@ -87,7 +87,7 @@ class Evaluator:
             return self._power(*operands)
         if kind == "root":
             value, degree = operands
-            return self._power(value, 1 / degree, root=True)
+            return self._power(value, 1 / degree)
         if kind in _EXACT:
             if not exact:
                 raise Undecided
@@ -102,7 +102,7 @@ class Evaluator:
         if kind == "factorial":
             return self._factorial(operands[0])
         if kind == "double factorial":
-            return Fraction(int(mpmath.fac2(_small(operands[0]))))
+            return Fraction(math.prod(range(_small(operands[0]), 0, -2)))
         if kind == "binomial":
             n, k = operands
             if isinstance(k, Fraction) and k.denominator == 1 and 0 <= k <= 5000:
@@ -112,16 +112,16 @@ class Evaluator:
             return mpmath.binomial(_real(n), _real(k))
         if (kind == "ln" and operands[0] == 1) or (kind in ("sin", "tan") and operands[0] == 0):
             return Fraction(0)
-        return self._domain(_FUNCTIONS[kind](_real(operands[0])), operands)
+        return self._domain(_FUNCTIONS[kind](_real(operands[0])))
 
-    def _domain(self, value: Any, operands: list[Any]) -> Any:
+    def _domain(self, value: Any) -> Any:
         """Returns a value, unless it leaves the real numbers at a point of a real expression."""
         value = _checked(value)
         if isinstance(value, mpmath.mpc) and self._point and not self._complex:
             raise Undecided
         return value
 
-    def _power(self, base: Any, exponent: Any, root: bool = False) -> Any:
+    def _power(self, base: Any, exponent: Any) -> Any:
         if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
             size = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
             if size > _MAX_BITS and abs(base) not in (0, 1):
@@ -137,11 +137,11 @@ class Evaluator:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
         if abs(exponent) * (1 + abs(mpmath.log(abs(_real(base)) or 1))) > _MAX_LOG:
             raise Undecided
-        return self._domain(mpmath.power(_real(base), _real(exponent)), [base])
+        return self._domain(mpmath.power(_real(base), _real(exponent)))
 
     def _factorial(self, value: Any) -> Any:
         if isinstance(value, Fraction) and value.denominator == 1:
-            return Fraction(int(mpmath.factorial(0)) * _product(_small(value)))
+            return Fraction(math.factorial(_small(value)))
         if not self._point:
             raise Undecided
         return mpmath.gamma(_real(value) + 1)
@@ -151,10 +151,6 @@ def _small(value: Any) -> int:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 5000:
         raise Undecided
     return int(value)
-
-
-def _product(n: int) -> int:
-    return reduce(operator.mul, range(2, n + 1), 1)
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
@@ -208,7 +204,7 @@ def _agree(a: Any, b: Any, largest: Any) -> bool:
 def constant(node: Node) -> tuple[Any, Any]:
     """Returns the value of an expression without unknowns, and the largest term of its sums. Raises Undecided."""
     with mp.workdps(_DIGITS):
-        evaluator = Evaluator({}, _has(node, "i"))
+        evaluator = PointEvaluator({}, _has(node, "i"))
         try:
             return evaluator.value(node), evaluator.largest
         except RecursionError:
@@ -237,7 +233,7 @@ def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]
     for i in range(3 * _POINTS):
         signs = (1,) if i < _POINTS else (-1, 1)
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
-        evaluator = Evaluator(point, is_complex)
+        evaluator = PointEvaluator(point, is_complex)
         try:
             with mp.workdps(_DIGITS):
                 values = evaluator.value(a), evaluator.value(b), evaluator.largest

@@ -32,7 +32,8 @@ class MathHost(ProcessHost):
 
     def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
         if find_spec("math_verify") is None:
-            raise ConfigError("math-verify is not installed", remedy="pip install 'rlhf-math[services]'")
+            remedy = "pip install 'rlhf-math[services]'"
+            raise ConfigError("math-verify is not installed", field="reward.functions", value="math", remedy=remedy)
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
         spec = WorkerSpec("services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers)
         pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
@@ -68,7 +69,7 @@ class MathHost(ProcessHost):
         try:
             found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
         except CallFailed as error:
-            return Score(None, error.status, correct=False, answer=answer)
+            return Score(None, error.status, correct=False, answer=answer, reason=str(error))
         if found == b"unparsable":
             return Score(0.0, "unparsable", correct=False, answer=answer)
         if found == b"unevaluated":

@@ -66,19 +66,19 @@ class PlainFunction(DetailedRewardFunction):
         problems = kwargs.get("prompt") or [""] * len(completions)
         prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
         answers = [chat if there else text_of(chat) for there, chat in zip(chats, completions, strict=True)]
-        there, extra = {**kwargs, "prompts": prompts, "completions": answers}, dict[str, list[Any]]()
+        available, extra = {**kwargs, "prompts": prompts, "completions": answers}, dict[str, list[Any]]()
         if "answer" in self._names and "ground_truth" in kwargs:  # loaders keep only the final answer
-            there.setdefault("answer", kwargs["ground_truth"])
+            available.setdefault("answer", kwargs["ground_truth"])
         if self._log is not None:
             own = {"trainer_state": self._log.state, "log_metric": self._log.log_metric, "log_extra": extra.__setitem__}
-            there |= own
-        if missing := [name for name in self._needed if name not in there]:
+            available |= own
+        if missing := [name for name in self._needed if name not in available]:
             raise WrongScores(
-                f"the reward function {self.name} needs the argument {missing[0]}; there are {', '.join(sorted(there))}",
+                f"the reward function {self.name} needs the argument {missing[0]}; there are {', '.join(sorted(available))}",
                 field=self.name,
                 remedy=f"give the data set a column {missing[0]}, or the argument a default",
             )
-        values = self._function(**{name: value for name, value in there.items() if self._takes_all or name in self._names})
+        values = self._function(**{name: value for name, value in available.items() if self._takes_all or name in self._names})
         scores = self.checked(self._awaited(values) if inspect.isawaitable(values) else values, len(completions))
         if extra and self._log is not None:
             self._log.log_rows(self._rows(prompts, answers, extra))

@@ -82,15 +82,16 @@ class CodeRewardFunction(DetailedRewardFunction):
             return Score(0.0, "unparsable", correct=False)
         try:
             results = self._sandbox.run(source, cases, stop_at_failure=not self.partial_credit)
-        except SandboxFault:
-            return Score(None, "error", correct=False)
+        except SandboxFault as error:
+            return Score(None, "error", correct=False, reason=str(error))
         passed = sum(result.status == "passed" for result in results)
         value = passed / len(results) if self.partial_credit else float(passed == len(results))
         answer = ", ".join(result.status for result in results)
         statuses = {result.status for result in results}
         failed = statuses - {"passed", "starved", "skipped"}
         if "starved" in statuses and (self.partial_credit or not failed):  # a busy machine decides nothing
-            return Score(None, "timeout", correct=False, answer=answer)
+            reason = "the machine was too busy to run the program"
+            return Score(None, "timeout", correct=False, answer=answer, reason=reason)
         return Score(value, correct=passed == len(results), answer=answer)
 
 
@@ -115,11 +116,7 @@ def _blocks(text: str) -> tuple[list[tuple[bool, str]], list[str]]:
     for match in _FENCE.finditer(text):
         if opening is None:
             opening = match
-        elif (
-            match[2].startswith(opening[2])
-            and not match[3]
-            and len(match[1].expandtabs(4)) <= len(opening[1].expandtabs(4)) + 3
-        ):
+        elif match[2].startswith(opening[2]) and not match[3] and _depth(match) <= _depth(opening) + 3:
             if language := _PYTHON.fullmatch(opening[3]):
                 blocks.append((bool(language[1]), _unindented(text[opening.end() + 1 : match.start()], opening[1])))
             opening = None

@@ -1,22 +1,19 @@
 """Reward functions over the text alone: its format, length and repetitions."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import regex
 
 from common.errors import ConfigError
-from services.reward.functions.base import Message, RewardFunction, check_positive, text_of
+from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score, check_positive, text_of
 
 _SEARCH_S = 1.0  # CPU seconds for one pattern in one completion
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _WORD = regex.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
-THINKING = r"\A\s*+<think>\s*+\S(?>.*?</think>).*\S"
-"""Required pattern: thoughts between tags, then an answer. It never backtracks, so long thoughts take no time."""
 
 
-class FormatRewardFunction(RewardFunction):
+class FormatRewardFunction(DetailedRewardFunction):
     """1.0 for a completion in which every required pattern and no forbidden one is found, else 0.0.
 
     A dot also matches line ends, and `^` and `$` match at every line: `<think>.*</think>` finds multi-line thoughts. A
@@ -38,17 +35,21 @@ class FormatRewardFunction(RewardFunction):
         self._required = _compiled("required_patterns", required_patterns)
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
-    def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """Returns 1.0 or 0.0 for each completion, NaN if a pattern takes too long."""
+    def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
+        """Returns 1.0 or 0.0 for each completion, no value if a pattern takes too long."""
         return [self._score(text_of(completion)) for completion in completions]
 
-    def _score(self, text: str) -> float:
-        try:
-            found = (bool(p.search(text, timeout=_SEARCH_S)) for p in (*self._required, *self._forbidden))
-            wanted = [True] * len(self._required) + [False] * len(self._forbidden)
-            return float(all(is_there == wants for is_there, wants in zip(found, wanted, strict=True)))
-        except TimeoutError:
-            return math.nan
+    def _score(self, text: str) -> Score:
+        for patterns, wanted in ((self._required, True), (self._forbidden, False)):
+            for pattern in patterns:
+                try:
+                    found = bool(pattern.search(text, timeout=_SEARCH_S))
+                except TimeoutError:
+                    reason = f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} CPU s"
+                    return Score(None, "timeout", reason=reason)
+                if found != wanted:
+                    return Score(0.0)
+        return Score(1.0)
 
 
 class LengthPenaltyFunction(RewardFunction):

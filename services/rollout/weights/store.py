@@ -19,7 +19,7 @@ import httpx
 from pydantic import ValidationError
 
 from common import spares
-from common.checksums import Hasher
+from common.checksums import Hasher, checksum
 from common.clients import Client
 from common.deltas import BadDelta, apply_delta
 from common.errors import ServiceError, shorten
@@ -170,7 +170,7 @@ class WeightStore:
         Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
         """
         for known, path in list(self._stored):
-            if known == manifest and (path not in self._inherited or await self.verify(known, path)):
+            if _same(known, manifest) and (path not in self._inherited or await self.verify(known, path)):
                 return path
         if not any(file.delta for file in manifest.files) and (shared := await shared_directory(manifest)):
             return shared
@@ -242,6 +242,11 @@ class WeightStore:
             shutil.rmtree(path)
 
 
+def _same(known: WeightManifest, manifest: WeightManifest) -> bool:
+    """Whether these are the same weights; the trainer may have changed how it sends them, or gone to sleep."""
+    return all(getattr(known, name) == getattr(manifest, name) for name in ("run_id", "version", "kind", "files"))
+
+
 async def shared_directory(manifest: WeightManifest) -> Path | None:
     """Returns the trainer's directory of this version when it is visible here and matches the manifest."""
     if not manifest.directory:
@@ -264,9 +269,8 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
         try:
             if (size := (directory / file.name).stat().st_size) != file.size:
                 return f"{file.name} has {size} bytes, the manifest says {file.size}"
-            with (directory / file.name).open("rb") as stream:
-                if hashlib.file_digest(stream, Hasher).hexdigest() != file.xxh3:
-                    return f"the checksum of {file.name} does not match the manifest"
+            if checksum(directory / file.name) != file.xxh3:
+                return f"the checksum of {file.name} does not match the manifest"
         except OSError as error:
             return str(error)
     return None
