@@ -22,11 +22,6 @@ from services.http.app import create_app, listen
 from tests.support.ports import free_port
 
 
-def closed_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> Client:
     return Client(service, "http://thing", transport=httpx.ASGITransport(app), deadline_s=deadline_s)
 
@@ -34,7 +29,7 @@ def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> 
 @pytest.fixture
 async def late_port() -> AsyncIterator[int]:
     """A port where a service starts to listen only after half a second."""
-    port = closed_port()
+    port = free_port()
 
     async def start() -> None:
         await asyncio.sleep(0.5)
@@ -62,7 +57,7 @@ async def test_wait_healthy_waits_and_names_the_service(late_port: int) -> None:
 
 
 async def test_unreachable_names_the_service_and_the_reason() -> None:
-    port = closed_port()
+    port = free_port()
     async with DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=1) as client:
         with pytest.raises(
             Unreachable, match="data-server did not answer GET /stats in time: Cannot connect to host"
@@ -88,12 +83,22 @@ async def test_an_attempt_cut_off_by_the_deadline_does_not_hide_the_reason_befor
     assert len(attempts) == 2
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
+async def test_a_service_that_stops_reading_a_large_body_is_given_up_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stopped:  # accepts connections, and reads nothing
+        async with Client("thing", f"http://127.0.0.1:{stopped.getsockname()[1]}", deadline_s=0.5) as client:
+            ways: list[dict[str, Any]] = [{"content": bytes(64 << 20), "headers": {}}, {"content": bytes(64 << 20)}]
+            for arguments in ways:
+                with pytest.raises(Unreachable, match="thing did not answer POST /large in time"):
+                    await asyncio.wait_for(client.request("POST", "/large", **arguments), 400)
+
+
 async def test_wait_healthy_names_every_unhealthy_service() -> None:
     ready, loading = create_app("ready"), create_app("loading", not_ready=lambda: "loads its model")
     clients = [
         in_process(ready, service="ready"),
         in_process(loading, service="loading"),
-        Client("gone", f"http://127.0.0.1:{closed_port()}"),
+        Client("gone", f"http://127.0.0.1:{free_port()}"),
     ]
     with pytest.raises(Unreachable) as caught:
         await wait_healthy(clients, 0.1)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from common import environment_client
+from common import clients, environment_client
 from common.clients import Client
 from common.environment_client import EnvironmentClient
 from common.rollout_client import RolloutClient
@@ -26,10 +26,13 @@ class Road(httpx.AsyncBaseTransport):
 
     def __init__(self, inner: httpx.ASGITransport) -> None:
         self._inner, self.shut, self.hangs = inner, asyncio.Event(), False
-        self.posts = 0
+        self.posts = self.refusals = 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         self.posts += request.method == "POST"
+        if request.method == "DELETE" and self.refusals:
+            self.refusals -= 1
+            return httpx.Response(500, request=request)
         answer = asyncio.create_task(self._inner.handle_async_request(request))
         shut = asyncio.create_task(self.shut.wait())
         try:
@@ -116,6 +119,7 @@ async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, m
         nodes.roads[lost].hangs = hangs
         nodes.roads[lost].shut.set()
         await until(lambda: kept.stats()["running"] == 8)
+        nodes.roads[lost].refusals = 1
         nodes.roads[lost].shut.clear()  # the node is back, and ends the episodes that nobody waits for
         await until(lambda: not nodes.services[lost].stats()["running"])
         later = asyncio.create_task(nodes.client.episodes(numbered(9)))
@@ -139,6 +143,27 @@ async def test_the_client_waits_when_all_nodes_are_lost(monkeypatch: pytest.Monk
         await until(lambda: all(node.lost for node in nodes.client._nodes))
         nodes.roads[1].shut.clear()
         nodes.roads[0].shut.clear()
+        assert [episode.status for episode in await call] == ["ok", "ok"]
+
+
+async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes may wait for a slot longer than the client's deadline."""
+    health = [None, None, "it is ending"]
+
+    async def reason(client: Client) -> str | None:
+        return health.pop(0)
+
+    monkeypatch.setattr(environment_client, "_SLACK_S", 0.05 - 3 * numbered(0).limits.deadline_s)
+    monkeypatch.setattr(clients, "_GRACE_S", 0.0)
+    monkeypatch.setattr(Client, "unhealthy_reason", reason)
+    async with serving(1) as nodes:
+        with pytest.raises(clients.Unreachable):
+            await nodes.client.episodes(numbered(0))
+        await until(lambda: nodes.running() == [0])
+        call = asyncio.create_task(nodes.client.episodes(numbered(1)))
+        health += [None] * 1000
+        await until(lambda: len(health) < 999)
+        nodes.open.set()
         assert [episode.status for episode in await call] == ["ok", "ok"]
 
 

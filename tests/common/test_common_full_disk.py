@@ -27,7 +27,7 @@ from services.replay.app import create_replay_app
 from services.replay.buffer import ReplayBuffer
 from services.rollout.weights.store import TrainerClient, WeightStore
 from trainer.observe.run_dir import Recorder, read_lines
-from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
+from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 
@@ -185,7 +185,7 @@ def test_a_checkpoint(disk: Disk) -> None:
     def save(step: int, rows: int) -> Path:
         tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
         snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
-        return checkpoints.save(TrainerState(step, step, "run", 0.0), {".": snapshot})
+        return checkpoints.save(RunState(step, step, "run", 0.0), {".": snapshot})
 
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
         first = save(1, 400)

@@ -118,7 +118,8 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
         logged("loading tiny")
         logged("loaded tiny", "training")
         logged(f"data-server {VERSION} listens on {url}: source=tiny", "curriculum=none", f"state_dir={tmp_path}")
-        with httpx.Client(base_url=url, trust_env=False, headers={"x-request-id": "call-1", "x-run-id": "run-7"}) as client:
+        headers = {"x-request-id": "call-1", "x-run-id": "run-7"}
+        with httpx.Client(base_url=url, trust_env=False, headers=headers, timeout=60) as client:
             for path in ("/health", "/metrics", "/stats"):
                 assert client.get(path).status_code == 200
             answer = client.get("/prompts", params={"batch_size": 3})

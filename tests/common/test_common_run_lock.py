@@ -90,7 +90,8 @@ def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(tmp_path: Path) -> None:
+def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_STALE_S", 10.0)  # the first beat ends it
     with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
         RunLock(tmp_path, "second").__enter__()
     with RunLock(tmp_path, "third"):  # the first run recorded its end, so nobody waits for it
@@ -112,7 +113,8 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path) -> None:
+def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_SETTLE_S", 2.0)
     dead = {"run": "dead", "host": "h", "pid": 1, "since": "s", "machine": "m", "token": "t", "beat": 3}
     (tmp_path / LOCK).write_text(json.dumps(dead).ljust(512))
     said: list[str] = []
@@ -122,7 +124,7 @@ def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path) -> None:
         try:
             with RunLock(tmp_path, name):
                 said.append("has it")
-                ended.wait(60)
+                ended.wait(400)
         except ConfigError as error:
             said.append(str(error))
             ended.set()

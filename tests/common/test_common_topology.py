@@ -139,11 +139,6 @@ def test_the_command_prints_its_usage(arguments: list[str]) -> None:
             2,
             "rank 0: error: the reason",
         ),
-        (
-            "from common.config import fail; from common.errors import ConfigError; fail(ConfigError('the reason'))",
-            2,
-            "error: the reason",
-        ),
         ("import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)", 2, "the reason"),
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
     ],

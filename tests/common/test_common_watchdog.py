@@ -28,13 +28,19 @@ watchdog.LONG_S = 1.0
 watchdog.start()
 stall_s, deadline_s = float(sys.argv[2]), float(sys.argv[3])
 
+async def ask(number):
+    try:
+        await client.prompts(1, str(number))
+    finally:
+        print("this call is over", flush=True)
+
 def wait_in_the_main_thread():
     threading.Lock().acquire() and threading.Event().wait()
 
 with watchdog.stalls(stall_s), LoopThread() as loop:
     watchdog.at("the update of step 7")
     client = DataClient("data-server", f"http://127.0.0.1:{sys.argv[1]}", deadline_s=deadline_s)
-    calls = [loop.begin(client.prompts(1, str(i))) for i in range(3)]
+    calls = [loop.begin(ask(i)) for i in range(3)]
     print("ready", flush=True)
     wait_in_the_main_thread()
 """
@@ -53,10 +59,10 @@ class Hanging:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=env)
         self.says("ready")
 
-    def says(self, *texts: str) -> str:
-        """Returns the log once it contains all of these texts."""
+    def says(self, *texts: str, after: str = "") -> str:
+        """Returns the log once it contains all of these texts behind its beginning `after`."""
         limit = time.monotonic() + 400
-        while not all(text in self._log.read_text() for text in texts):
+        while not all(text in self._log.read_text()[len(after) :] for text in texts):
             assert time.monotonic() < limit, self._log.read_text()
             assert self.process.poll() is None, self._log.read_text()
             time.sleep(0.05)
@@ -81,9 +87,11 @@ STACKS = ("in wait_in_the_main_thread", "thread MainThread:", "thread collector:
 
 @pytest.mark.parametrize("hanging", [(3600, 3600)], indirect=True)
 def test_sigusr1_shows_pending_calls_and_every_stack(hanging: Hanging) -> None:
+    before = ""
     for _ in range(2):
         hanging.process.send_signal(signal.SIGUSR1)
-        text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS)
+        text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS, after=before)
+        before = text
         time.sleep(1)  # faulthandler writes one report at a time and drops signals that arrive meanwhile
     assert "nothing has happened" not in text
     assert "aiohttp" in text  # the stacks reach the innermost coroutine
@@ -105,6 +113,7 @@ def test_a_stall_is_reported_by_itself(hanging: Hanging) -> None:
 
 @pytest.mark.parametrize("hanging", [(3600, 2)], indirect=True)
 def test_a_missed_long_deadline_is_reported_once_for_all_calls(hanging: Hanging) -> None:
-    text = hanging.says("data-server did not answer GET /prompts within 2 s: ", "thread MainThread:", "awaited: GET /prompts")
-    time.sleep(1)
+    hanging.says("data-server did not answer GET /prompts within 2 s: ", "thread MainThread:", "awaited: GET /prompts")
+    while (text := hanging.says("this call is over")).count("this call is over") < 3:
+        time.sleep(0.05)
     assert text.count("did not answer GET /prompts within 2 s") == 1

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from common.schemas import Completion, Group, Groups, SampledGroups, TakenGroups
+from common.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
 from common.wire import decode, decode_groups, decode_json, encode, encode_groups, from_plain, group_json
 
 ANSWERS: list[Any] = [Groups, TakenGroups, SampledGroups]
@@ -33,7 +33,7 @@ def completions(draw: st.DrawFn) -> Completion:
         text=draw(text),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         weight_versions=[(draw(st.integers(0, 1000)), a, b) for a, b in itertools.pairwise(edges)],
-        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        reward=draw(st.floats(-FLOAT32_MAX, FLOAT32_MAX)),
         correct=draw(st.booleans()),
         status=draw(st.sampled_from(["ok", "unparsable", "unevaluated", "timeout", "died", "error"])),
         extracted_answer=draw(st.none() | text),

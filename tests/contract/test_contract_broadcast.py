@@ -16,7 +16,7 @@ from torch import Tensor
 from common.schemas import WorkerReport
 from common.topology import Topology
 from learning.weight_group import digest
-from tests.support.engine_calls import long_request, version
+from tests.support.engine_calls import paused_request, version
 from trainer.weights.comparison import Checksums
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import EngineGroup, Rendezvous
@@ -170,8 +170,7 @@ def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
     worker: httpx.Client, trainer: Trainer, pool: ThreadPoolExecutor, other_model_dir: Path
 ) -> None:
     before = version(worker)
-    running = long_request(worker, pool, "broadcast")
-    worker.post("/pause_generation", json={"mode": "retract"})
+    running = paused_request(worker, pool, "broadcast", "retract")
     assert begin(worker) == 200
     trainer.join_and_send(snapshot_of(load_file(other_model_dir / "model.safetensors")), weight_version="42", flush_cache=True)
     assert end(worker) == 200

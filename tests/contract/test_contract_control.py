@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from common.rollout_client import GenerationFailed, completion_from_answer
-from tests.support.engine_calls import PROMPT, long_request, version
+from tests.support.engine_calls import PROMPT, long_request, paused_request, version
 
 pytestmark = pytest.mark.integration
 
@@ -28,8 +28,7 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
 
 
 def test_contract_aborting_pause_answers_with_partial_output(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
-    running = long_request(worker, pool, "pause-abort")
-    assert worker.post("/pause_generation", json={}).status_code == 200
+    running = paused_request(worker, pool, "pause-abort", None)
     answer = running.result(400)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert len(answer["output_ids"]) < 240
@@ -53,8 +52,7 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     worker: httpx.Client, pool: ThreadPoolExecutor, model_dir: Path, mode: str, flushes: bool
 ) -> None:
     before = version(worker)
-    running = long_request(worker, pool, f"update-{mode}")
-    worker.post("/pause_generation", json={"mode": mode})
+    running = paused_request(worker, pool, f"update-{mode}", mode)
     path = worker.get("/model_info").json()["model_path"]
     after = str(int(before) + 1) if before.isdigit() else "1"
     update = {"model_path": path, "weight_version": after, "flush_cache": flushes}
@@ -77,8 +75,7 @@ def test_contract_an_abort_is_answered_through_the_router_too(reached: tuple[str
         httpx.Client(base_url=worker_url, timeout=120, trust_env=False) as worker,
         httpx.Client(base_url=url, timeout=120, trust_env=False) as asked,
     ):
-        running = long_request(worker, pool, "through-pause", asked)
-        worker.post("/pause_generation", json={"mode": "abort"})
+        running = paused_request(worker, pool, "through-pause", "abort", asked)
         answer = running.result(400)
         worker.post("/continue_generation", json={})
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -113,7 +110,8 @@ def test_contract_the_version_can_be_renamed(worker: httpx.Client) -> None:
 
 
 def test_contract_health_is_a_status_whatever_the_body(worker: httpx.Client) -> None:
-    assert worker.get("/health").status_code == 200
+    for body in (b"", b"{}", b"not JSON"):
+        assert worker.request("GET", "/health", content=body).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"])

@@ -120,7 +120,10 @@ async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(routed_url: 
 
 async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_cut(routed_url: str, calculating: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(calculating), AutoModelForCausalLM.from_pretrained(calculating)
-    async with environment_server(calculating, routed_url) as (service, url), httpx.AsyncClient(trust_env=False) as http:
+    async with (
+        environment_server(calculating, routed_url) as (service, url),
+        httpx.AsyncClient(trust_env=False, timeout=400) as http,
+    ):
         session = service.open_session(request_of("12 * 34 = ?", 408, most=3))
         chat: list[dict[str, Any]] = [{"role": "user", "content": "12 * 34 = ?"}]
         finishes = []
@@ -129,7 +132,6 @@ async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_
                 f"{url}/sessions/{session.id}/v1/chat/completions",
                 json={"model": "policy", "messages": chat, "stop": ["#"], "temperature": 0.1},
                 headers={"authorization": f"Bearer {session.id}"},
-                timeout=120,
             )
             (choice,) = answer.raise_for_status().json()["choices"]
             finishes.append(choice["finish_reason"])

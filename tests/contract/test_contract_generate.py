@@ -123,7 +123,9 @@ def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url
     native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
     chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 11}
     for path, body in (("/generate", native), ("/v1/chat/completions", chat)):
-        first, second = (httpx.post(url + path, json=body, trust_env=False).json() for url in (engine_url, router_url))
+        first, second = (
+            httpx.post(url + path, json=body, trust_env=False, timeout=60).json() for url in (engine_url, router_url)
+        )
         assert text_of(first) == text_of(second) != ""
 
 

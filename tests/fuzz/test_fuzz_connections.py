@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -57,8 +58,7 @@ class Small:
     """A service in a separate process that reads bodies in three ways; its clients time out after two seconds."""
 
     def __init__(self, reader_patience_s: float) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         words = [sys.executable, "-c", SERVICE, str(self.port), str(reader_patience_s)]
         self.process = subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL)
         limit = time.monotonic() + 400

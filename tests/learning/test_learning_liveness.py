@@ -7,15 +7,16 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from common.topology import Topology
-from learning.liveness import LOST, Liveness
+from common.topology import LOST, Topology
+from learning.liveness import Liveness
 from learning.ranks import Ranks
+from tests.support.forks import Forked
 from tests.support.paths import ROOT
 from tests.support.processes import marked
 
@@ -29,19 +30,14 @@ class Nodes:
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory, self.mark, self._stack = directory, f"liveness-{uuid.uuid4()}", stack
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(self, part: str, limit_s: float, torchrun: bool = False) -> None:
         """Starts both ranks. Without torchrun they get its variables from here, which is quicker."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
+        worker, arguments = "tests.support.workers.liveness", (str(self.directory), part, str(limit_s))
         for node in range(2):
-            launcher = [
-                *("-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-                *("--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", str(port)),
-            ]
-            worker = ["-m", "tests.support.workers.liveness", str(self.directory), part, str(limit_s)]
-            command = [sys.executable, *(launcher if torchrun else ["-u"]), *worker]
             env = os.environ | {
                 **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
                 **{"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -49,35 +45,53 @@ class Nodes:
                 **{"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES)},
                 "LIVENESS_MARK": f"{self.mark}-{node}",
             }
-            output = self._stack.enter_context((self.directory / f"node{node}.txt").open("wb"))
-            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
-            self.processes.append(self._stack.enter_context(process))
+            if torchrun:
+                command = [
+                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+                    *("--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", str(port)),
+                    *("-m", worker, *arguments),
+                ]
+                output = self._stack.enter_context(self._log(node).open("wb"))
+                process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
+                self.processes.append(self._stack.enter_context(process))
+            else:
+                self.processes.append(Forked(worker, *arguments, log=self._log(node), env=env))
             self._stack.callback(self.signal, node, signal.SIGKILL)
-        wait_for(lambda: all((self.directory / f"ready{rank}").exists() for rank in range(2)))
+        self._wait_until_ready()
 
-    def signal(self, node: int, number: int, words: str = "") -> None:
-        """Signals all processes of a node, torchrun first, or only those with `words` in their command line."""
-        for pid in sorted(marked(f"{self.mark}-{node}", words)):
-            os.kill(pid, number)
+    def _wait_until_ready(self) -> None:
+        limit = time.monotonic() + 400
+        while not self._ready():
+            alive = all(process.poll() is None for process in self.processes)
+            assert (alive and time.monotonic() < limit) or self._ready(), self.text(0) + self.text(1)
+            time.sleep(0.05)
+
+    def _ready(self) -> bool:
+        return all((self.directory / f"ready{rank}").exists() for rank in range(2))
+
+    def signal(self, node: int, number: int) -> None:
+        """Signals all processes of a node, torchrun first."""
+        process = self.processes[node]
+        if isinstance(process, Forked):
+            process.send_signal(number)
+        else:
+            for pid in sorted(marked(f"{self.mark}-{node}")):
+                os.kill(pid, number)
+
+    def _log(self, node: int) -> Path:
+        return self.directory / f"node{node}.txt"
 
     def status(self, node: int) -> int:
         return self.processes[node].wait(timeout=400)
 
     def text(self, node: int) -> str:
-        return (self.directory / f"node{node}.txt").read_text()
+        return self._log(node).read_text()
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
     with ExitStack() as stack:
         yield Nodes(tmp_path, stack)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -105,15 +119,15 @@ def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, los
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     """Imitates a node without power or network: connections stay open, but nothing arrives any more."""
-    nodes.start("step", limit_s=3)
-    nodes.signal(stopped, signal.SIGSTOP, "-u -m tests")
+    nodes.start("step", limit_s=10)
+    nodes.signal(stopped, signal.SIGSTOP)
     assert nodes.status(1 - stopped) != 0
     who = f"rank {stopped} on ppo-trainer-{stopped} ({ADDRESSES[stopped]})"
-    assert f"{who} is lost: silent for 3 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
+    assert f"{who} is lost: silent for 10 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
 
 
 def test_an_error_of_one_rank_is_reported_by_the_other(nodes: Nodes) -> None:
-    nodes.start("fail", limit_s=60, torchrun=True)
+    nodes.start("fail", limit_s=60)
     assert nodes.status(0) != 0
     assert "rank 1 on ppo-trainer-1 (127.0.0.2) has failed: ServiceError: no room on the device" in nodes.text(0)
     assert nodes.status(1) != 0
@@ -122,7 +136,7 @@ def test_an_error_of_one_rank_is_reported_by_the_other(nodes: Nodes) -> None:
 def test_a_rank_that_was_told_to_end_is_not_called_lost(nodes: Nodes) -> None:
     """A pod that is taken away gets SIGTERM first."""
     nodes.start("step", limit_s=60)
-    nodes.signal(0, signal.SIGTERM, "-u -m tests")
+    nodes.signal(0, signal.SIGTERM)
     assert nodes.status(1) != 0
     assert "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
     assert "is lost:" not in nodes.text(1)

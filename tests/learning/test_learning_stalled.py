@@ -1,35 +1,36 @@
 """One of two real ranks never reaches a collective: each rank, also the one that waits in it, reports where it is."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.paths import ROOT
+from tests.support.forks import Forked
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
 
 def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    worker = ("-m", "tests.support.workers.stalled_ranks")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "output.txt").open("wb") as output:
-        command = [sys.executable, *launcher, *worker, str(tmp_path)]
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output, start_new_session=True)
+    shared = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    wanted = {0: "in all_reduce", 1: "threading.Event().wait()"}
+    ranks: list[Forked] = []
+    output = tmp_path / "output.txt"
     try:
-        wanted = {0: "in all_reduce", 1: "threading.Event().wait()"}
+        for rank in wanted:
+            env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(Forked("tests.support.workers.stalled_ranks", str(tmp_path), log=output, env=env))
         limit = time.monotonic() + 400
         for rank, place in wanted.items():
             log = tmp_path / f"rank{rank}.log"
             said = ("nothing has happened for ", "; this process is at: the update of step 3", place, "stalled_ranks.py")
             while not (log.exists() and all(text in log.read_text() for text in said)):
-                assert time.monotonic() < limit, (tmp_path / "output.txt").read_text()
-                assert process.poll() is None, (tmp_path / "output.txt").read_text()
+                assert time.monotonic() < limit, output.read_text()
+                assert [process.poll() for process in ranks] == [None, None], output.read_text()
                 time.sleep(0.1)
     finally:
-        process.terminate()  # torchrun then ends its ranks, which have their own sessions
-        process.wait(400)
+        for process in ranks:
+            process.kill()
+            process.wait()

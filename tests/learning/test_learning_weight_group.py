@@ -1,7 +1,8 @@
 """Joining the group that carries weights: no rank has joined until all have joined."""
 
+import asyncio
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 from learning import weight_group
 from learning.weight_group import join
+from services.engine import distributed
+from services.engine.scheduler import RequestRefused
 
 
 @pytest.fixture
@@ -35,3 +38,21 @@ def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.M
     for backend in ("nccl", "gloo"):
         join("127.0.0.1", store.port, 0, 1, "all", backend, 5.0)
     assert [options["device_id"] for options in asked] == [torch.device("cuda", 3), None]
+
+
+async def test_an_engine_that_leaves_a_forming_group_keeps_the_next_one_of_that_name(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "_TIMEOUT_S", 1.0)  # nobody else joins: the abandoned threads must end
+    updates = distributed.WeightUpdates(cast(Any, None))  # groups do not need the engine
+    place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    body = distributed.InitBody.model_validate(place | {"backend": "gloo"})
+    first = asyncio.create_task(updates.init(body))
+    await asyncio.sleep(0)
+    await updates.destroy(body.group_name)
+    second = asyncio.create_task(updates.init(body))
+    with pytest.raises(RequestRefused, match="destroyed meanwhile"):
+        await first
+    await updates.destroy(body.group_name)
+    with pytest.raises(RequestRefused, match="destroyed meanwhile"):
+        await second

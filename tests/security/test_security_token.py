@@ -21,6 +21,7 @@ from common.observe import setup_logging
 from common.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny
+from tests.support.no_curves import no_curves
 from trainer import train_in_process
 from trainer.dashboard.app import PAGES
 from trainer.server import BackgroundServer
@@ -168,7 +169,10 @@ def test_loopback_hosts_are_recognised(host: str, own: bool) -> None:
 
 
 @pytest.mark.integration
-def test_training_in_one_process_goes_on_with_a_token(secret: str, base_model: Path, tmp_path: Path) -> None:
+def test_training_in_one_process_goes_on_with_a_token(
+    secret: str, base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_curves(monkeypatch)
     config = tiny(base_model, tmp_path)
     said = io.StringIO()
     assert train_in_process(config, Console(file=said)).is_dir()

@@ -7,19 +7,56 @@ from typing import Any
 import httpx
 
 PROMPT = [20, 21, 22, 23]
+TOKENS = 240
+LIMIT_S = 400
 
 
 def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
     """Starts a request of 240 tokens and waits until it runs on `worker`; `asked` is another route to it."""
     body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
-    body["sampling_params"] = {"max_new_tokens": 240, "ignore_eos": True}
-    limit = time.monotonic() + 400
+    body["sampling_params"] = {"max_new_tokens": TOKENS, "ignore_eos": True}
+    limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
         future = pool.submit(lambda: (asked or worker).post("/generate", json=body).json())
         while not future.done():  # on a busy machine, the request may end before this check
-            if worker.get("/v1/loads").json()["loads"][0]["num_running_reqs"]:
+            if _load(worker, "num_running_reqs"):
                 return future
+        _check(future.result())
     raise AssertionError("the request does not start")
+
+
+def paused_request(
+    worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, mode: str | None, asked: httpx.Client | None = None
+) -> "Future[Any]":
+    """Starts a request of 240 tokens as `long_request` does and pauses the engine before it ends.
+
+    `mode` None sends no mode, which aborts.
+    """
+    limit = time.monotonic() + LIMIT_S
+    while time.monotonic() < limit:
+        future = long_request(worker, pool, rid, asked)
+        response = worker.post("/pause_generation", json={"mode": mode} if mode else {})
+        assert response.status_code == 200, response.text
+        if mode in ("retract", "in_place"):
+            while not future.done():
+                if _load(worker, "num_running_reqs", "num_waiting_reqs"):
+                    return future
+        elif future.result(LIMIT_S)["meta_info"]["finish_reason"]["type"] != "length":
+            return future
+        _check(future.result())  # on a busy machine, the request may end before the pause
+        worker.post("/continue_generation", json={})
+    raise AssertionError("the request always ends before the pause")
+
+
+def _load(worker: httpx.Client, *names: str) -> int:
+    [load, *_] = worker.get("/v1/loads").json()["loads"]
+    return sum(int(load[name]) for name in names)
+
+
+def _check(answer: Any) -> None:
+    """Checks that a request that ended too early for a test at least ended well."""
+    assert answer["meta_info"]["finish_reason"]["type"] == "length", answer
+    assert len(answer["output_ids"]) == TOKENS
 
 
 def version(worker: httpx.Client) -> str:

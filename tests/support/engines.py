@@ -211,7 +211,7 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
     process = start(command, log, lambda: answers(f"{url}/health"))
     try:
         for worker in worker_urls:
-            httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False).raise_for_status()
+            httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False, timeout=60).raise_for_status()
         limit = time.monotonic() + 400
         while len(routed(url)) < len(worker_urls):
             assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"
@@ -223,5 +223,5 @@ def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) 
 
 def routed(router_url: str) -> set[str]:
     """Returns the engines to which the router sends requests."""
-    workers = httpx.get(f"{router_url}/workers", trust_env=False, timeout=10).json()["workers"]
+    workers = httpx.get(f"{router_url}/workers", trust_env=False, timeout=60).json()["workers"]
     return {worker["url"] for worker in workers if worker["is_healthy"]}

@@ -1,7 +1,6 @@
 """Services as real processes, watched while they are fuzzed."""
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import httpx
 import psutil
 
 from tests.support.forks import Forked
+from tests.support.ports import free_port
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
 """Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of examples."""
@@ -21,9 +21,7 @@ class Service:
     """A service that answers on a free port."""
 
     def __init__(self, name: str, directory: Path, model: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = int(probe.getsockname()[1])
-        self.name = name
+        self.name, self.port = name, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"{name}.log"
         words = (name, str(self.port), str(directory / name), str(model))

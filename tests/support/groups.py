@@ -13,7 +13,7 @@ from common.sections import TeacherSection
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.policy.checkpoint import Checkpoints, TrainerState
+from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference, score_batch
@@ -133,6 +133,6 @@ def save(
     checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
     parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
     same = identity(policy.config)
-    path = checkpoints.save(TrainerState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy, identity=same), parts)
+    path = checkpoints.save(RunState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy, identity=same), parts)
     checkpoints.wait()
     return path

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import random
 from typing import Any
 
 from examples.tool_calculator.calculator import Calculator
@@ -13,22 +14,23 @@ OPEN_SESSION = "a-session-whose-name-is-known"
 
 
 class Insists:
-    """Asks again and again; the reward depends on all answers."""
+    """Asks again and again. Every reward differs from the ones before it, whatever the model answers."""
+
+    graded = itertools.count()
 
     def reset(self, ground_truth: str) -> str:
         """Begins."""
-        self.asked, self.length = 0, 0
+        self.asked = 0
         return " Think."
 
     def step(self, messages: list[dict[str, Any]]) -> str | None:
         """Asks three times."""
         self.asked += 1
-        self.length += len(messages[-1]["content"])
         return "Are you sure?" if self.asked < 3 else None
 
     def get_reward(self) -> float:
-        """Depends on all answers."""
-        return (self.length % 7) / 7
+        """Counts the episodes."""
+        return next(self.graded) % 97 / 97
 
 
 class Ponders(Insists):
@@ -40,8 +42,8 @@ class Ponders(Insists):
         return super().step(messages)
 
     def get_reward(self) -> dict[str, float]:  # type: ignore[override]
-        """Depends on all answers."""
-        return {"length": (self.length % 7) / 7, "steps": self.asked / 1000}
+        """Counts the episodes and the turns of this one."""
+        return {"graded": next(self.graded) % 97 / 97, "steps": self.asked / 1000}
 
 
 class Moody(Insists):
@@ -54,11 +56,11 @@ class Moody(Insists):
         return super().reset(ground_truth)
 
 
-class Alternating(Calculator):
-    """The calculator, with a reward for every other episode, whatever the model answers."""
+class RewardsAtRandom(Calculator):
+    """The calculator, with rewards of 0 and 1 at random, whatever the model answers."""
 
-    graded = itertools.count()
+    rewards = random.Random(0)
 
     def get_reward(self) -> float:
-        """Alternates between 0 and 1."""
-        return float(next(self.graded) % 2)
+        """Is 0 or 1."""
+        return float(self.rewards.randrange(2))

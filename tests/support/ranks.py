@@ -1,12 +1,12 @@
 """Runs several real ranks of a worker on this machine."""
 
 import os
-import socket
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.support.forks import Forked
+from tests.support.ports import free_port
 
 LIMIT_S = 600.0
 """Less than pytest's own limit, so that a slow test leaves no rank behind."""
@@ -17,8 +17,7 @@ def run_ranks(count: int, worker: str, *arguments: str) -> None:
 
     If a rank fails or LIMIT_S is over, kills the others and raises RuntimeError with the output of all ranks.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     shared = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks: list[Forked] = []

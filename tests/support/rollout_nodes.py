@@ -83,7 +83,7 @@ class Node:
             )
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10, trust_env=False)
+        return httpx.get(self.url + path, timeout=60, trust_env=False)
 
     def status(self) -> dict[str, Any]:
         answer = self.get("/status").json()

@@ -1,6 +1,7 @@
 """Shared fixtures of the trainer's tests."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from common.config import Config, load
 from services.reward.pool import ForkServer, WorkerSpec
+from tests.support.no_curves import PLOTS, no_curves
 from tests.support.paths import ROOT
 from tests.support.small_run import small_run
 
@@ -36,10 +38,18 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
     return make
 
 
+@pytest.fixture(scope="module", autouse=True)
+def without_curves() -> Iterator[None]:
+    """Leaves out the pictures at the end of runs; a test that looks at one has the fixture `curves`."""
+    with pytest.MonkeyPatch.context() as patch:
+        no_curves(patch)
+        yield
+
+
 @pytest.fixture
-def no_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the plot at the end of a run, which takes longer than a short run itself."""
-    monkeypatch.setattr("trainer.observe.plots.plot_curves", lambda *_: None)
+def curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the runs of a test draw."""
+    monkeypatch.delitem(sys.modules, PLOTS)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,7 +14,7 @@ from tests.support.in_process import metrics, quiet
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
 
-pytestmark = [pytest.mark.slow, pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
 SEEDS = 24
 SECTIONS = ("algorithm", "lora", "sampling", "evaluation", "reward", "replay", "critic", "trainer")
 ELSEWHERE = frozenset(

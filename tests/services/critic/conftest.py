@@ -1,7 +1,6 @@
 """A tiny random policy, and settings whose critic starts from it."""
 
 import os
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from common.critic_client import CriticClient
 from services.critic.app import create_critic_app
 from tests.support.critic import Start
 from tests.support.forks import Forked
+from tests.support.ports import free_port
 
 
 @pytest.fixture
@@ -50,8 +50,7 @@ async def client(app: FastAPI) -> AsyncIterator[CriticClient]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture

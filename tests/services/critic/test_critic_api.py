@@ -16,9 +16,10 @@ from fastapi import FastAPI
 from common.config import Config
 from common.critic_client import CriticClient
 from common.errors import ServiceError
-from common.schemas import CriticMetrics, UpdateRequest, ValueRequest, ValueTargets
+from common.schemas import CriticMetrics, TokenSequence, UpdateRequest, ValueRequest, ValueTargets
 from common.wire import MSGPACK, encode
 from learning.ranks import Ranks
+from services.critic.app import MAX_REQUESTS
 from services.critic.critic import Critic
 from tests.support.critic import VOCABULARY, make_rows, make_sequences
 
@@ -69,10 +70,38 @@ async def test_flush_answers_after_the_running_update(client: CriticClient, monk
     monkeypatch.setattr(Critic, "update", update)
     await client.restore("a", 0)
     running = asyncio.create_task(client.update("a", 0, seed=0, rows=make_rows(200)))
-    await asyncio.to_thread(begun.wait, 60)
+    assert await asyncio.to_thread(begun.wait, 400)
     await client.flush()
     assert (await client.status()).step == 1
     await running
+
+
+async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
+    app: FastAPI, client: CriticClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, compute = threading.Event(), Critic.values
+
+    def gated(critic: Critic, sequences: Sequence[TokenSequence]) -> list[Any]:
+        assert gate.wait(400)
+        return compute(critic, sequences)
+
+    await client.restore("a", 0)
+    await client.update("a", 0, seed=0, rows=make_rows(6))
+    alone = await client.values(SEQUENCES, "a", 1)
+    monkeypatch.setattr(Critic, "values", gated)
+    client.deadline_s = 400
+    waiting = [asyncio.create_task(client.values(SEQUENCES, "a", 1)) for _ in range(MAX_REQUESTS + 4)]
+    async with asyncio.timeout(400):
+        while app.state.load.stats()["refused"] < 4:  # noqa: ASYNC110 - the service has no event
+            await asyncio.sleep(0.01)
+    assert app.state.load.stats()["requests"] == MAX_REQUESTS
+    answer = await client.http.post("/values", content=b"whatever")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert answer.headers["retry-after"] == "1"
+    gate.set()
+    for served in await asyncio.gather(*waiting):
+        assert all(np.array_equal(now, then) for now, then in zip(served, alone, strict=True))
+    assert app.state.load.stats()["refused"] >= 5
 
 
 async def test_a_repeated_update_is_applied_once(client: CriticClient) -> None:
@@ -168,7 +197,7 @@ async def test_update_that_fails_midway_leaves_a_critic_without_a_run(
     rows[3].returns[:] = 1e38  # the norm of the gradient is not finite
     with pytest.raises(ServiceError, match="not finite") as error:
         await client.update("a", 1, seed=0, rows=rows)
-    assert error.value.code == "not_finite"
+    assert (error.value.code, error.value.field) == ("not_finite", "critic.learning_rate")
     with pytest.raises(ServiceError, match="POST /restore") as error:
         await values(client)
     assert error.value.status == 409

@@ -12,7 +12,6 @@ import pytest
 from common.clients import wait_healthy
 from common.critic_client import CriticClient
 from common.errors import ServiceError
-from services.critic.app import MAX_REQUESTS
 from tests.support.critic import Start, make_rows, make_sequences
 from tests.support.paths import ROOT
 
@@ -21,11 +20,6 @@ pytestmark = pytest.mark.integration
 
 def client_of(port: int) -> CriticClient:
     return CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
-
-
-async def metric(client: CriticClient, name: str) -> float:
-    page = (await client.http.get("/metrics")).text
-    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"{name} "))
 
 
 async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(start: Start, port: int) -> None:
@@ -64,23 +58,6 @@ async def test_health_answers_while_it_computes(start: Start, port: int) -> None
         await update
     process.send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(process.wait, 400) in (0, -signal.SIGTERM)
-
-
-async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(start: Start, port: int) -> None:
-    start()
-    sequences = make_sequences(300)
-    async with client_of(port) as client:
-        await client.restore("a", 0)
-        waiting = [asyncio.create_task(client.values(sequences, "a", 0)) for _ in range(MAX_REQUESTS + 4)]
-        answer = await client.http.post("/values", content=b"whatever")
-        while answer.status_code != 503 and not all(task.done() for task in waiting):
-            answer = await client.http.post("/values", content=b"whatever")
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
-        assert answer.headers["retry-after"] == "1"
-        answers = await asyncio.gather(*waiting)
-        alone = await client.values(sequences, "a", 0)
-        assert all(np.array_equal(now, then) for served in answers for now, then in zip(served, alone, strict=True))
-        assert await metric(client, 'rlhf_http_requests_refused_total{limit="requests"}') >= 5
 
 
 def test_missing_model_ends_the_process_with_2_and_its_name(port: int, settings: list[str]) -> None:

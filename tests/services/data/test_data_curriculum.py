@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.schemas import Prompt
-from services.data.curriculum import CurriculumStats, Difficulty, appeal, chances, pick, uniform
+from services.data.curriculum import CurriculumStats, Difficulty, chances, pick, uniform, weight_of_pass_rate
 from services.data.stream import PromptStream
 
 SIZE = 12
@@ -57,15 +57,15 @@ def steps(source: PromptStream, first: int, last: int, size: int = 4) -> list[li
 # ---------------------------------------------------------------- chances
 
 
-def test_appeal_by_hand() -> None:
+def test_weight_of_pass_rate_by_hand() -> None:
     rates = np.array([0, 0.25, 0.5, 0.75, 1, NAN])
-    assert appeal(rates, 0.5).tolist() == [0, 0.75, 1, 0.75, 0, 0]
+    assert weight_of_pass_rate(rates, 0.5).tolist() == [0, 0.75, 1, 0.75, 0, 0]
     # Target 0.25: (4p)^0.5 · (4/3 · (1 − p))^1.5; at p = 0.5 that is 2^0.5 · (2/3)^1.5.
-    assert appeal(rates, 0.25)[[0, 1, 2, 4]] == pytest.approx([0, 1, math.sqrt(2) * (2 / 3) ** 1.5, 0])
+    assert weight_of_pass_rate(rates, 0.25)[[0, 1, 2, 4]] == pytest.approx([0, 1, math.sqrt(2) * (2 / 3) ** 1.5, 0])
 
 
 def test_chances_by_hand() -> None:
-    weights = appeal(np.array([0.25, 0.5, NAN, 1]), 0.5)  # 0.75, 1, 0, 0
+    weights = weight_of_pass_rate(np.array([0.25, 0.5, NAN, 1]), 0.5)  # 0.75, 1, 0, 0
     assert chances(weights, 0.3) == pytest.approx([0.3, 0.4, 0, 0])
     assert chances(np.zeros(3), 0.3).tolist() == [0, 0, 0]
     assert chances(np.ones(2), 1.0).tolist() == [0, 0]
@@ -79,7 +79,7 @@ def test_picks_by_hand() -> None:
 
 @given(RATES, st.floats(0.05, 0.95), st.floats(0.01, 1))
 def test_chances_are_chances(rates: list[float], target: float, free_share: float) -> None:
-    weights = appeal(np.array(rates), target)
+    weights = weight_of_pass_rate(np.array(rates), target)
     assert (weights >= 0).all()
     assert (weights <= 1 + 1e-9).all()
     assert (weights[[math.isnan(p) or p in (0, 1) for p in rates]] == 0).all()
@@ -92,13 +92,13 @@ def test_chances_are_chances(rates: list[float], target: float, free_share: floa
 def test_nearer_to_the_target_on_the_same_side_is_never_wanted_less(one: float, other: float, target: float) -> None:
     low, high = sorted((one, other))
     for side in (np.array([high, low]) * target, 1 - np.array([high, low]) * (1 - target)):
-        near, far = appeal(side, target)
+        near, far = weight_of_pass_rate(side, target)
         assert near >= far * (1 - 1e-9)
 
 
 @given(RATES, st.floats(0, 1, exclude_max=True), st.floats(0.01, 1))
 def test_a_pick_is_a_prompt_with_a_chance(rates: list[float], number: float, free_share: float) -> None:
-    chance = chances(appeal(np.array(rates), 0.5), free_share)
+    chance = chances(weight_of_pass_rate(np.array(rates), 0.5), free_share)
     place = pick(chance, number)
     assert place is None or chance[place] > 0
 

@@ -12,7 +12,7 @@ import pytest
 from common.errors import ConfigError
 from common.sections import DataSection
 from services.data.loaders import Split, load_split
-from services.data.rows import final_answer
+from services.data.rows import MAX_TEXT_CHARS, final_answer
 from tests.support.paths import SHARED_DATA
 
 GSM8K = SHARED_DATA / "gsm8k"
@@ -151,6 +151,14 @@ def test_bytes_that_are_not_of_the_format_are_refused(tmp_path: Path, suffix: st
     assert path.name in refused(tmp_path)
     path.write_bytes(b"")
     refused(tmp_path)
+
+
+def test_a_cell_may_be_as_long_as_any_text(tmp_path: Path) -> None:
+    rows = [{"question": "x" * length, "answer": "1"} for length in (200_000, MAX_TEXT_CHARS + 1)]
+    write(tmp_path / "train.csv", rows[:1])
+    assert len(load_split(section(tmp_path), "train", 0)[0].prompt) == 200_000
+    write(tmp_path / "train.csv", rows)
+    assert "line 3" in refused(tmp_path)
 
 
 def test_a_table_with_a_wrong_shape_is_refused(tmp_path: Path) -> None:

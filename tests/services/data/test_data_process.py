@@ -16,6 +16,7 @@ import pytest
 
 from common.clients import DataClient, wait_healthy
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -41,11 +42,6 @@ def start_fails(state: Path, *arguments: str, **env: str) -> str:
     assert "Traceback" not in done.stderr
     assert "remedy:" in done.stderr
     return done.stderr
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
 
 
 @contextmanager
@@ -135,8 +131,8 @@ async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(t
                 process.send_signal(signal.SIGKILL)
                 kills += 1
         with server(tmp_path, port):
-            await wait_healthy([client], 60)
-            await asyncio.wait_for(pullers, 120)
+            await wait_healthy([client], 400)
+            await asyncio.wait_for(pullers, 400)
     assert kills == 2
     assert sorted(received) == list(range(len(received)))
     once = Counter(prompt for position, prompt in received.items() if position < TINY)
@@ -158,12 +154,12 @@ async def test_a_curriculum_goes_on_through_kills_as_if_there_were_none(tmp_path
     port = free_port()
     async with client_of(port) as client:
         with server(tmp_path / "whole", port, *settings):
-            await wait_healthy([client], 60)
+            await wait_healthy([client], 400)
             whole = await curriculum_steps(client, 0, 12)
         cut: list[list[str]] = []
         for part in range(3):
             with server(tmp_path / "cut", port, *settings) as process:
-                await wait_healthy([client], 60)
+                await wait_healthy([client], 400)
                 repeats = await curriculum_steps(client, max(0, 4 * part - 1), 4 * part)  # after lost answers
                 assert repeats == cut[-1:]
                 cut += await curriculum_steps(client, 4 * part, 4 * part + 4)

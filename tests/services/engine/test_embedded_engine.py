@@ -17,9 +17,10 @@ from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 from services.engine.sampling import sample_seed
-from services.engine.scheduler import LogitsNotFinite, Refused
+from services.engine.scheduler import LogitsNotFinite, RequestRefused
 from services.engine.weights import BadWeights
 from tests.support.engines import write_model
+from tests.support.held_engine import held
 
 LIMIT_S = 400
 
@@ -73,14 +74,15 @@ def plain_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature
 def test_embedded_logprobs_equal_a_plain_forward_for_rows_that_join_midway(engine: Engine, model_dir: Path) -> None:
     waves = [prompts(6, seed) for seed in range(4)]
     jobs = []
-    for wave, chosen in enumerate(waves):
-        new = [
-            job(prompt, n=3, max_new_tokens=random.Random(i).randrange(1, 60), temperature=0.7)
-            for i, prompt in enumerate(chosen)
-        ]
-        engine.submit(new)
-        jobs += new
-        until(lambda wave=wave: engine.running > 0 or wave == 3)  # type: ignore[misc]
+    with held(engine):
+        for chosen in waves:
+            new = [
+                job(prompt, n=3, max_new_tokens=random.Random(i).randrange(1, 60), temperature=0.7)
+                for i, prompt in enumerate(chosen)
+            ]
+            engine.submit(new)
+            jobs += new
+            until(lambda: engine.running > 0)
     for each in jobs:
         for sequence in each.done.result(LIMIT_S):
             wanted = plain_logprobs(model_dir, each.prompt, sequence.tokens, 0.7)
@@ -104,9 +106,12 @@ def test_embedded_seeds_repeat_whatever_else_is_in_the_batch(engine: Engine) -> 
     chosen = [20, 30, 40]
     (alone,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
     mates = [job(prompt, n=2, max_new_tokens=25, top_p=0.5) for prompt in prompts(8)]
-    engine.submit(mates)
-    until(lambda: engine.running > 0)
-    (crowded,) = run(engine, job(chosen, n=4, seed=5, max_new_tokens=40))
+    crowd = job(chosen, n=4, seed=5, max_new_tokens=40)
+    with held(engine):
+        engine.submit(mates)
+        until(lambda: engine.running > 0)
+        engine.submit([crowd])
+    crowded = crowd.done.result(LIMIT_S)
     assert [sequence.tokens for sequence in alone] == [sequence.tokens for sequence in crowded]
     (other,) = run(engine, job(chosen, n=4, seed=6, max_new_tokens=40))
     assert [sequence.tokens for sequence in other] != [sequence.tokens for sequence in alone]
@@ -147,9 +152,11 @@ def test_embedded_stop_tokens(engine: Engine) -> None:
 def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine, mode: Any) -> None:
     (calm,) = run(engine, job([20, 21], n=6, seed=3, max_new_tokens=150))
     disturbed = job([20, 21], n=6, seed=3, max_new_tokens=150)
-    engine.submit([disturbed])
-    until(lambda: engine.running == 6)
-    engine.call(lambda scheduler: scheduler.pause(mode)).result(LIMIT_S)
+    with held(engine):
+        engine.submit([disturbed])
+        until(lambda: engine.running == 6)
+        paused = engine.call(lambda scheduler: scheduler.pause(mode))
+    paused.result(LIMIT_S)
     assert (engine.running, engine.waiting) == ((0, 6) if mode == "retract" else (6, 0))
     engine.call(lambda scheduler: scheduler.resume()).result(LIMIT_S)
     found = disturbed.done.result(LIMIT_S)
@@ -159,9 +166,11 @@ def test_embedded_a_pause_changes_nothing_but_the_counters(engine: Engine, mode:
 
 def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
     victim, other = job([20], n=4, max_new_tokens=200), job([21], n=4, max_new_tokens=60, seed=1)
-    engine.submit([victim, other])
-    until(lambda: engine.running == 8)
-    engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job is victim)).result(LIMIT_S)
+    with held(engine):
+        engine.submit([victim, other])
+        until(lambda: engine.running == 8)
+        aborted = engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job is victim))
+    aborted.result(LIMIT_S)
     assert {(sequence.finish or {})["type"] for sequence in victim.done.result(LIMIT_S)} == {"abort"}
     assert [len(sequence.tokens) for sequence in other.done.result(LIMIT_S)] == [60] * 4
     (again,) = run(engine, job([21], n=4, max_new_tokens=60, seed=1))
@@ -185,10 +194,12 @@ def test_embedded_an_update_changes_the_numbers_and_the_version(engine: Engine, 
 def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: Engine, tmp_path: Path) -> None:
     new = write_model(tmp_path / "new", seed=1)
     frozen = job([20], n=2, max_new_tokens=200)
-    engine.submit([frozen])
-    until(lambda: engine.running == 2)
-    engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
-    with pytest.raises(Refused):
+    with held(engine):
+        engine.submit([frozen])
+        until(lambda: engine.running == 2)
+        paused = engine.call(lambda scheduler: scheduler.pause("in_place"))
+    paused.result(LIMIT_S)
+    with pytest.raises(RequestRefused):
         update_weights(engine, new, "1", True).result(LIMIT_S)
     assert engine.scheduler.weight_version == "0"
     assert update_weights(engine, new, "1", False).result(LIMIT_S) == 2

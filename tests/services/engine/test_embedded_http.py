@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import os
-import sys
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from common.topology import WRONG_SETTING
-from tests.support.engines import answers, end, engine_process, start, write_model
+from tests.support.engines import answers, end, engine_process, write_model
 from tests.support.forks import Forked
 from tests.support.ports import free_port
 
@@ -160,10 +161,18 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directo
 
 
 def test_embedded_metrics_count_tokens(client: httpx.Client) -> None:
+    def page() -> str:
+        return client.get("/metrics").text
+
+    def generated() -> float:
+        found = re.findall(r"(?m)^\S*generated_tokens_total (\S+)$", page())
+        assert len(found) == 1, found
+        return float(found[0])
+
+    before = generated()
     alive(client)
-    page = client.get("/metrics").text
-    assert "generated_tokens_total" in page
-    assert "running_sequences" in page
+    assert generated() == before + 2
+    assert "running_sequences" in page()
 
 
 def test_embedded_health_stays_while_paused(client: httpx.Client) -> None:
@@ -176,7 +185,7 @@ def test_embedded_health_stays_while_paused(client: httpx.Client) -> None:
 def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", seed=0)
     with engine_process(model, tmp_path / "log", "--max-context-tokens", "64") as (address, process):
-        assert httpx.get(f"{address}/model_info", trust_env=False).json()["max_context_tokens"] == 64
+        assert httpx.get(f"{address}/model_info", trust_env=False, timeout=60).json()["max_context_tokens"] == 64
         process.terminate()
         assert process.wait(400) == 0
 
@@ -184,15 +193,19 @@ def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:
 def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None:
     """The supervisor notices at once, so nobody waits for a dead engine."""
     model, port = write_model(tmp_path / "model", seed=0), free_port()
-    code = "import services.engine.model as m; m.Model.decode = None;from services.engine.__main__ import main; main()"
-    command = [sys.executable, "-c", code, "--model-path", str(model), "--port", str(port)]
-    process = start(command, tmp_path / "log", lambda: answers(f"http://127.0.0.1:{port}/health"))
+    url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
+    process = Forked("tests.support.workers.crashing_engine", "--model-path", str(model), "--port", str(port), log=log)
     try:
+        limit = time.monotonic() + 400
+        while not answers(f"{url}/health"):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < limit, log.read_text()
+            time.sleep(0.05)
         body = {"input_ids": IDS, "sampling_params": {"ignore_eos": True}}
         with contextlib.suppress(httpx.TransportError):
-            httpx.post(f"http://127.0.0.1:{port}/generate", json=body, trust_env=False, timeout=30)
+            httpx.post(f"{url}/generate", json=body, trust_env=False, timeout=400)
         assert process.wait(400) == 70
-        assert "the engine's thread died" in (tmp_path / "log").read_text()
+        assert "the engine's thread died" in log.read_text()
     finally:
         end(process)
 

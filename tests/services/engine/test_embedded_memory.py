@@ -1,6 +1,7 @@
 """An engine that gives its memory to a trainer: SGLang's calls, and refusals where SGLang would exit."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from services.engine.engine import Engine
 from services.engine.model import Model
 from services.rollout.engine_client import EngineClient, LoadFailed
 from tests.support.engines import write_adapter, write_model
+from tests.support.held_engine import held
 
 BODY = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 6, "temperature": 0.0}}
-LIMIT_S = 60
+LIMIT_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +75,12 @@ async def test_a_sleeping_engine_holds_no_memory_and_wakes_up_with_weights(
 async def test_requests_wait_while_it_sleeps_and_run_afterwards(engine: Engine, client: EngineClient, directory: Path) -> None:
     before = await _ids(client)
     long = BODY | {"sampling_params": {"max_new_tokens": 50, "temperature": 0.0}}
-    running = asyncio.create_task(client.http.post("/generate", json=long))
-    await _until(lambda: engine.running > 0)
-    await client.sleep(["kv_cache", "weights"], LIMIT_S)  # the running request is queued again
+    with held(engine):
+        running = asyncio.create_task(client.http.post("/generate", json=long))
+        await _until(lambda: engine.running > 0)
+        sleeping = asyncio.create_task(client.sleep(["kv_cache", "weights"], LIMIT_S))
+        await _until(lambda: bool(engine._calls))
+    await sleeping  # the running request is queued again
     waiting = asyncio.create_task(client.http.post("/generate", json=BODY))
     await _until(lambda: engine.waiting == 2)
     assert not running.done()
@@ -99,7 +104,9 @@ async def test_only_the_cache_sleeps_where_adapters_are_served(
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - the engine has no event
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit, "waited too long"
         await asyncio.sleep(0)
 
 
@@ -127,9 +134,12 @@ async def test_calls_that_would_end_sglang_are_refused(engine: Engine, client: E
 
 async def test_frozen_rows_keep_their_cache(engine: Engine, client: EngineClient) -> None:
     long = BODY | {"sampling_params": {"max_new_tokens": 50, "temperature": 0.0}}
-    running = asyncio.create_task(client.http.post("/generate", json=long))
-    await _until(lambda: engine.running > 0)
-    await client.http.post("/pause_generation", json={"mode": "in_place"})
+    with held(engine):
+        running = asyncio.create_task(client.http.post("/generate", json=long))
+        await _until(lambda: engine.running > 0)
+        pausing = asyncio.create_task(client.http.post("/pause_generation", json={"mode": "in_place"}))
+        await _until(lambda: bool(engine._calls))
+    assert (await pausing).status_code == 200
     assert "mode retract" in await _refused(client, "/release_memory_occupation", {})
     await client.resume()
     assert len((await running).json()["output_ids"]) == 50

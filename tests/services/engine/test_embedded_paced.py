@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.pacing import Pace
+from common.pacing import RequestLimits
 from common.rollout_client import RolloutClient
 from services.engine.app import make_app
 from services.engine.engine import Engine
@@ -37,7 +37,7 @@ async def client(model: Model) -> AsyncIterator[RolloutClient]:
 
 async def test_embedded_slices_in_time_are_as_one_request(client: RolloutClient, model: Model) -> None:
     whole = (await client.generate(PROMPT, **GREEDY, shape={"ignore_eos": True}))[0]
-    pace = Pace(model.tokenizer, timeout_s=1e6)
+    pace = RequestLimits(model.tokenizer, timeout_s=1e6)
     parts = (await client.generate(PROMPT, **GREEDY, shape={"ignore_eos": True}, pace=pace))[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
     assert (parts.text, parts.finish_reason, parts.weight_versions) == (whole.text, "length", [(3, 0, 150)])
@@ -47,7 +47,9 @@ async def test_embedded_slices_in_time_are_as_one_request(client: RolloutClient,
 async def test_embedded_a_completion_is_cut_in_time(client: RolloutClient, model: Model) -> None:
     """The time is up after the first request of 64 tokens."""
     options = GREEDY | {"n": 3, "temperature": 1.0, "sampling_seed": 1}
-    found = await client.generate(PROMPT, **options, shape={"ignore_eos": True}, pace=Pace(model.tokenizer, timeout_s=1e-9))
+    found = await client.generate(
+        PROMPT, **options, shape={"ignore_eos": True}, pace=RequestLimits(model.tokenizer, timeout_s=1e-9)
+    )
     assert [(len(each.token_ids), each.finish_reason) for each in found] == [(64, "length")] * 3
 
 
@@ -57,7 +59,7 @@ async def test_embedded_a_stop_text_over_the_border_of_two_requests_ends_it(clie
     stop = model.tokenizer.decode(border)
     shape = {"ignore_eos": True, "stop": [stop]}
     whole = (await client.generate(PROMPT, **GREEDY, shape=shape))[0]
-    parts = (await client.generate(PROMPT, **GREEDY, shape=shape, pace=Pace(model.tokenizer, timeout_s=1e6)))[0]
+    parts = (await client.generate(PROMPT, **GREEDY, shape=shape, pace=RequestLimits(model.tokenizer, timeout_s=1e6)))[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
     assert (parts.text, parts.finish_reason) == (whole.text, "stop")
     assert len(parts.logprobs) == len(parts.token_ids) == parts.weight_versions[-1][2]
@@ -68,7 +70,9 @@ async def test_embedded_a_thought_is_ended_after_its_budget(client: RolloutClien
     prompt = model.tokenizer("2 + 3?<think>").input_ids
     end = model.tokenizer("\n</think>\n\n").input_ids
     options = GREEDY | {"n": 2, "temperature": 1.0, "max_new_tokens": 60, "sampling_seed": 4}
-    for completion in await client.generate(prompt, **options, shape=shape, pace=Pace(model.tokenizer, thinking_tokens=10)):
+    for completion in await client.generate(
+        prompt, **options, shape=shape, pace=RequestLimits(model.tokenizer, thinking_tokens=10)
+    ):
         ids = completion.token_ids.tolist()
         assert ids[10 : 10 + len(end)] == end
         assert len(ids) == 60
@@ -78,5 +82,7 @@ async def test_embedded_a_thought_is_ended_after_its_budget(client: RolloutClien
         assert (completion.kept_counts[written] == 1).all()
         assert ((completion.kept_counts > 0).all()) == ("top_k" in shape)
     closed = model.tokenizer("2 + 3?<think></think>").input_ids
-    for completion in await client.generate(closed, **options, shape=shape, pace=Pace(model.tokenizer, thinking_tokens=10)):
+    for completion in await client.generate(
+        closed, **options, shape=shape, pace=RequestLimits(model.tokenizer, thinking_tokens=10)
+    ):
         assert completion.token_ids.tolist()[10 : 10 + len(end)] != end

@@ -119,7 +119,7 @@ async def gone(pids: Path, count: int) -> None:
 async def test_program_leaves_no_process_or_session_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "GRACE_S", 0.1)
     async with served(NAME, lambda _: "3") as server:
-        for mode, status, count, deadline_s in (("leaves", "ok", 2, 60), ("lingers", "ok", 1, 60), ("hangs", "timeout", 2, 3)):
+        for mode, status, count, deadline_s in (("leaves", "ok", 2, 60), ("lingers", "ok", 1, 60), ("hangs", "timeout", 2, 8)):
             request = request_for(NAME, mode, deadline_s=deadline_s)
             request.request_id, pids = mode, tmp_path / mode
             request.task.columns = {"pids": str(pids)}
@@ -157,7 +157,7 @@ def agent_app(told: list[dict[str, Any]], release: asyncio.Event) -> FastAPI:
         if mode == "hangs":
             await release.wait()
         session = task["session"]
-        async with httpx.AsyncClient(headers={"x-api-key": session["api_key"]}) as client:
+        async with httpx.AsyncClient(headers={"x-api-key": session["api_key"]}, timeout=400) as client:
             body = {"messages": task["messages"]}
             (await client.post(f"{session['anthropic_base_url']}/v1/messages", json=body)).raise_for_status()
         answers = {"ok": (200, b'{"right": 1}'), "nothing": (204, b""), "fails": (503, b"busy"), "refuses": (404, b"no")}

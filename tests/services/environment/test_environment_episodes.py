@@ -11,6 +11,7 @@ from common import wire
 from common.errors import ConfigError, ServiceError
 from common.schemas import Episodes
 from common.sections import EnvironmentSection
+from services.environment import service
 from services.environment.environments import Environment
 from services.environment.kinds import load_kind
 from services.environment.runner import ClassEpisodes
@@ -193,8 +194,9 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
         assert len(server.service._sessions) == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await asyncio.sleep(0.01)
-        assert server.service.stats()["sessions"] == server.service.stats()["running"] == 0
+        async with asyncio.timeout(400):
+            while server.service.stats()["sessions"] or server.service.stats()["running"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         with pytest.raises(ServiceError, match="no such request"):
             await server.client.delete("r1")
 
@@ -238,6 +240,14 @@ async def test_wrong_rewards_of_answers_are_an_error(truth: str, reason: str) ->
         assert (episode.status, episode.reward) == ("error", None)
         assert "get_turn_rewards returned" in episode.detail
         assert reason in episode.detail
+
+
+async def test_the_server_forgets_answers_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_REMEMBERED_S", 0.01)
+    async with served(Calculator, calculates) as server:
+        await server.client.episodes(request_for(NAMES[Calculator]))
+        while server.service._requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_json_and_msgpack_carry_the_same() -> None:

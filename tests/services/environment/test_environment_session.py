@@ -11,7 +11,7 @@ from common.errors import ConfigError, InvalidInput
 from common.rollout_client import GenerationFailed
 from common.schemas import Completion, EpisodeLimits, EpisodeSequence
 from services.environment.messages import parse_messages
-from services.environment.session import Answer, LimitReached, Session, SessionClosed, request_key
+from services.environment.session import CallAnswer, LimitReached, Session, SessionClosed, request_key
 from services.environment.template import Template
 from tests.support.trap_models import CHATML, STRIPS, ScriptedEngine, letters, trap_session, trap_tokenizer
 
@@ -26,12 +26,14 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def ask(session: Session, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, key: str = "") -> Answer:
+async def ask(
+    session: Session, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, key: str = ""
+) -> CallAnswer:
     messages = parse_messages(chat)
     return await session.call(messages, tools or [], key or request_key(messages, tools or []))
 
 
-def sent_back(answer: Answer, **changes: Any) -> dict[str, Any]:
+def sent_back(answer: CallAnswer, **changes: Any) -> dict[str, Any]:
     """Returns the answer as a program sends it back in its next call: arguments as text, without thoughts."""
     message = {name: value for name, value in answer.message.fields.items() if name != "reasoning_content"}
     if calls := message.get("tool_calls"):

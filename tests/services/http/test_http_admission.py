@@ -1,7 +1,6 @@
 """A service accepts a bounded load, refuses the rest cheaply, and stays observable and healthy meanwhile."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +11,9 @@ from fastapi import FastAPI, Request
 
 from common.clients import Client
 from services.http.app import create_app
+from tests.support.load import held, metric
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 SERVICE = """
 import asyncio, sys
@@ -39,8 +40,7 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 @pytest.fixture
 def port() -> Iterator[int]:
     """Yields the port of a real process that accepts four requests and four of the largest bodies at once."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        found = int(sock.getsockname()[1])
+    found = free_port()
     process = subprocess.Popen([sys.executable, "-c", SERVICE, str(found)], cwd=ROOT)
     yield found
     process.kill()
@@ -49,33 +49,22 @@ def port() -> Iterator[int]:
 
 @pytest.fixture
 async def client(port: int) -> AsyncIterator[Client]:
-    async with Client("busy-server", f"http://127.0.0.1:{port}", deadline_s=60) as made:
+    async with Client("busy-server", f"http://127.0.0.1:{port}", deadline_s=400) as made:
         await made.request("GET", "/health")
         yield made
 
 
-async def metric(client: Client, name: str) -> float:
-    page = (await client.http.get("/metrics")).text
-    return next(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(f"rlhf_http_{name} "))
-
-
-async def held(client: Client, name: str, count: float) -> None:
-    async with asyncio.timeout(60):
-        while await metric(client, name) != count:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(0.02)
-
-
 @pytest.mark.integration
 async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visible(client: Client) -> None:
-    first = [asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=60)) for _ in range(4)]
+    first = [asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=400)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
-    answers = await asyncio.gather(*(client.http.post("/hold", content=b"x" * 900, timeout=60) for _ in range(20)))
+    answers = await asyncio.gather(*(client.http.post("/hold", content=b"x" * 900, timeout=400) for _ in range(20)))
     assert {answer.status_code for answer in answers} == {503}
     error = answers[0].json()["error"]
     assert (error["code"], error["field"], error["value"]) == ("overloaded", "requests", "4")
     assert answers[0].headers["retry-after"] == "1"
     assert error["remedy"] == "try again later"
-    assert (await client.http.get("/health")).status_code == 200
+    assert (await client.http.get("/health", timeout=60)).status_code == 200
     assert await metric(client, 'requests_refused_total{limit="requests"}') == 20
     assert await metric(client, "requests_in_progress_limit") == 4
     assert await metric(client, "request_bodies_bytes") == 400
@@ -92,11 +81,11 @@ async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visib
 @pytest.mark.integration
 async def test_refusal_does_not_wait_for_the_body(client: Client, port: int) -> None:
     """The answer arrives before a byte of the body is sent."""
-    tasks = [asyncio.create_task(client.http.post("/hold", timeout=60)) for _ in range(4)]
+    tasks = [asyncio.create_task(client.http.post("/hold", timeout=400)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /hold HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\r\ncontent-length: 1000\r\n\r\n")
-    status = await asyncio.wait_for(reader.readline(), 30)
+    status = await asyncio.wait_for(reader.readline(), 400)
     assert status.split()[1] == b"503"
     writer.close()
     for task in tasks:
@@ -135,7 +124,7 @@ async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(app: 
     async with in_process(app) as http:
         tasks = [asyncio.create_task(http.post("/hold", content=b"x" * 1000)) for _ in range(3)]
         tasks.append(asyncio.create_task(http.post("/hold", content=chunks(600))))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(400):
             while app.state.load.body_bytes < 3600:  # noqa: ASYNC110 - the service has no event
                 await asyncio.sleep(0.01)
         for content in (b"x" * 401, chunks(500)):

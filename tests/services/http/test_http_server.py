@@ -21,6 +21,7 @@ from common.errors import ConfigError, NotFound, shorten
 from common.schemas import Wire
 from services.http.app import Server, create_app, listen, read_json, serving
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 JSON = {"content-type": "application/json"}
 
@@ -74,8 +75,10 @@ async def test_errors_of_the_domain_keep_field_value_and_remedy(http: httpx.Asyn
     assert (error["field"], error["value"], error["remedy"]) == ("name", "x", "see the list")
 
 
-async def test_unknown_paths_and_methods(http: httpx.AsyncClient) -> None:
+async def test_unknown_paths_and_methods(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     error_of(await http.get("/absent"), 404, "not_found")
+    assert "Not Found · remedy: the calls are listed at /docs" in caplog.text
     answer = await http.get("/work")
     error_of(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
@@ -264,8 +267,7 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 
 @contextmanager
 def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = int(sock.getsockname()[1])
+    port = free_port()
     process = subprocess.Popen([sys.executable, "-c", SLOW_SERVICE, str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         yield process, port
@@ -277,9 +279,9 @@ def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
 @pytest.mark.integration
 async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> None:
     with slow_service() as (process, port):
-        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
+        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=400) as client:
             await client.request("GET", "/health")
-            in_flight = asyncio.create_task(client.http.get("/slow", timeout=30))
+            in_flight = asyncio.create_task(client.http.get("/slow", timeout=400))
             assert process.stdout is not None
             assert await asyncio.to_thread(process.stdout.readline) == "working\n"
             process.send_signal(signal.SIGTERM)
@@ -287,7 +289,7 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
                 await asyncio.sleep(0.01)
             assert "draining" in reason or "Error" in reason  # the socket closes shortly after the signal
             assert (await in_flight).json() == {"status": "finished"}
-        assert await asyncio.to_thread(process.wait, 30) == 0
+        assert await asyncio.to_thread(process.wait, 400) == 0
 
 
 async def test_requests_that_do_not_end_are_answered_when_the_service_ends(
@@ -329,10 +331,10 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
             yield b" " * 100
 
     with slow_service() as (_, port):
-        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=30) as client:
+        async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=400) as client:
             await client.request("GET", "/health")
-            error_of(await client.http.post("/work", content=chunks(), headers=JSON), 413, "too_large")
-            assert (await client.http.post("/work", json={"a": 1})).json() == {"a": 1}
+            error_of(await client.http.post("/work", content=chunks(), headers=JSON, timeout=60), 413, "too_large")
+            assert (await client.http.post("/work", json={"a": 1}, timeout=60)).json() == {"a": 1}
 
 
 async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,10 @@
 """The queue of the replay buffer: groups are stored once, handed out exactly once, leased, acknowledged and evicted."""
 
 import asyncio
+import json
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ from fastapi import FastAPI
 
 from common import logs
 from common.clients import ReplayClient, Unreachable
-from common.errors import ServiceError
+from common.errors import ConfigError, ServiceError
 from common.schemas import Group, SampleRequest, TakeRequest
 from common.sections import ReplaySection
 from services.replay.buffer import ReplayBuffer
@@ -215,12 +218,12 @@ async def test_reset_drops_unacknowledged_groups(client: ReplayClient, make_grou
 
 async def test_draining_ends_a_wait_without_losing_groups(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
     waiting = asyncio.create_task(
-        client.request("POST", "/groups/take", json=take(1, "r", wait_s=60).model_dump(), deadline_s=1)
+        client.request("POST", "/groups/take", json=take(1, "r", wait_s=60).model_dump(), deadline_s=5)
     )
     await asyncio.sleep(0.1)
     app.state.draining = True
     with pytest.raises(Unreachable, match="stopping"):
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 400)
     app.state.draining = False
     await client.add([make_group("a")])
     assert ids((await client.take(take(1, "s"))).groups) == ["a"]
@@ -343,3 +346,43 @@ async def test_foreign_calls_are_logged_with_their_caller(
         assert what in line
         assert "by 127.0.0.1:123, run " in line
         assert "request strange-1" in line
+
+
+async def test_orders_of_dropped_groups_are_never_given_again(client: ReplayClient, make_group: MakeGroup) -> None:
+    async def consume(name: str, position: int) -> None:
+        await client.add([make_group(name, position=position)])
+        await client.take(take(1, name))
+        await client.ack([name])
+
+    await consume("a", 5)
+    request = SampleRequest(count=1, request_id="s", step=3)
+    assert ids((await client.sample(request)).groups) == ["a"]
+    assert await client.reset_fresh(from_position=5) == 1
+    await consume("b", 0)
+    assert ids((await client.sample(request)).groups) == [], "a retry gets no other group"
+    await client.reset_fresh(from_position=9, step=3)
+    listed = (await client.request("GET", "/groups")).json()["groups"]
+    assert [group["times_sampled"] for group in listed] == [0]
+
+
+def test_changes_counted_under_the_former_name_are_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
+    path = tmp_path / "replay.db"
+    counts, former = path.with_name("replay.db.count"), "CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);\n" * 8
+
+    def reopened() -> None:
+        ReplayBuffer(ReplaySection(), path).close()
+
+    buffer = ReplayBuffer(ReplaySection(), path)
+    buffer.add([make_group("a")])
+    buffer.close()
+    kept = counts.read_bytes()
+    assert (json.loads(kept), len(kept)) == ({"changes": 1, "added": 1}, 128)
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE counters SET name = ? WHERE name = 'changes'", (former,))
+    counts.write_text(json.dumps({former: 2, "added": 2}))
+    with pytest.raises(ConfigError, match="the last 1 of 2 acknowledged changes are gone, with 1 of 2 groups"):
+        reopened()
+    counts.write_text(json.dumps({former: 1, "added": 1}))
+    for _ in range(2):  # the second time the new counts stand before the rest of the old ones
+        reopened()
+        assert counts.read_bytes().startswith(kept)

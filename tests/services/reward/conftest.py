@@ -11,14 +11,14 @@ from tests.support.sandbox import code_function, sandboxes
 
 @pytest.fixture(scope="module")
 def code() -> CodeRewardFunction:
-    return code_function(timeout=2, memory_mb=256, slots=2, partial_credit=True)
+    return code_function(timeout=1, memory_mb=256, slots=2, partial_credit=True)
 
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
     yield
     left = sandboxes()
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 400
     while left and time.monotonic() < limit:
         time.sleep(0.05)
         left = sandboxes()

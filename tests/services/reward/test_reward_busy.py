@@ -15,7 +15,7 @@ from services.reward.functions.base import Message, RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.scorer import RewardScorer
-from services.reward.turns import Turns
+from services.reward.turns import FairSlots
 from tests.support.sandbox import code_function
 
 BOMB = "9^{9^{9^9}}"
@@ -26,7 +26,7 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-async def served(turns: Turns, waves: list[list[str]]) -> list[str]:
+async def served(turns: FairSlots, waves: list[list[str]]) -> list[str]:
     """Returns the order in which calls get their turns; each call names its batch, and waves arrive in succession."""
     order: list[str] = []
 
@@ -45,26 +45,26 @@ async def served(turns: Turns, waves: list[list[str]]) -> list[str]:
 
 
 async def test_a_later_request_takes_turns_with_a_large_one() -> None:
-    order = await served(Turns(1), [["a"] * 40, ["b"] * 5])
+    order = await served(FairSlots(1), [["a"] * 40, ["b"] * 5])
     assert max(i for i, batch in enumerate(order) if batch == "b") <= 12
     assert order.count("a") == 40
 
 
 async def test_a_later_request_does_not_wait_behind_many_small_ones() -> None:
-    order = await served(Turns(1), [[f"a{i}" for i in range(40)], ["b"]])
+    order = await served(FairSlots(1), [[f"a{i}" for i in range(40)], ["b"]])
     assert order.index("b") <= 3
     assert order[:20].count("b") == 1
     assert sorted(order) == sorted([f"a{i}" for i in range(40)] + ["b"])
 
 
 async def test_three_requests_get_equal_shares() -> None:
-    order = await served(Turns(2), [["a"] * 30, ["b"] * 30, ["c"] * 30])
+    order = await served(FairSlots(2), [["a"] * 30, ["b"] * 30, ["c"] * 30])
     for batch in "abc":
         assert 8 <= order[:30].count(batch) <= 12
 
 
 async def test_cancelled_calls_give_their_places_back() -> None:
-    turns, batches = Turns(2), ["a", "b", "a", "c"]
+    turns, batches = FairSlots(2), ["a", "b", "a", "c"]
     started: list[int] = []
 
     async def call(i: int) -> None:
@@ -167,10 +167,11 @@ async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScor
 @pytest.mark.integration
 async def test_a_spare_worker_takes_the_place_of_a_killed_one(grader: RewardScorer) -> None:
     pool = grader._pools[0]
-    for _ in range(6000):
+    for _ in range(40_000):
         if pool._idle.qsize() == 4:
             break
         await asyncio.sleep(0.01)
+    assert pool._idle.qsize() == 4, "two and their spares"
     await grader.score([item(BOMB, "5")])
     before = pool._idle.qsize()
     assert before >= 3, "three that have never worked"
@@ -217,6 +218,7 @@ def test_a_busy_machine_fails_no_program() -> None:
             text = f"```python\n{burn.format(100)}\n```"
             [score] = tiny.scores([[{"role": "assistant", "content": text}]], test_cases=[cases])
             assert (score.value, score.status, score.answer) == (None, "timeout", "starved")
+            assert score.reason == "the machine was too busy to run the program"
     finally:
         os.sched_setaffinity(0, allowed)
     assert [result.status for result in tiny.results(burn.format(100), cases)] == ["timeout"]

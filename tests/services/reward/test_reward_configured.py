@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from common.schemas import RewardItem, RewardResult
 from common.sections import RewardSection
 from services.reward.app import create_reward_app
 from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
+from services.reward.functions.base import prepare
 from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.integration
@@ -75,7 +75,7 @@ async def test_a_task_is_ignored_where_no_task_is_named() -> None:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def moody() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=1)) as scorer:
+    async with RewardScorer(RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=2)) as scorer:
         yield scorer
 
 
@@ -89,20 +89,16 @@ async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardScorer
     assert not results[1].correct
 
 
-async def test_a_hang_is_bounded_and_large_batches_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_hang_is_bounded_and_large_batches_are_spread(moody: RewardScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
-    config = RewardSection(functions=[MOODY], function_timeout_s=0.5)
-    async with RewardScorer(config) as scorer:
-        await scorer.ready()
-        start = time.monotonic()
-        results = await scorer.score([item("hang"), *[item("fine")] * 99])
-        assert time.monotonic() - start < 30
+    results = await moody.score([item("hang"), *[item("fine")] * 99])
     assert [result.reward for result in results] == [None, *[0.5] * 99]
 
 
-async def test_custom_functions_may_read_standard_input_and_print() -> None:
-    async with RewardScorer(RewardSection(functions=[MOODY], function_timeout_s=5)) as scorer:
-        [result] = await scorer.score([item("fine", read=True)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_custom_functions_may_read_standard_input_and_print(moody: RewardScorer) -> None:
+    [result] = await moody.score([item("fine", read=True)])
     assert result.status == "error", "there is nothing to read: EOFError, not a hang"
 
 
@@ -115,8 +111,16 @@ async def test_custom_functions_may_read_standard_input_and_print() -> None:
         ("tests.support.own_rewards:NotAFunction", "neither a RewardFunction nor a function"),
     ],
 )
-def test_a_function_that_does_not_work_is_refused_at_the_start(path: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_a_function_that_does_not_work_is_refused(path: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message) as caught:
+        prepare({"functions": [{"target": path, "arguments": {}}]})()
+    assert path in str(caught.value)
+
+
+def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
+    """A separate process tries it; `prepare` runs there."""
+    path = "tests.support.own_rewards:NeedsArguments"
+    with pytest.raises(ConfigError, match="cannot be created") as caught:
         create_reward_app(RewardSection(functions=[path]))
     assert caught.value.field == "reward.functions"
     assert path in str(caught.value)
@@ -163,14 +167,14 @@ class Closure(RewardFunction):
     name = "closure"
 
     def __init__(self, bonus: float) -> None:
-        self.lock, self.threads = threading.Lock(), set[str]()
+        self.lock, self.threads, self.given_up = threading.Lock(), set[str](), threading.Event()
         self.score: Callable[[str], float] = lambda text: bonus + len(text)
 
     def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
         with self.lock:
             self.threads.add(threading.current_thread().name)
             if any(completion[0]["content"] == "hang" for completion in completions):
-                time.sleep(3)
+                self.given_up.wait(400)
             return [self.score(completion[0]["content"]) for completion in completions]
 
 
@@ -184,7 +188,7 @@ async def maths() -> AsyncIterator[MathRewardFunction]:
 async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewardFunction) -> None:
     own = Closure(0.25)
     both = CompositeRewardFunction([maths, FormatRewardFunction(["boxed"])], [1.0, 0.5], name="both")
-    app = create_reward_app(RewardSection(function_timeout_s=1), functions=[own, both])
+    app = create_reward_app(RewardSection(function_timeout_s=5), functions=[own, both])
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
         assert (await http.get("/health")).status_code == 200
@@ -194,7 +198,10 @@ async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewar
         assert answer["rewards"][0]["components"] == {"closure": 9.25, "both": 1.5, "both/math": 1.0, "both/format": 1.0}
         assert [result["correct"] for result in answer["rewards"]] == [True, True], "of the function that verifies"
         assert own.threads == {"reward-function"}
-        late = (await http.post("/reward", json={**good, "response": "hang"})).json()
+        try:
+            late = (await http.post("/reward", json={**good, "response": "hang"})).json()
+        finally:
+            own.given_up.set()
         assert (late["reward"], late["status"]) == (None, "timeout")
         assert (await http.get("/stats")).json()["functions"] == ["closure", "both"]
 

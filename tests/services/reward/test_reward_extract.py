@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from services.reward.answers.exact import parse_number, same_answer
+from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer
 
 PIECES = st.sampled_from(
@@ -79,8 +79,9 @@ def test_a_gold_without_an_answer_is_none(gold: str) -> None:
         ("2 1", None),
     ],
 )
-def test_parse_number(text: str, value: Fraction | None) -> None:
-    assert parse_number(text) == value
+def test_quantity(text: str, value: Fraction | None) -> None:
+    found = quantity(text)
+    assert (found[0] if found and found[1] is None else None) == value
 
 
 @given(st.one_of(st.text(), st.lists(PIECES).map("".join)))
@@ -92,7 +93,7 @@ def test_no_text_makes_extraction_or_comparison_raise(text: str) -> None:
     gold = gold_answer(text)
     same_answer(gold or "1", answer or "2")
     same_answer(clean(text), "1")
-    parse_number(text[:MAX_ANSWER_CHARS])
+    quantity(text[:MAX_ANSWER_CHARS])
 
 
 @given(st.fractions(), st.fractions())
@@ -110,17 +111,17 @@ def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None
 )
 def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
     """A quadratic algorithm would take minutes on a million characters."""
-    start = time.monotonic()
+    start = time.process_time()
     for text in (piece * (1_000_000 // len(piece)), "\\boxed" + piece * 100_000 + "}" * 100_000):
         extract_answer(text)
         gold_answer(text)
-    assert time.monotonic() - start < 30
+    assert time.process_time() - start < 30
 
 
 @pytest.mark.parametrize("piece", ["1,", "1", "\\frac{1}", " ", "1 ", "a ", "ab ", "-", "\\,", "*", "1/", "\\(", "**a"])
 def test_answers_at_the_cap_are_compared_quickly(piece: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]
     for answer in (text, "1 " + text, "1" + text + "!", "\\frac{" + text + "}{2}"):
         same_answer("18", clean(answer))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5

@@ -6,7 +6,7 @@ import pytest
 
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
-from services.reward.answers.exact import parse_number, same_answer
+from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.scorer import RewardScorer
 from tests.support.paths import ROOT, SHARED_DATA
@@ -66,8 +66,8 @@ async def test_real_math500_golds_verify_against_themselves_and_gold_plus_one_ne
     items, right = [], []
     for row in map(json.loads, MATH500.read_text(encoding="utf-8").splitlines()):
         gold = row["answer"]
-        value = parse_number(gold)
-        more = f"{gold}+1" if value is None else str(value + 1)
+        number = quantity(gold)
+        more = str(number[0] + 1) if number and number[1] is None else f"{gold}+1"
         answers = [(row["solution"], True)]
         answers += [(notation.format(said), said == gold) for notation in NOTATIONS for said in (gold, more)]
         items += [RewardItem(response=response, ground_truth=gold) for response, _ in answers]

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -105,15 +104,21 @@ def test_bad_replies_and_overload_are_retried(endpoint: Endpoint) -> None:
 
 
 def test_completion_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoint: Endpoint) -> None:
+    given_up = threading.Event()
+
     def answer(text: str, times: int) -> Reply:
         if "slow" in text:
-            time.sleep(2)
+            given_up.wait(400)
         return said("Score: 11") if "bad" in text else said("Score: 5")
 
     endpoint.answer = answer
-    judge = JudgeRewardFunction(endpoint.url, "big", retries=1, timeout_s=0.5)
-    scores = judge.scores(chats("good", "bad", "slow", "good"), prompt=["p"] * 4)
+    judge = JudgeRewardFunction(endpoint.url, "big", retries=0, timeout_s=3)
+    try:
+        scores = judge.scores(chats("good", "bad", "slow", "good"), prompt=["p"] * 4)
+    finally:
+        given_up.set()
     assert [(score.value, score.status) for score in scores] == [(0.5, "ok"), (None, "error"), (None, "timeout"), (0.5, "ok")]
+    assert [score.reason for score in scores] == ["", "no score from 0 to 10 in: Score: 11", "no answer within 3 s", ""]
     assert math.isnan(judge(chats("bad"), prompt=["p"])[0])
 
 

@@ -86,6 +86,7 @@ def test_chat_over_the_limit_has_no_score(model: Path) -> None:
     short, long = function(chats(["5", "x" * 2000]), prompt=["p", "p"])
     assert math.isfinite(short)
     assert math.isnan(long)
+    assert function.scores(chats(["x" * 2000]), prompt=["p"])[0].reason == "the chat is longer than 60 tokens"
     with pytest.raises(InvalidInput, match="prompt"):
         function(chats(["5"]))
 

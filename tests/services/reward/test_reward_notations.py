@@ -128,6 +128,7 @@ def test_computation_is_not_a_number(gold: str, answers: list[str]) -> None:
         ("2\\pi", ["\\pi+\\pi", "4\\pi/2"]),
         ("2+3i", ["3i+2", "(1+1)+3i"]),
         ("x^2+2x", ["x(x+2)", "x^2+x+x"]),
+        ("301!!", ["301 \\cdot 299!!"]),
     ],
 )
 def test_a_number_is_right_in_any_notation_and_a_gold_that_is_a_computation_in_any_form(gold: str, answers: list[str]) -> None:

@@ -216,11 +216,11 @@ def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> N
     assert statuses(code, "print('x' * 60_000)", [{"input": text, "output": "x" * 60_000}]) == ["passed"]
 
 
-def test_partial_credit_and_all_or_nothing() -> None:
+def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
     cases = [[{"input": "1", "output": "1"}, {"input": "2", "output": "0"}, {"input": "3", "output": "3"}]] * 3
     chats = [block("print(input())"), block("print([0, 1, 0, 3][int(input())])"), [{"role": "assistant", "content": "no"}]]
-    partial, whole = code_function(partial_credit=True), code_function(timeout=3, slots=1)
-    assert partial(chats, test_cases=cases) == [pytest.approx(2 / 3), 1.0, 0.0]
+    whole = code_function(timeout=3, slots=1)
+    assert code(chats, test_cases=cases) == [pytest.approx(2 / 3), 1.0, 0.0]
     scores = whole.scores(chats, test_cases=cases)
     assert [(score.value, score.correct, score.status, score.answer) for score in scores] == [
         (0.0, False, "ok", "passed, wrong, skipped"),
@@ -232,7 +232,7 @@ def test_partial_credit_and_all_or_nothing() -> None:
 def test_the_time_of_all_cases_is_bounded_too() -> None:
     code = code_function(timeout=0.2, partial_credit=True)
     results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
-    assert {result.status for result in results[:5]} == {"timeout"}
+    assert [result.status for result in results[:5]] == ["timeout"] * 5  # five times the limit of one case
     assert [result.status for result in results[6:]] == ["skipped"] * 14
 
 
@@ -284,8 +284,8 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch: pytest.
         create_reward_app(RewardSection(functions=["code"]))
 
 
+@pytest.mark.usefixtures("code")
 def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    code_function()
     whole = command.bwrap_command
 
     def leaky(*arguments: Any) -> list[str]:
@@ -299,8 +299,8 @@ def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reward.code_sandbox none" in str(caught.value.remedy)
 
 
+@pytest.mark.usefixtures("code")
 def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
-    code_function()
     with tempfile.TemporaryDirectory(prefix="rlhf-math-test-", ignore_cleanup_errors=True) as folder:
         made = subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", f"{folder}/venv"], capture_output=True)
         packages = list(Path(folder).glob("venv/lib/python3*/site-packages"))
@@ -322,18 +322,19 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
         CodeRewardFunction(python="/nowhere/python")
 
 
+@pytest.mark.usefixtures("code")
 @pytest.mark.parametrize("variant", command.VARIANTS, ids=str)
 def test_sandbox_contains_without_features_that_some_machines_lack(
     variant: command.Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A container with a masked /proc cannot mount one; with a read-only /proc/sys, it cannot disable namespaces."""
-    code_function()
     monkeypatch.setattr(run, "VARIANTS", (variant,))
     CodeRewardFunction()  # the constructor tries to break out of the sandbox
 
 
-def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = code_function()
+def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
+    code: CodeRewardFunction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, calls = command.bwrap_command, []
 
     def failing(*arguments: Any) -> list[str]:
@@ -347,10 +348,11 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(monkey
     monkeypatch.setattr(run, "bwrap_command", lambda *_: ["/usr/bin/false"])
     [score] = code.scores([block("print(1)")], test_cases=cases)
     assert (score.value, score.status) == (None, "error")
+    assert score.reason.startswith("it did not start")
 
 
 def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
-    code = CodeRewardFunction(timeout=2, sandbox="none", slots=2)
+    code = CodeRewardFunction(timeout=0.5, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
     assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [1.0, 0.0, 0.0]
     assert load(["--reward.functions", "code", "--reward.code_sandbox", "none"], {}).reward.code_sandbox == "none"
@@ -359,9 +361,8 @@ def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
 
 
 @pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    code_function()
-    app = create_reward_app(RewardSection(tasks={"code": ["code"]}, code_timeout_s=2, code_slots=2))
+async def http(code: CodeRewardFunction) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_reward_app(RewardSection(tasks={"code": ["code"]}, code_timeout_s=0.5, code_slots=2))
     transport = httpx.ASGITransport(app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as client:
         yield client

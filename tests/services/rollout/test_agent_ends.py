@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,18 +12,11 @@ import psutil
 import pytest
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
 PORTS = ("ROUTER_PORT", "ENGINE_PORT", "AGENT_PORT", "ROUTER_METRICS_PORT")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports: list[int] = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def start(tmp_path: Path, engine: str | None, ports: list[int]) -> subprocess.Popen[str]:
@@ -49,7 +41,7 @@ def start(tmp_path: Path, engine: str | None, ports: list[int]) -> subprocess.Po
 
 @pytest.fixture
 def ports() -> list[int]:
-    return free_ports(5)
+    return [free_port() for _ in range(5)]
 
 
 def test_engine_that_never_starts_ends_the_node_with_its_last_words(tmp_path: Path, ports: list[int]) -> None:
@@ -71,13 +63,6 @@ def test_missing_sglang_ends_the_start_with_status_2(tmp_path: Path, ports: list
     assert node.returncode == 2
     assert "rollout.engine_python" in errors
     assert "rollout.engine=embedded" in errors
-
-
-def test_port_in_use_ends_the_start_with_its_number(tmp_path: Path, ports: list[int]) -> None:
-    with socket.create_server(("127.0.0.1", ports[2])), start(tmp_path, "sleep 600", ports) as node:
-        _, errors = node.communicate(timeout=400)
-    assert node.returncode == 2
-    assert str(ports[2]) in errors
 
 
 def test_sigterm_while_the_engine_loads_ends_everything(tmp_path: Path, ports: list[int]) -> None:

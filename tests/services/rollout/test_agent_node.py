@@ -1,28 +1,21 @@
 """Two rollout nodes in real processes, with real engines, agents and router, and the trainer's own weight server."""
 
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 
+import httpx
 import psutil
 import pytest
 
 from common.checksums import checksum
 from common.observe import Metrics
 from common.rollout_client import RolloutClient
-from common.topology import TRAINER
+from common.topology import Topology
 from services.rollout.engine_client import EngineClient
-from tests.support.rollout_nodes import (
-    GROUP,
-    TRAINER_PORT,
-    Cluster,
-    Node,
-    flip_last_byte,
-    generate,
-    names,
-    requests_served,
-    until,
-)
+from tests.support.rollout_nodes import TRAINER_PORT, Node, flip_last_byte, generate, requests_served, until
+from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
@@ -32,11 +25,11 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
+    os.environ.update(Topology().loopback_env())
+    cluster = SyncedNodes(tmp_path_factory.mktemp("cluster"))
     app = create_trainer_app(cluster.board, Metrics("trainer"))
-    address = names(2)[f"{TRAINER}-0.{GROUP}"].address
-    with BackgroundServer(app, address, TRAINER_PORT):
+    with BackgroundServer(app, ADDRESS, TRAINER_PORT):
         try:
             yield cluster
         finally:
@@ -46,14 +39,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def both(cluster: Cluster) -> Cluster:
+async def both(cluster: SyncedNodes) -> SyncedNodes:
     """Waits until both nodes are healthy, on whatever weights the previous test left."""
     await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
+    cluster.fenced.clear()
     return cluster
 
 
 @pytest.fixture
-async def rollout(cluster: Cluster) -> AsyncIterator[RolloutClient]:
+async def rollout(cluster: SyncedNodes) -> AsyncIterator[RolloutClient]:
     async with RolloutClient("router", cluster.nodes[0].router_url, deadline_s=60) as client:
         yield client
 
@@ -64,16 +58,17 @@ async def served(node: Node) -> int:
         return await generate(engine)
 
 
-async def test_base_model_is_served_before_anything_is_published(cluster: Cluster, rollout: RolloutClient) -> None:
+async def test_base_model_is_served_before_anything_is_published(cluster: SyncedNodes, rollout: RolloutClient) -> None:
     await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
-    assert {report.version for report in cluster.reports()} <= {None}
+    await until(lambda: len(cluster.reports()) == 2, "two reports", cluster)
+    assert {report.version for report in cluster.reports()} == {None}
     assert cluster.routed() == {node.engine_url for node in cluster.nodes}
     body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}}
     answer = await rollout.request("POST", "/generate", json=body)
     assert answer.json()["meta_info"]["weight_version"] == "default"
 
 
-async def test_a_pause_that_no_agent_asked_for_ends(both: Cluster) -> None:
+async def test_a_pause_that_no_agent_asked_for_ends(both: SyncedNodes) -> None:
     async with EngineClient("engine", both.nodes[0].engine_url, deadline_s=60) as engine:
         await engine.pause()
         await engine.pause()
@@ -85,7 +80,9 @@ async def test_a_pause_that_no_agent_asked_for_ends(both: Cluster) -> None:
         assert not await engine.is_paused()
 
 
-async def test_published_version_is_served_by_every_engine_through_the_router(both: Cluster, rollout: RolloutClient) -> None:
+async def test_published_version_is_served_by_every_engine_through_the_router(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
     both.publish("a", 1)
     both.publish("a", 12)
     await until(lambda: both.all_serve("a", 12), "weights 12 everywhere", both)
@@ -96,7 +93,7 @@ async def test_published_version_is_served_by_every_engine_through_the_router(bo
         assert sum(process.name().startswith("sglang") for process in node.family()) == (node.rank == 0)
 
 
-async def test_both_nodes_get_traffic(both: Cluster, rollout: RolloutClient) -> None:
+async def test_both_nodes_get_traffic(both: SyncedNodes, rollout: RolloutClient) -> None:
     both.publish("a", 13)
     await until(lambda: both.all_serve("a", 13), "weights 13 everywhere", both)
     before = [requests_served(node) for node in both.nodes]
@@ -106,7 +103,7 @@ async def test_both_nodes_get_traffic(both: Cluster, rollout: RolloutClient) -> 
     assert [new - old for old, new in zip(before, after, strict=True)] == [5, 5]
 
 
-async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: Cluster, rollout: RolloutClient) -> None:
+async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: SyncedNodes, rollout: RolloutClient) -> None:
     both.publish("a", 20, spoil=True)
     await until(lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both)
     await until(lambda: both.routed() == set(), "both fenced", both)
@@ -120,7 +117,9 @@ async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: C
 
 
 @pytest.mark.parametrize("damaged", [False, pytest.param(True, marks=pytest.mark.slow)])
-async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, rollout: RolloutClient, damaged: bool) -> None:
+async def test_killed_engine_comes_back_with_the_newest_weights(
+    both: SyncedNodes, rollout: RolloutClient, damaged: bool
+) -> None:
     """The engine does not start from the node's damaged copy: it starts without one, and the agent fetches another."""
     manifest = both.publish("a", 21 + damaged)
     await until(lambda: both.all_serve("a", 21 + damaged), "the weights everywhere", both)
@@ -139,7 +138,7 @@ async def test_killed_engine_comes_back_with_the_newest_weights(both: Cluster, r
     assert checksum(held) == {file.name: file.xxh3 for file in manifest.files}[held.name]
 
 
-async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: Cluster) -> None:
+async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: SyncedNodes) -> None:
     both.publish("a", 21)
     await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
     node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
@@ -160,7 +159,7 @@ async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_wit
     assert sorted(path.name for path in store.iterdir()) == ["v000025", "v000026"]
 
 
-async def test_killed_router_comes_back_with_its_workers(both: Cluster, rollout: RolloutClient) -> None:
+async def test_killed_router_comes_back_with_its_workers(both: SyncedNodes, rollout: RolloutClient) -> None:
     both.publish("a", 27)
     await until(lambda: both.all_serve("a", 27), "weights 27 everywhere", both)
     old = both.nodes[0].status()["router_pid"]
@@ -170,7 +169,7 @@ async def test_killed_router_comes_back_with_its_workers(both: Cluster, rollout:
     assert await generate(rollout) == 27
 
 
-async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: Cluster, rollout: RolloutClient) -> None:
+async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: SyncedNodes, rollout: RolloutClient) -> None:
     both.publish("a", 30)
     await until(lambda: both.all_serve("a", 30), "weights 30 everywhere", both)
     both.publish("b", 0)
@@ -178,7 +177,9 @@ async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: Cl
     assert {await generate(rollout) for _ in range(4)} == {0}
 
 
-async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(both: Cluster, rollout: RolloutClient) -> None:
+async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
     good = both.tensors
     both.tensors = {name: tensor[:1] for name, tensor in good.items()}
     both.publish("b", 1)
@@ -191,7 +192,48 @@ async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(bo
     assert await generate(rollout) == 2
 
 
-async def test_ending_leaves_no_process_behind(both: Cluster) -> None:
+@pytest.mark.parametrize("way", ["http", "shared", "distributed"])
+def test_every_way_delivers_the_same_tensors(both: SyncedNodes, way: str) -> None:
+    publisher = both.publisher(way, way)
+    for version in (1, 2):
+        new = both.weights()
+        publisher.publish(new.items(), version)
+        assert both.serving(way, version)
+        assert both.held() == [sums(new)] * 2
+    info = httpx.get(f"{both.nodes[0].engine_url}/model_info", timeout=10, trust_env=False).json()
+    if way != "distributed":  # a broadcast leaves the path as it was
+        assert (str(both.board.directory) in info["model_path"]) is (way == "shared")
+    assert all(bool(report.checksum) is (way == "distributed") for report in both.reports())
+    assert both.fenced == []
+
+
+def test_a_shared_directory_that_is_not_visible_is_downloaded_loudly(both: SyncedNodes) -> None:
+    publisher, new = both.publisher("elsewhere", "shared"), both.weights()
+    announce = both.board.announce
+    with pytest.MonkeyPatch.context() as patch:  # the nodes do not mount the trainer's disk
+        patch.setattr(
+            both.board, "announce", lambda manifest: announce(manifest.model_copy(update={"directory": "/not/mounted/here"}))
+        )
+        publisher.publish(new.items(), 1)
+    assert both.held() == [sums(new)] * 2
+    assert "/not/mounted/here cannot be read here, weights 1 are downloaded instead" in both.output()
+
+
+def test_a_broadcast_writes_no_files_and_keeps_its_group(both: SyncedNodes) -> None:
+    publisher = both.publisher("quiet", "distributed")
+    before, groups = both.files(), set()
+    for version in (1, 2, 3):
+        publisher.publish(both.weights().items(), version)
+        latest = both.announced()
+        groups.add(latest.group)
+        assert sorted(latest.ranks.values()) == [1, 2]
+        assert len(latest.buckets) > 3
+    assert len(groups) == 1
+    assert both.files() == before
+    assert both.serving("quiet", 3)
+
+
+async def test_ending_leaves_no_process_behind(both: SyncedNodes) -> None:
     """This test is last because it ends the nodes, one with SIGKILL and one with SIGTERM."""
     killed, ended = both.nodes[1], both.nodes[0]
     families = [*killed.family(), *ended.family()]

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from common.checksums import Hasher
 from common.clients import Unreachable
 from common.observe import Metrics
-from common.schemas import WeightFile, WeightManifest
+from common.schemas import Broadcast, WeightFile, WeightManifest
 from common.storing import StorageFailed
 from services.rollout.weights.store import CorruptWeights, TrainerClient, WeightId, WeightsGone, WeightStore
 from trainer.server import create_trainer_app
@@ -169,6 +169,19 @@ async def test_weights_that_an_engine_starts_from_are_verified_again(
     assert not await store.verify(manifest, path)
     assert not store.hold(path)
     assert (await store.fetch(manifest, client) / "w").read_bytes() == b"one"
+
+
+async def test_weights_whose_broadcast_is_withdrawn_stay_where_an_engine_reads_them(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
+    manifest = publish(board, 1, {"w": b"one"})
+    plan = {"group": "g", "master_address": "a", "master_port": 1, "world_size": 2, "backend": "gloo"}
+    sent = Broadcast.model_validate(plan | {"ranks": {}, "epochs": {}, "buckets": []})
+    path = await store.fetch(manifest.model_copy(update={"broadcast": sent}), client)
+    assert store.hold(path)
+    inode = path.stat().st_ino
+    assert await store.fetch(manifest, client) == path
+    assert path.stat().st_ino == inode
 
 
 async def test_store_survives_a_restart_and_clears_incomplete_downloads(

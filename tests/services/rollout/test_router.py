@@ -112,13 +112,12 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
             assert arrived(lost, engine.bodies[-1])["sampling_params"] == {"n": 1}  # such a loss is detectable
 
 
-@pytest.mark.parametrize("count", [2, 4])
-async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str, count: int, tmp_path: Path) -> None:
-    with recorders(count) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
+async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str, tmp_path: Path) -> None:
+    with recorders(4) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
         async with RolloutClient("router", url, deadline_s=120) as client:
             groups = await asyncio.gather(*(generate(client, n=8) for _ in range(256)))
         assert [len(group) for group in groups] == [8] * 256
-        assert [len(engine.bodies) for engine in engines] == [256 // count] * count  # round robin splits exactly
+        assert [len(engine.bodies) for engine in engines] == [64] * 4  # round robin splits exactly
         assert {body["sampling_params"]["n"] for engine in engines for body in engine.bodies} == {8}
 
 

@@ -22,12 +22,12 @@ def main(directory: Path, settings: list[str]) -> None:
         critic.update(make_rows(9, seed=0), seed=0)
         saved = directory / "saved"
         critic.save(saved)
-        critic = Critic(config, ranks, saved if ranks.first else None)  # only rank 0 has the checkpoint
+        critic = Critic(config, ranks, saved if ranks.is_rank_zero else None)  # only rank 0 has the checkpoint
         assert critic.step == 1
         critic.update(make_rows(9, seed=1), seed=1)
         np.save(directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7))))
         new = {name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()}
-        if ranks.first:
+        if ranks.is_rank_zero:
             save_file(new, directory / "new.safetensors")
         ranks.barrier()  # as in the trainer: a rank that ends first would close the others' connections
 

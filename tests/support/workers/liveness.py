@@ -26,7 +26,7 @@ def main(directory: Path, part: str, limit_s: float) -> None:
         begin = time.monotonic()
         if part == "fail" and ranks.rank == 1:
             raise ServiceError("no room on the device")
-        if part == "wait" and ranks.first:
+        if part == "wait" and ranks.is_rank_zero:
             time.sleep(600)
         if part == "compute" and ranks.rank == 1:
             matrix = torch.rand(3000, 3000)
@@ -37,7 +37,7 @@ def main(directory: Path, part: str, limit_s: float) -> None:
             time.sleep(0.01)
         if part == "compute":
             ranks.barrier()
-            if ranks.first:
+            if ranks.is_rank_zero:
                 time.sleep(3 * limit_s)
     (directory / f"done{ranks.rank}").touch()
 

@@ -21,7 +21,7 @@ def main(directory: Path, settings: list[str]) -> None:
         policy = Policy(config, ranks)
         metrics = policy.update(prepared(policy, groups)).metrics
         new = {name: tensor.clone() for name, tensor in policy.weights()}
-        if ranks.first:
+        if ranks.is_rank_zero:
             save_file(new, directory / "new.safetensors")
             (directory / "metrics.txt").write_text(f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}")
 

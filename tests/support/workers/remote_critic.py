@@ -23,7 +23,7 @@ def main(directory: Path, settings: list[str]) -> None:
     config = load(settings, {})
     with Ranks.from_env(timeout_s=400) as ranks, ExitStack() as stack:
         client, loop = None, None
-        if ranks.first:  # as in the trainer, only rank 0 talks to services
+        if ranks.is_rank_zero:  # as in the trainer, only rank 0 talks to services
             loop = stack.enter_context(LoopThread())
             client = CriticClient("critic-server", f"http://127.0.0.1:{config.critic.port}")
             stack.callback(lambda: loop.call(client.close()))

@@ -70,11 +70,11 @@ def learned(policy: Policy, updates: int, reference: Reference | None = None, pa
 def run(
     directory: Path, name: str, case: dict[str, Any], config: Config, ranks: Ranks
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    if case.get("hidden") and not ranks.first:  # paths are relative, so this acts like a node with its own disk
+    if case.get("hidden") and not ranks.is_rank_zero:  # paths are relative, so this acts like a node with its own disk
         os.chdir("/")
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
-            module.computes_low = lambda *_: True  # type: ignore[attr-defined]
+            module.computes_in_bfloat16 = lambda *_: True  # type: ignore[attr-defined]
     common.memory.WHOLE_GRADIENTS_BYTES = case.get("whole", _WHOLE)
     if "resume" in case:
         policy, state, saved = Policy.resume(config, ranks, Path(case["resume"]))
@@ -85,7 +85,7 @@ def run(
     reference = Reference(policy, saved)
     with Messages() if case.get("messages") else nullcontext() as messages:
         metrics = learned(policy, case.get("updates", 3), reference, case.get("parked", False))
-    if messages and ranks.first:
+    if messages and ranks.is_rank_zero:
         (directory / f"{name}-messages.json").write_text(json.dumps(messages.counts))
     if "save" in case:
         save(policy, Path(case["save"]) / "checkpoints", reference=reference)
@@ -110,7 +110,7 @@ def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
                 continue
             metrics, weights = run(directory, name, case, config, ranks)
             save_file(weights, directory / f"{name}-{ranks.rank}.safetensors")
-            if ranks.first:
+            if ranks.is_rank_zero:
                 (directory / f"{name}.json").write_text(json.dumps(metrics))
         base.barrier()
 

@@ -1,4 +1,4 @@
-"""Run by torchrun: rank 0 waits in a collective that rank 1 never reaches, because it waits for something else."""
+"""Run on two ranks: rank 0 waits in a collective that rank 1 never reaches, because it waits for something else."""
 
 import sys
 import threading
@@ -18,7 +18,7 @@ def main(directory: Path) -> None:
         watchdog.start()
         ranks.barrier()
         watchdog.at("the update of step 3")
-        if ranks.first:
+        if ranks.is_rank_zero:
             ranks.sum(torch.ones(10))
         threading.Event().wait()
 

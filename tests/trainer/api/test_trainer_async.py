@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from fastapi import FastAPI
 from rich.console import Console
 
@@ -20,7 +19,7 @@ from common.config import Config, load
 from common.errors import ConfigError, ServiceError
 from common.schemas import Group, WeightManifest
 from common.wire import decode_groups
-from services.engine.model import Model
+from services.engine.scheduler import Scheduler
 from tests.support.groups import batch_of
 from tests.support.in_process import metrics
 from tests.support.paths import ROOT
@@ -33,11 +32,13 @@ from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.engines import DirectPublisher
 from trainer.weights.publisher import Weights
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 
 Settings = Callable[..., Config]
 FRESH = 4
 """Groups per step."""
+LONG = 180
+"""Tokens of a long answer."""
 
 
 @pytest.fixture
@@ -204,16 +205,31 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts 4 to 7 get long answers, half done when version 1 arrives; the answers to prompt 4 come too late."""
-    decode = Model.decode
+    step, publish, running = Scheduler.step, DirectPublisher.publish, threading.Event()
 
-    def slow(self: Model, *arguments: Any) -> torch.Tensor:
-        time.sleep(0.01)
-        return decode(self, *arguments)
+    def patient(self: Scheduler, admit: bool) -> None:
+        """Computes the second half of the long answers only with version 1."""
+        count, limit = (self.rows.state[name][: len(self.rows)] for name in ("count", "limit"))
+        long = count[limit == LONG]
+        if self.weight_version != "0" or (long < LONG / 2).all():
+            step(self, admit)
+            return
+        if admit:
+            self._admit()
+        if len(long) == 4 * FRESH:
+            running.set()
+        time.sleep(0.001)
+
+    def watched(self: DirectPublisher, weights: Weights, version: int) -> None:
+        if version == 1:
+            assert running.wait(400)
+        publish(self, weights, version)
 
     class Long(Numbered):
         def __init__(self, app: FastAPI) -> None:
             super().__init__(app)
-            self.answered, self.long, self.late = 0, asyncio.Event(), asyncio.Event()
+            self.short, self.answered, self.long, self.late = 0, 0, asyncio.Event(), asyncio.Event()
+            self.first = asyncio.Event()
 
         async def generate(self, request: httpx.Request, call: int) -> httpx.Response:
             if 2 * FRESH < call <= 3 * FRESH:  # these overtake only prompt 4
@@ -221,9 +237,14 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
             if call == 3 * FRESH + 1:  # starts after version 2 was confirmed
                 self.late.set()
             if not FRESH < call <= 2 * FRESH:
-                return await super().generate(request, call)
+                response = await super().generate(request, call)
+                self.short += 1
+                if self.short == FRESH:
+                    self.first.set()
+                return response
+            await self.first.wait()
             body = json.loads(await request.aread())
-            body["sampling_params"] |= {"max_new_tokens": 180, "ignore_eos": True, "stop_token_ids": []}
+            body["sampling_params"] |= {"max_new_tokens": LONG, "ignore_eos": True, "stop_token_ids": []}
             response = await super().generate(httpx.Request("POST", request.url, json=body), call)
             if call == FRESH + 1:
                 await self.late.wait()
@@ -232,7 +253,8 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
                 self.long.set()
             return response
 
-    monkeypatch.setattr(Model, "decode", slow)
+    monkeypatch.setattr(Scheduler, "step", patient)
+    monkeypatch.setattr(DirectPublisher, "publish", watched)
     config = settings("--trainer.max_staleness", "1", "--trainer.when_stale", "drop")
     run(config, Long)
     lines, groups = metrics(config), trained(config)
@@ -246,7 +268,7 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
         for completion in group.completions:
             (first, start, middle), (second, again, end) = completion.weight_versions
             assert (first, second) == (0, 1)
-            assert 0 == start < middle == again < end == len(completion.token_ids) == 180
+            assert 0 == start < middle == again < end == len(completion.token_ids) == LONG
             assert completion.weight_version == 0
     assert group_is_current(long[0], config, step=0)
     assert not group_is_current(long[0], config, step=1)
@@ -275,15 +297,16 @@ def test_off_policy_runs_are_corrected_unless_told_otherwise(staleness: int, giv
         assert load(cap, {}).algorithm.correction_cap == 3
 
 
-def test_background_publishing_counts_only_while_nothing_else_runs() -> None:
+def test_background_publishing_counts_only_while_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = StageClock()
     with clock.stage(PUBLISHING):
         with clock.stage("update"):
-            time.sleep(0.03)
+            now = 3.0
         with clock.stage("generation"):
-            time.sleep(0.03)
-        time.sleep(0.03)
+            now = 7.0
+        now = 12.0
     seconds = clock.lap()
     assert PUBLISHING not in seconds
-    assert min(seconds["update"], seconds["generation"], seconds["publish"]) >= 0.03
-    assert seconds["waiting"] < 0.03
+    assert (seconds["update"], seconds["generation"], seconds["publish"], seconds["waiting"]) == (3.0, 4.0, 5.0, 0.0)

@@ -110,7 +110,7 @@ def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any
     ids=["plain", "critic-and-reference", "adapter", "merged"],
 )
 def test_a_colocated_run_equals_a_separate_one(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, no_curves: None, more: tuple[str, ...]
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     apart, lines = _result(settings("apart", *more))
     watched = Watched(monkeypatch)

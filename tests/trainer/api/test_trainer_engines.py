@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections import Counter
@@ -28,7 +27,7 @@ from tests.support.ports import free_port
 from tests.support.processes import alive
 from trainer import GRPOConfig, GRPOTrainer
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 ROWS = [{"prompt": [{"role": "user", "content": problem.question}]} for problem in islice(problems("train"), 12)]
 
 
@@ -51,9 +50,7 @@ def served(directory: Path, asked: Counter[str]) -> Iterator[str]:
             asked[url + scope["path"]] += 1
         await app(scope, receive, send)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     server = uvicorn.Server(uvicorn.Config(counting, "127.0.0.1", port, log_level="warning"))
     thread = threading.Thread(target=server.run)

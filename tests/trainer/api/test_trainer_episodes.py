@@ -13,7 +13,7 @@ from tests.support.own_environments import Insists
 from trainer import GRPOConfig, GRPOTrainer
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 ROWS = [{"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)]
 
 
@@ -49,7 +49,7 @@ def test_an_environment_that_a_function_makes_plays_and_rewards_the_episodes(bas
     assert len(result.evaluations) == 2
     (group,) = read_lines(result.output_dir / "samples.jsonl")
     assert all(completion["turns"] for completion in group["completions"])
-    assert {completion["reward"] for completion in group["completions"]} <= {n / 7 for n in range(7)}
+    assert {completion["reward"] for completion in group["completions"]} <= {n / 97 for n in range(97)}
     with pytest.raises(ConfigError, match=r"evaluate is for single answers.*eval_dataset"):
         trainer.evaluate()
 

@@ -104,7 +104,6 @@ def test_the_prompt_of_a_family_is_what_its_tokenizer_makes_of_its_chat(name: st
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_a_family_runs_the_whole_system(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     directory = FAMILIES[name].write(tmp_path / "hub")

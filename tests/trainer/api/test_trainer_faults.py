@@ -11,14 +11,14 @@ import httpx
 import pytest
 from rich.console import Console
 
-from common.clients import ReplayClient
+from common.clients import DataClient, ReplayClient
 from common.config import Config
-from common.schemas import TakenGroups, TakeRequest
+from common.schemas import PromptBatch, TakenGroups, TakeRequest
 from tests.support.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 
 
 def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., Config]) -> None:
@@ -37,6 +37,20 @@ def test_a_data_server_that_lost_its_cursor_is_set_back(settings: Callable[..., 
     train_in_process(config, quiet(), lambda app: Losing(app, set(), lambda: httpx.Response(500)))
     assert [group.position for group in stored(config)] == list(range(12))
     assert len({group.prompt_id for group in stored(config)}) == 12
+
+
+def test_another_client_that_keeps_drawing_prompts_ends_the_run(
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = DataClient.prompts
+
+    async def shared(client: DataClient, count: int, request_id: str) -> PromptBatch:
+        await prompts(client, 1, f"{request_id}-of-another")
+        return await prompts(client, count, request_id)
+
+    monkeypatch.setattr(DataClient, "prompts", shared)
+    with pytest.raises(CollectFailed, match="another client draws from it"):
+        train_in_process(settings(), quiet())
 
 
 @pytest.fixture

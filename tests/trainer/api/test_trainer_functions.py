@@ -15,7 +15,7 @@ from services.data.tiny import problems
 from trainer import GRPOConfig, GRPOTrainer, OnlineRLTrainer, TrainerConfig
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 
 ROWS = [
     {"prompt": [{"role": "user", "content": p.question}], "answer": p.solution, "level": i % 2}
@@ -32,6 +32,7 @@ def config(folder: Path, **fields: Any) -> GRPOConfig:
     return GRPOConfig(output_dir=folder / "run", **SMALL | {"max_steps": 1, "verbose": False} | fields)
 
 
+@pytest.mark.usefixtures("curves")
 def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> None:
     calls: list[dict[str, Any]] = []
 
@@ -134,6 +135,21 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
     assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
     assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
     assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {"step_000001", "step_000002"}
+
+
+def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(base_model: Path, tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    class Asks:
+        def on_step_end(self, control: Any) -> None:
+            control.should_save = control.should_evaluate = True
+
+        def on_save(self, state: Any) -> None:
+            saved.append(state.global_step)
+
+    result = GRPOTrainer(str(base_model), length, config(tmp_path, max_steps=2, save_steps=1), ROWS, callbacks=[Asks()]).train()
+    assert saved == [1, 2]
+    assert result.evaluations == [], "there is nothing held out"
 
 
 def test_a_callback_that_would_not_be_called_is_refused(base_model: Path, tmp_path: Path) -> None:

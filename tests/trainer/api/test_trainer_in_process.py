@@ -24,7 +24,7 @@ from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed
 from trainer.rollouts.priorities import load_priority
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 
 
 def test_a_run_is_repeatable_and_depends_on_the_seed(settings: Callable[..., Config]) -> None:

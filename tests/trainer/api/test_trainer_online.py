@@ -18,7 +18,7 @@ from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
 from trainer.algorithms.batch import MicroBatch
 from trainer.policy.policy import Policy
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 
 Run = Callable[..., TrainResult]
 

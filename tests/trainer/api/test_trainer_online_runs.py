@@ -102,6 +102,7 @@ def test_resuming_without_a_checkpoint_starts_a_run(base_model: Path, tmp_path: 
     assert trainer.train(resume_from_checkpoint=True).global_step == 1
 
 
+@pytest.mark.usefixtures("curves")
 def test_without_an_output_directory_a_new_one_is_made(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

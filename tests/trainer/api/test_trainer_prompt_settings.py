@@ -15,7 +15,7 @@ from services.data.tiny import problems
 from trainer import MathRewardFunction, ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.cli.evaluate_model import main
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 ROWS = [
     Prompt(id=f"p{i}", prompt=p.question, ground_truth=str(p.answer), columns={"level": i})
     for i, p in enumerate(itertools.islice(problems("test"), 8))

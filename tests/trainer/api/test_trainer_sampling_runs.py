@@ -12,7 +12,7 @@ from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 from trainer.policy.scorer import load_tokenizer
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 Run = tuple[Config, list[dict[str, Any]], list[Group]]
 
 

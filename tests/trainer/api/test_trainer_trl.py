@@ -145,11 +145,11 @@ def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
 
     targets = {"v_proj", "q_proj"}
     given = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
-    settings = of_peft(given, {})
+    settings = of_peft(given)
     names = ["q_proj", "v_proj"]
     assert settings == {"lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.1, "lora.target_modules": names}
     assert mapped(settings=settings).lora.rank == 8
-    stable = of_peft(LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear"), {})
+    stable = of_peft(LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear"))
     assert (stable["lora.alpha"], stable["lora.target_modules"]) == (32, [])  # 8 / sqrt(16) = 32 / 16
 
 
@@ -171,7 +171,7 @@ def test_unsupported_adapters_are_refused(fields: dict[str, Any], named: str) ->
     from peft import LoraConfig
 
     with pytest.raises(ConfigError, match=rf"field: peft_config\.{named}"):
-        of_peft(LoraConfig(**{"target_modules": ["q_proj"]} | fields), {})
+        of_peft(LoraConfig(**{"target_modules": ["q_proj"]} | fields))
 
 
 def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from common.errors import ConfigError, ServiceError
 from services.data.tiny import Split, problems
+from tests.support.forks import Forked
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT
 from trainer.cli import evaluate_model, train_math
@@ -106,7 +107,7 @@ def test_training_and_evaluation_on_the_built_in_task(
     assert found["prompts"][gained] in said
 
 
-@pytest.mark.parametrize("kind", ["rloo", "ppo"])
+@pytest.mark.parametrize("kind", [pytest.param("rloo", marks=pytest.mark.slow), "ppo"])
 def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, kind: str) -> None:
     train_math.main(
         [
@@ -193,20 +194,15 @@ def test_help_teaches_and_does_not_wait_for_torch() -> None:
 
 def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(base_model: Path, tmp_path: Path) -> None:
     words = ["--model", str(base_model), *QUICK, "--save-steps", "1", "--output-dir", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.train_math", *words],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    log = tmp_path / "log"
+    process = Forked("trainer.train_math", *words, log=log)
     limit = time.monotonic() + 400
     while not (tmp_path / "run" / "checkpoints" / "step_000001").exists() and time.monotonic() < limit:
+        assert process.poll() is None, log.read_text()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=400)
-    assert process.returncode == 130, said
+    status, said = process.wait(400), log.read_text()
+    assert status == 130, said
     assert "interrupted; the same command with --resume" in said
     assert "Traceback" not in said
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -89,29 +90,30 @@ async def test_a_service_is_healthy_then_hangs_then_is_dead(base_model: Path, tm
     ):
         health = Health(ports(config, data=data.port, replay=replay.port, reward=port), Topology(), lambda: 1, lambda: 12)
         async with health.running():
-            states = await until(health, "reward-server", "healthy")
+            states = await until(health, "healthy", "data-server", "reward-server", "replay-buffer")
             well = {name for name, (state, _) in states.items() if state == "healthy"}
             assert well == {"ppo-trainer", "data-server", "reward-server", "replay-buffer"}
             assert states["rollout-server-0"][0] == states["router"][0] == "dead"
             assert states["replay-buffer"][1] == "0 of 100,000 completions"
             process.send_signal(signal.SIGSTOP)
-            states = await until(health, "reward-server", "dead")
+            states = await until(health, "dead", "reward-server")
             assert states["reward-server"][1] == "no answer within 2 s"
             process.send_signal(signal.SIGCONT)
-            await until(health, "reward-server", "healthy")
+            await until(health, "healthy", "reward-server")
             process.kill()
-            states = await until(health, "reward-server", "dead")
+            states = await until(health, "dead", "reward-server")
             assert "no answer" not in states["reward-server"][1]
 
 
-async def until(health: Health, name: str, state: str) -> dict[str, tuple[str, str]]:
-    """Returns state and text of all services, once the named one has this state."""
-    for _ in range(200):
+async def until(health: Health, state: str, *names: str) -> dict[str, tuple[str, str]]:
+    """Returns state and text of all services, once the named ones have this state."""
+    limit = time.monotonic() + 400
+    while time.monotonic() < limit:
         found: dict[str, tuple[str, str]] = {service.name: (service.state, service.text) for service in await health.ask()}
-        if found[name][0] == state:
+        if all(found[name][0] == state for name in names):
             return found
         await asyncio.sleep(0.3)
-    raise AssertionError(f"{name} is never {state}: {found}")
+    raise AssertionError(f"{names} are never {state}: {found}")
 
 
 @pytest.mark.integration
@@ -144,7 +146,7 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
     with BackgroundServer(app, "127.0.0.1", 0) as server:
         health = Health(ports(config, environment=server.port), Topology(), lambda: 0, lambda: None)
         async with health.running():
-            found = await until(health, "environment-server-0", "healthy")
+            found = await until(health, "healthy", "environment-server-0")
             assert found["environment-server-0"][1] == "0 episodes; 3 calls are stuck, the limit is 64"
             health._environment(
                 {"nodes": 2, "episodes": {"ok": 1200, "died": 2}, "running": 1, "hung_calls": 0, "hung_calls_limit": 64}

@@ -66,7 +66,9 @@ def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
 
 
 @pytest.fixture
-def group(base_model: Path, tmp_path: Path) -> Iterator[Group]:
+def group(base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    for name in ("PATIENCE_S", "_ENGINE_PATIENCE_S"):  # what is killed refuses at once
+        monkeypatch.setattr(f"trainer.dashboard.health.{name}", 60.0)
     with running(make_run(tmp_path / "run", 30), base_model, tmp_path) as found:
         yield found
 
@@ -81,7 +83,7 @@ def test_a_dead_service_and_a_dead_node_are_red_and_so_is_a_dead_trainer(page: P
     assert "in work 0" in node
     page.until(lambda: "tokens/s 0" in page.text(f"[data-name={ROLLOUT}-0]"), "a rate, from the second look on")
     assert "sends to 1 of 1 engines" in page.text("[data-name=router]")
-    assert page.text("#alarms") == ""
+    page.until(lambda: page.text("#alarms") == "", "no alarm")
     green = page.run(_DOT, REWARD)
     assert page.errors() == []
 
@@ -89,7 +91,7 @@ def test_a_dead_service_and_a_dead_node_are_red_and_so_is_a_dead_trainer(page: P
     page.until(lambda: page.count(f".services .dead[data-name={REWARD}]"), "reward-server is dead")
     assert page.run(_DOT, REWARD) != green
     page.until(lambda: "reward-server is dead for " in page.text("#alarms [role=alert]"), "since when")
-    assert page.count(".services .dead") == 1
+    page.until(lambda: page.count(".services .dead") == 1, "nothing else is dead")
     group.node.engine().kill()
     page.until(lambda: page.count(f".services .dead[data-name={ROLLOUT}-0]"), "the engine is dead")
     os.killpg(group.node.process.pid, signal.SIGKILL)

@@ -70,7 +70,7 @@ def groups(policy_dir: Path) -> list[Group]:
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the trainer compute in bfloat16 on this CPU, as on a GPU."""
     for module in (trainer.policy.policy, trainer.policy.reference):
-        monkeypatch.setattr(module, "computes_low", lambda *_: True)
+        monkeypatch.setattr(module, "computes_in_bfloat16", lambda *_: True)
 
 
 def clipped(policy_dir: Path, groups: list[Group], *words: str) -> tuple[float, float]:

@@ -1,10 +1,7 @@
 """Sharded policies: the same update on any number of ranks, from files visible to all ranks or only to rank 0."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,12 +16,12 @@ from common.errors import ConfigError
 from learning.loading import Pretrained, fill, materialise
 from learning.ranks import Ranks
 from learning.sharding import named_tensors
+from tests.support.forks import Forked
 from tests.support.groups import VOCABULARY, save
-from tests.support.paths import ROOT
 from tests.support.sharding import One, arguments, run_cases
 from tests.support.tiny_models import make
 from tests.support.workers.sharded_policies import learned
-from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, TrainerState, newest
+from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
 from trainer.policy.policy import Policy
 
 _UNITS = 3
@@ -180,22 +177,13 @@ def test_an_incomplete_checkpoint_leaves_the_previous_one(config: Config, tmp_pa
     first = save(policy, tmp_path)
     policy.step = 1
     if kind == "killed":
-        code = (
-            "import os, sys; from pathlib import Path; import learning.saving as saving;"
-            "from common.config import Config; from learning.ranks import Ranks;"
-            "from tests.support.groups import save; from trainer.policy.policy import Policy;"
-            "saving.Snapshot.write_state = lambda *_: os._exit(9);"
-            "c = Config(); c.model.name = sys.argv[1]; l = Policy(c, Ranks()); l.step = 1; save(l, Path(sys.argv[2]))"
-        )
-        root = str(ROOT)
-        done = subprocess.run(
-            [sys.executable, "-c", code, config.model.name, str(tmp_path)], env={**os.environ, "PYTHONPATH": root}, timeout=100
-        )
-        assert done.returncode == 9
+        log = tmp_path.with_suffix(".log")
+        writer = Forked("tests.support.workers.killed_save", config.model.name, str(tmp_path), log=log)
+        assert writer.wait(400) == 9, log.read_text()
         assert (tmp_path / "step_000001.partial").is_dir()
     else:
         checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
-        checkpoints.save(TrainerState(1, 7, "run", 0.0), policy.snapshots(alone=False))
+        checkpoints.save(RunState(1, 7, "run", 0.0), policy.snapshots(alone=False))
         with pytest.raises(CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"):
             checkpoints.wait()
     assert newest(tmp_path) == first
@@ -227,7 +215,7 @@ def test_a_checkpoint_holds_the_model_of_its_step(config: Config, tmp_path: Path
         return []
 
     checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=static)
-    path = checkpoints.save(TrainerState(0, 0, "run", 0.0), policy.snapshots(alone=False))
+    path = checkpoints.save(RunState(0, 0, "run", 0.0), policy.snapshots(alone=False))
     learned(policy, 1)
     assert newest(tmp_path) is None
     gate.set()

@@ -208,15 +208,15 @@ def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: C
     for i, own in enumerate(known(batch.old_logprobs)):
         assert not np.array_equal(own, engine[i])
         assert np.array_equal(batch.rollout_logprobs(i), engine[i] if i < 8 else own)
-    micro = MicroBatch.of(batch, np.arange(16), policy.scorer.layout)
+    micro = MicroBatch.of(batch, np.arange(16), policy.scorer.layout, policy.ranks.device)
     expected = np.concatenate([batch.rollout_logprobs(i) for i in range(16)])
     assert np.array_equal(micro.rollout_logprobs.numpy(), expected)
 
 
-def test_a_held_policy_stays_and_its_version_moves(config: Config, groups: list[Group]) -> None:
+def test_a_skipped_update_leaves_the_policy_and_its_version_moves(config: Config, groups: list[Group]) -> None:
     policy = Policy(config, Ranks())
     before = parameters(policy)
-    metrics = policy.hold(whole(groups, config)).metrics
+    metrics = policy.skip_update(whole(groups, config)).metrics
     assert (policy.step, metrics.updates, metrics.trained_tokens) == (1, 0, 0)
     assert not differ(parameters(policy), before)
 

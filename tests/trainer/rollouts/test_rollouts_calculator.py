@@ -17,12 +17,12 @@ from services.environment.messages import parse_messages
 from services.environment.parsing import parse_answer
 from services.environment.template import Template
 from tests.support.in_process import stored
-from tests.support.own_environments import Alternating
+from tests.support.own_environments import RewardsAtRandom
 from tests.support.paths import ROOT
 from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_curves")]
+pytestmark = pytest.mark.integration
 QUIET = Console(quiet=True)
 
 
@@ -98,7 +98,7 @@ def test_episodes_with_the_calculator_train_on_the_tokens_that_were_sampled(
         "trainer.max_steps": 2,
         "trainer.eval_samples": 8,
     }
-    change["environment.name"] = f"python:{Alternating.__module__}:{Alternating.__name__}"
+    change["environment.name"] = f"python:{RewardsAtRandom.__module__}:{RewardsAtRandom.__name__}"
     config = settings(made, tmp_path / "run", **change)
     train_in_process(config, QUIET)
     steps = read_lines(tmp_path / "run" / "metrics.jsonl")

@@ -48,7 +48,6 @@ def train(config: Config, count: int = 8) -> list[dict[str, Any]]:
     return read_lines(config.trainer.run_dir / "metrics.jsonl")
 
 
-@pytest.mark.usefixtures("no_curves")
 def test_every_trained_token_has_the_log_probability_that_the_engine_sampled_it_with(small: Config, tmp_path: Path) -> None:
     records = train(episodes_of(small, Insists))
     assert len(records) == 2
@@ -131,7 +130,6 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
         batch_of([groups[0], with_episodes([1.0, 0.0, 0.0], [1, 1, 1])], config)
 
 
-@pytest.mark.usefixtures("no_curves")
 def test_an_environment_that_fails_drops_its_group_with_the_reason(small: Config) -> None:
     config = episodes_of(small, Moody)
     config.trainer.eval_samples, config.trainer.num_epochs = 0, 1

@@ -14,13 +14,13 @@ from learning.ranks import Ranks
 from tests.support.sft import random_rows
 from trainer.policy.policy import Policy
 from trainer.sft.learner import Learner
-from trainer.sft.rows import Row
+from trainer.sft.rows import TrainingSequence
 
 _NEAR = 3e-5
 """A hundredth of the distance three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
 
 
-def reference_loss(model: Any, rows: list[Row]) -> Tensor:
+def reference_loss(model: Any, rows: list[TrainingSequence]) -> Tensor:
     """Computes the mean loss over all learned tokens from transformers' loss of each row alone."""
     total: Any = 0.0
     for row in rows:
@@ -67,9 +67,11 @@ def test_unlearned_tokens_have_no_effect(config: Config) -> None:
     (row,) = random_rows(1, seed=3)
     learned = np.zeros_like(row.learned)
     learned[:2] = 1
-    short = Row(row.prompt_ids, row.completion_ids[:2], learned[:2])
+    short = TrainingSequence(row.prompt_ids, row.completion_ids[:2], learned[:2])
     learner = Learner(Policy(config, Ranks()))
-    assert learner.loss([Row(row.prompt_ids, row.completion_ids, learned)]) == pytest.approx(learner.loss([short]), rel=1e-6)
+    assert learner.loss([TrainingSequence(row.prompt_ids, row.completion_ids, learned)]) == pytest.approx(
+        learner.loss([short]), rel=1e-6
+    )
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(config: Config, tmp_path: Path) -> None:

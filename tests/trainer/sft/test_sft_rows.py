@@ -11,7 +11,7 @@ from common.errors import ConfigError
 from common.prompts import Prompter, PromptStyle
 from common.schemas import Prompt
 from services.data.worked import answered, example
-from trainer.sft.rows import Batches, Encoder, Row, pack, unpack
+from trainer.sft.rows import Batches, Encoder, TrainingSequence, pack, unpack
 
 END = "<|im_end|>"
 THINKING = (
@@ -37,7 +37,7 @@ def chat(*contents: str, system: str = "") -> Prompt:
     return example("row", [{"role": "system", "content": system}, *roles] if system else roles)
 
 
-def texts(tokenizer: Any, row: Row) -> tuple[str, list[str]]:
+def texts(tokenizer: Any, row: TrainingSequence) -> tuple[str, list[str]]:
     """Returns the text of the whole row and of each learned passage."""
     passages: list[list[int]] = [[]]
     for token, learned in zip(row.completion_ids.tolist(), row.learned.tolist(), strict=True):

@@ -15,23 +15,17 @@ from learning.ranks import Ranks
 from services.data.worked import Examples, load_examples
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
+from tests.support.sft import fine_tune
 from trainer.dashboard.runs import RunReader
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
 from trainer.sft.learner import Learner, Update
-from trainer.sft.rows import Row
-from trainer.sft.run import fine_tune
+from trainer.sft.rows import TrainingSequence
 from trainer.sft.settings import PURPOSE
 
 pytestmark = pytest.mark.integration
 
 QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def no_loss_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the plot at the end of a run."""
-    monkeypatch.setattr("trainer.observe.plots.plot_losses", lambda *_: None)
 
 
 def settings(policy_dir: Path, directory: Path, *more: str) -> Config:
@@ -45,6 +39,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.usefixtures("curves")
 def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(
         policy_dir, tmp_path / "run", "--trackers.names", "tests.support.fake_trackers:Keeps", "--trainer.eval_every", "3"
@@ -69,11 +64,11 @@ def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(policy_dir: Path, 
 
 
 def test_an_interrupted_run_goes_on_to_the_very_same_weights(
-    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_loss_curves: None
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, learn = settings(policy_dir, tmp_path / "run"), Learner.learn
 
-    def ends(self: Learner, rows: list[Row]) -> Update:
+    def ends(self: Learner, rows: list[TrainingSequence]) -> Update:
         if self._policy.step == 3:
             raise RuntimeError("this is the end")
         return learn(self, rows)
@@ -96,7 +91,7 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
 
 
 @pytest.mark.integration
-def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_path: Path) -> None:
     """The model is sharded, a rank without a row takes part, and only rank 0 has the data."""
     constant = ("--trainer.lr_schedule", "constant", "--trainer.micro_batch_size", "1", "--trainer.batch_size", "3")
     one = settings(policy_dir, tmp_path / "one", *constant, "--trainer.max_steps", "3")
@@ -113,7 +108,7 @@ def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_pat
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=1e-5)
 
 
-def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(policy_dir, tmp_path / "run", "--lora.rank", "4", "--lora.dropout", "0.1", "--trainer.num_epochs", "1")
     saved = fine_tune(config, load_examples(config), QUIET)
     assert (saved / "adapter_model.safetensors").exists()
@@ -122,10 +117,10 @@ def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path, no_loss_c
     assert after < before
 
 
-def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path, no_loss_curves: None) -> None:
+def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
-    with pytest.raises(ConfigError, match="belongs to a run with learning from answers, this run has rewards"):
+    with pytest.raises(ConfigError, match=r"was made by rlhf-sft · field: trainer.run_dir · value: .*run · remedy"):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
 

@@ -1,0 +1,78 @@
+"""Rollout nodes with the trainer's own publisher, for every way to bring weights into engines."""
+
+from pathlib import Path
+
+import httpx
+import torch
+from torch import Tensor
+
+from common.schemas import Broadcast, WorkerReport
+from common.topology import TRAINER
+from learning.weight_group import digest
+from tests.support.rollout_nodes import GROUP, Cluster, Node, names
+from trainer.weights.broadcast import Broadcaster
+from trainer.weights.publisher import Publisher
+from trainer.weights.transfer import Rendezvous
+
+ADDRESS = names(2)[f"{TRAINER}-0.{GROUP}"].address
+PATIENCE_S = 120.0
+"""How long publisher and nodes wait for each other; no test that publishes to healthy nodes waits it out."""
+_SETTINGS = {"RLHF_TRAINER__PUBLISH_TIMEOUT_S": str(PATIENCE_S)}
+
+
+class SyncedNodes(Cluster):
+    """Two rollout nodes and the publishing side of a trainer."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, count=2, **_SETTINGS)
+        self.static_files = [file for file in self.model.iterdir() if file.name != "model.safetensors"]
+        self.fenced: list[str] = []
+
+    def start(self, rank: int) -> Node:
+        return Node(rank, len(self.nodes), self.directory, self.model, **_SETTINGS)
+
+    def publisher(self, run_id: str, way: str) -> Publisher:
+        """Returns the trainer's publisher, with buckets of a few tensors each."""
+
+        def fence(worker: WorkerReport) -> None:
+            self.fenced.append(worker.name)
+
+        broadcaster, common = None, (self.board, self.static_files, run_id, PATIENCE_S)
+        if way == "distributed":
+            broadcaster = Broadcaster(*common, Rendezvous(ADDRESS), bucket_bytes=20_000)
+        return Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns random weights."""
+        return {name: torch.randn_like(tensor) / 10 for name, tensor in self.tensors.items()}
+
+    def held(self) -> list[dict[str, str]]:
+        """Returns the checksums of each engine's weights, by tensor."""
+        answers = [
+            httpx.post(f"{node.engine_url}/weights_checker", json={}, timeout=30, trust_env=False) for node in self.nodes
+        ]
+        return [answer.json()["ranks"][0]["checksums"] for answer in answers]
+
+    def serving(self, run_id: str, version: int) -> bool:
+        return [(w.state, w.run_id, w.version) for w in self.board.workers()] == [("ready", run_id, version)] * 2
+
+    def announced(self) -> Broadcast:
+        """Returns the announced broadcast of the newest version."""
+        latest = self.board.latest()
+        assert latest is not None
+        assert latest.broadcast is not None
+        return latest.broadcast
+
+    def files(self) -> list[str]:
+        """Returns the names of the versions that the trainer has written."""
+        return sorted(path.name for path in self.board.directory.glob("v*"))
+
+    def output(self) -> str:
+        return "".join(node.output.read_text() for node in self.nodes)
+
+    def healthy(self) -> bool:
+        return all(node.healthy() for node in self.nodes)
+
+
+def sums(weights: dict[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in weights.items()}
