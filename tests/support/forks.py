@@ -64,6 +64,7 @@ class Forked:
 def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str) -> None:
     """Runs the module in the forked process and appends its output to the file `log`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a shell's background job
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
