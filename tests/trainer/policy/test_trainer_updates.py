@@ -84,6 +84,21 @@ def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Conf
     assert Policy(config, Ranks()).update(whole(groups, config)).metrics.ratio != pytest.approx(1, abs=1e-2)
 
 
+def test_dropout_of_the_model_itself_applies_only_to_updates(config: Config, groups: list[Group]) -> None:
+    config = with_algorithm(config, update_epochs=2, old_logprobs="trainer")
+    config.trainer.packing = "off"  # as for every model with dropout
+    policy = Policy(config, Ranks())
+    for layer in policy.model.get_decoder().layers:
+        layer.self_attn.attention_dropout = 0.5
+    batch = batch_of(groups, config)
+    first, second = policy.logprobs(batch), policy.logprobs(batch)
+    assert first is not None
+    assert second is not None
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert policy.model.training
+
+
 def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups: list[Group]) -> None:
     one, five = Policy(config, Ranks()), Policy(with_algorithm(config, update_epochs=5), Ranks())
     first, last = one.update(whole(groups, config)).metrics, five.update(whole(groups, five.config)).metrics
