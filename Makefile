@@ -24,7 +24,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -40,7 +40,9 @@ help:
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
-	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one, in nine minutes [GPU_OUT=runs/gpu-check]'
+	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; two parts of eight minutes [PART=1]'
+	@echo '     NO_ENV=1        the same with the packages of PYTHON=python3 as they are; no environment is made, nothing downloaded'
+	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
@@ -142,8 +144,13 @@ check-jobgroup: $(SKY)/.made
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents dashboard; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
-gpu-check: $(VENV)/.made
-	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)
+# NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
+gpu-check: $(if $(NO_ENV),,$(VENV)/.made)
+	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m benchmarks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART))
+
+gpu-bundle: $(VENV)/.made $(BASE)/config.json
+	$(VENV)/bin/python -m benchmarks.gpu_check.bundle --out gpu-check.tar.gz $(if $(GPU_PYTHON),--python $(GPU_PYTHON)) \
+	  $(if $(INSTALLED),--installed $(INSTALLED))
 
 # TRL is a baseline, not a dependency, so it has a separate environment.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt

@@ -1,4 +1,4 @@
-"""The sections, most valuable first, because time may run out at the end.
+"""The sections in three parts, most valuable first, because time may run out at the end of a part.
 
 `python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH LINE` runs one in this process (`harness.run` starts it).
 """
@@ -29,33 +29,44 @@ def _update(shape: str, tokens: int, words: str = "") -> Section:
     return Section(about, "updates", "measure", 150, (shape, tokens, words))
 
 
-BASE, TORCH_HEAD = "update-0.5b-16k", "the head by torch's operators"
+BASE = "update-0.5b-16k"
+TORCH_HEAD = "the head by torch's operators"
+EAGER = "--trainer.compile false"
 VARIANTS = {
+    "compile-off": EAGER,
     "packing-off": "--trainer.packing off",
     "checkpointing": "--trainer.activation_checkpointing true",
     "selective": "--trainer.activation_checkpointing selective",
     "torch-head": TORCH_HEAD,
     "bf16-head": "--model.fp32_head false",
-    "compile-off": "--trainer.compile false",
     "offload": "--trainer.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
 """Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and fuses the head."""
-SECTIONS = {
+
+_FIRST = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
     "varlen": Section("attention over packed rows compared with float32", "varlen", "correctness", 60),
     "precision": Section("bfloat16 compared with float32", "precision", "correctness", 90),
     BASE: _update("0.5b", 16_384),
     "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
     "engine": Section("the embedded engine beside `generate`", "generation", "speed", 90),
-    "demo": Section("the tiny demo in one process", "demo", "learns", 180),
     "kernels": Section("the most costly kernels", "updates", "kernels", 90),
-    "update-1.5b-16k": _update("1.5b", 16_384),
     "group": Section("a process group for CPU and GPU", "machine", "process_group", 60),
+    "memory-0.5b-checkpointing": _update("0.5b", 16_384, f"{EAGER} {VARIANTS['checkpointing']}"),
+    "memory-0.5b-selective": _update("0.5b", 16_384, f"{EAGER} {VARIANTS['selective']}"),
+}
+_SECOND = {
+    "demo": Section("the tiny demo in one process", "demo", "learns", 180),
+    "update-1.5b-8k": _update("1.5b", 8192),
+    "memory-1.5b-8k": _update("1.5b", 8192, EAGER),
     **{f"update-{name}": _update("0.5b", 16_384, words) for name, words in VARIANTS.items()},
     "update-0.5b-4k": _update("0.5b", 4096),
     "update-1.5b-4k": _update("1.5b", 4096),
 }
+PARTS = {1: _FIRST, 2: _SECOND}
+"""What one call runs, in at most eight minutes on an H100."""
+SECTIONS = {name: section for part in PARTS.values() for name, section in part.items()}
 
 
 def command(name: str, device: str, small: bool, scratch: Path) -> list[str]:
