@@ -42,7 +42,7 @@ def find_visible(name, path=None, target=None):
     return None if name.partition(".")[0] in hidden else find(name, path, target)
 
 
-importlib.machinery.PathFinder.find_spec = find_visible
+importlib.machinery.PathFinder.find_spec = staticmethod(find_visible)
 """
 
 
