@@ -59,6 +59,33 @@ async def test_run_equals_one_with_a_critic_in_process(client: CriticClient, con
     assert await client.unhealthy_reason() is None
 
 
+async def test_values_and_updates_are_computed_in_one_thread_beside_the_event_loop(
+    client: CriticClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `/health` answers meanwhile, and no value is computed from half-updated weights."""
+    threads: list[threading.Thread] = []
+    evaluate = Critic.values
+    compute = Critic.update
+
+    def noted_values(critic: Critic, sequences: Sequence[TokenSequence]) -> list[Any]:
+        threads.append(threading.current_thread())
+        return evaluate(critic, sequences)
+
+    def noted_update(critic: Critic, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
+        threads.append(threading.current_thread())
+        return compute(critic, rows, seed)
+
+    monkeypatch.setattr(Critic, "values", noted_values)
+    monkeypatch.setattr(Critic, "update", noted_update)
+    await client.restore("a", 0)
+    await client.values(SEQUENCES, "a", 0)
+    await client.update("a", 0, seed=0, rows=make_rows(2))
+
+    assert len(threads) == 2
+    assert threads[0] is threads[1]
+    assert threads[0] is not threading.current_thread()
+
+
 async def test_flush_answers_after_the_running_update(client: CriticClient, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
     compute = Critic.update
