@@ -114,13 +114,24 @@ _EVAL = (
     "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, before and after training too"
 )
 
+_SCALES: dict[Any, Values] = {
+    "group": {},
+    True: {},
+    "none": {"algorithm.advantage": "group_centred"},
+    False: {"algorithm.advantage": "group_centred"},
+}
+
 ARGUMENTS: dict[str, Argument] = {
     **_same("output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs"),
     **_same("weight_decay max_grad_norm seed run_name overwrite_output_dir push_to_hub hub_model_id hub_private_repo"),
     **_same("temperature top_p min_p num_generations reward_weights"),
-    "max_steps": Argument("max_steps", "a step is a generation batch with all of its updates"),
+    "max_steps": Argument("max_steps", "overrides num_train_epochs; a step is a generation batch with all of its updates"),
     "num_iterations": Argument("num_iterations", "passes within one step; in TRL each counts as steps"),
-    "loss_type": Argument("loss_type", "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type"),
+    "loss_type": Argument(
+        "loss_type",
+        "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type; bnpo needs gradient_accumulation_steps=1, "
+        "luspo importance_sampling_level='sequence'",
+    ),
     "lr_scheduler_type": Argument("lr_scheduler_type", "constant, linear or cosine; a warm-up does not begin with a rate of 0"),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", convert=_warmup),
     "warmup_ratio": Argument("warmup_ratio"),
@@ -132,10 +143,10 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "report_to": Argument("report_to", "`all`: every tracker that is installed", convert=_report),
     "save_steps": Argument("save_steps"),
-    "save_strategy": Argument("save_steps", "no or steps", convert=_strategy("save")),
+    "save_strategy": Argument("save_steps", "no, which overrides save_steps, or steps", convert=_strategy("save")),
     "save_total_limit": Argument("save_total_limit", convert=lambda value: {"save_total_limit": value or 1_000_000}),
     "eval_steps": Argument("eval_steps", convert=lambda value: {"eval_steps": value or 0}),
-    "eval_strategy": Argument("eval_steps", "no or steps", convert=_strategy("eval")),
+    "eval_strategy": Argument("eval_steps", "no, which overrides eval_steps, or steps", convert=_strategy("eval")),
     "hub_token": Argument("hub_token"),
     "resume_from_checkpoint": Argument(
         "train(resume_from_checkpoint=True)", "of the newest checkpoint in output_dir", (None, False)
@@ -177,16 +188,8 @@ ARGUMENTS: dict[str, Argument] = {
     **_free("logits are computed in float32 (model.fp32_head)", "cast_lm_head_to_fp32"),
     "scale_rewards": Argument(
         "algorithm.advantage",
-        "group or none; batch is refused",
-        convert=_choice(
-            "scale_rewards",
-            {
-                "group": {},
-                True: {},
-                "none": {"algorithm.advantage": "group_centred"},
-                False: {"algorithm.advantage": "group_centred"},
-            },
-        ),
+        "group or none; batch is refused; not read with normalize_then_sum, as in TRL",
+        convert=_choice("scale_rewards", _SCALES),
     ),
     "multi_objective_aggregation": Argument(
         "algorithm.advantage",
@@ -311,8 +314,7 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
         given.pop("use_bias_correction_kl", None)
     _cispo(given)
-    if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
-        given["eval_steps"] = given.get("logging_steps", 10)
+    _overridden(given)
     for name, value in given.items():
         argument = ARGUMENTS.get(name) or Argument(_OTHERS.get(name, name))
         if not argument.ours or argument.accepted:
@@ -335,6 +337,20 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     if loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
         found["trainer_type"] = loss
     return found
+
+
+def _overridden(given: Values) -> None:
+    """Leaves out what another argument overrides in TRL, and adds what it implies."""
+    for what in ("eval", "save"):
+        if given.get(f"{what}_strategy") == "no":
+            given.pop(f"{what}_steps", None)
+    if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
+        given["eval_steps"] = given.get("logging_steps", 10)
+        if not given["eval_steps"]:
+            reason = "this and logging_steps are 0, and eval_strategy is steps"
+            raise ConfigError(reason, field="eval_steps", value=0, remedy="set it above 0, or eval_strategy to no")
+    if given.get("multi_objective_aggregation") == "normalize_then_sum" and given.get("scale_rewards") in _SCALES:
+        given.pop("scale_rewards")
 
 
 def _cispo(given: Values) -> None:
