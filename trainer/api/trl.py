@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,7 +35,9 @@ class Argument:
     accepted: tuple[Any, ...] = ()
     """Values of a refused argument that match the behaviour here; None, False, 0 and empty values are accepted too."""
     convert: Callable[[Any], Values] | None = None
-    """Converts the value to fields and settings."""
+    """Converts the value to fields and settings. Raises TypeError or ValueError for a value of another type."""
+    choices: Mapping[Any, Values] | None = None
+    """Fields and settings for each possible value, in place of `convert`."""
 
 
 def _same(names: str, remark: str = "") -> dict[str, Argument]:
@@ -53,20 +56,6 @@ def _free(remark: str, names: str) -> dict[str, Argument]:
 def _refused(reason: str, **names: Any) -> dict[str, Argument]:
     """Returns arguments that are refused; the value of each is accepted, or each of a tuple of values."""
     return {name: Argument("", reason, value if isinstance(value, tuple) else (value,)) for name, value in names.items()}
-
-
-def _choice(argument: str, choices: Mapping[Any, Values]) -> Callable[[Any], Values]:
-    def convert(value: Any) -> Values:
-        if value not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ConfigError("this trainer has no such option", field=argument, value=value, remedy=f"use one of {names}")
-        return choices[value]
-
-    return convert
-
-
-def _strategy(what: str) -> Callable[[Any], Values]:
-    return _choice(f"{what}_strategy", {"steps": {}, "no": {f"{what}_steps": 0}})
 
 
 def _warmup(value: Any) -> Values:
@@ -143,16 +132,22 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "report_to": Argument("report_to", "`all`: every tracker that is installed", convert=_report),
     "save_steps": Argument("save_steps"),
-    "save_strategy": Argument("save_steps", "no, which overrides save_steps, or steps", convert=_strategy("save")),
+    "save_strategy": Argument(
+        "save_steps", "no, which overrides save_steps, or steps", choices={"steps": {}, "no": {"save_steps": 0}}
+    ),
     "save_total_limit": Argument("save_total_limit", convert=lambda value: {"save_total_limit": value or 1_000_000}),
     "eval_steps": Argument("eval_steps", convert=lambda value: {"eval_steps": value or 0}),
-    "eval_strategy": Argument("eval_steps", "no, which overrides eval_steps, or steps", convert=_strategy("eval")),
+    "eval_strategy": Argument(
+        "eval_steps", "no, which overrides eval_steps, or steps", choices={"steps": {}, "no": {"eval_steps": 0}}
+    ),
     "hub_token": Argument("hub_token"),
     "resume_from_checkpoint": Argument(
         "train(resume_from_checkpoint=True)", "of the newest checkpoint in output_dir", (None, False)
     ),
     "top_k": Argument("top_k", "0 is None", convert=lambda value: {"top_k": value or None}),
-    "generation_kwargs": Argument("generation_kwargs", "sampling, lengths and ends"),
+    "generation_kwargs": Argument(
+        "generation_kwargs", "sampling, lengths and ends", convert=lambda value: {"generation_kwargs": dict(value)}
+    ),
     "max_completion_length": Argument("max_new_tokens"),
     "max_prompt_length": Argument("max_prompt_length", "a longer problem is refused, not cut"),
     "beta": Argument("kl_coef"),
@@ -189,15 +184,12 @@ ARGUMENTS: dict[str, Argument] = {
     "scale_rewards": Argument(
         "algorithm.advantage",
         "group or none; batch is refused; not read with normalize_then_sum, as in TRL",
-        convert=_choice("scale_rewards", _SCALES),
+        choices=_SCALES,
     ),
     "multi_objective_aggregation": Argument(
         "algorithm.advantage",
         "normalize_then_sum is reward_normalised",
-        convert=_choice(
-            "multi_objective_aggregation",
-            {"sum_then_normalize": {}, "normalize_then_sum": {"algorithm.advantage": "reward_normalised"}},
-        ),
+        choices={"sum_then_normalize": {}, "normalize_then_sum": {"algorithm.advantage": "reward_normalised"}},
     ),
     "sync_ref_model": Argument(
         "algorithm.reference_refresh",
@@ -307,6 +299,7 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     """
     found, settings = Values(), Values()
     given = {name: value for name, value in given.items() if value is not None or name not in ARGUMENTS}
+    given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
     if {"adam_beta1", "adam_beta2"} & given.keys():
         settings["trainer.adam_betas"] = (given.pop("adam_beta1", betas[0]), given.pop("adam_beta2", betas[1]))
     if not given.get("report_to") or given["report_to"] == "none":
@@ -320,8 +313,8 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
         if not argument.ours or argument.accepted:
             refuse(name, argument, value)
             made: Values = {}
-        elif argument.convert is not None:
-            made = argument.convert(value)
+        elif argument.convert is not None or argument.choices is not None:
+            made = _converted(name, argument, value)
         else:
             made = {argument.ours: value}
         for key, wish in made.items():
@@ -331,12 +324,29 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
             (settings if "." in key else found)[key] = wish
     for key, wish in _generation(found.get("generation_kwargs")).items():
         (settings if "." in key else found)[key] = wish
-    if settings:
-        found["settings"] = settings | dict(found.get("settings") or {})
+    own = found.get("settings") or {}
+    if settings and isinstance(own, Mapping):
+        found["settings"] = settings | dict(own)
     loss = found.get("loss_type")
-    if loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
+    if isinstance(loss, str) and loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
         found["trainer_type"] = loss
     return found
+
+
+def _converted(name: str, argument: Argument, value: Any) -> Values:
+    """Returns the fields and settings for a value. Raises ConfigError."""
+    if argument.choices is not None:
+        found = next((made for choice, made in argument.choices.items() if choice == value), None)
+        if found is None:
+            remedy = f"use one of {', '.join(map(repr, argument.choices))}"
+            raise ConfigError("this trainer has no such option", field=name, value=shorten(value), remedy=remedy)
+        return found
+    assert argument.convert is not None
+    try:
+        return argument.convert(value)
+    except (TypeError, ValueError):
+        remedy = "give a value of the type that it has in TRL"
+        raise ConfigError("this is no value for it", field=name, value=shorten(value), remedy=remedy) from None
 
 
 def _overridden(given: Values) -> None:
