@@ -44,7 +44,12 @@ class DaemonThreads:
         return future
 
 
+def process_ends() -> bool:
+    """Returns whether the main thread has ended, so that daemon threads will be cut off at any time."""
+    return not threading.main_thread().is_alive()
+
+
 def wait_if_process_ends() -> None:
     """Waits forever in a daemon thread of a process that is ending, which would otherwise report that it was cut off."""
-    if threading.current_thread().daemon and not threading.main_thread().is_alive():
+    if threading.current_thread().daemon and process_ends():
         threading.Event().wait()

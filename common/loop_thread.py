@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from common import watchdog
-from common.daemon_threads import wait_if_process_ends
+from common.daemon_threads import process_ends, wait_if_process_ends
 
 _T = TypeVar("_T")
 _LIMIT_S = 10.0
@@ -99,6 +99,8 @@ class LoopThread:
 
     def _run(self) -> None:
         self.loop.run_forever()
+        if process_ends():  # what is cut off now is no error, and nobody waits for its result
+            self.loop.set_exception_handler(lambda loop, context: None)
         # asyncio logs a traceback for every task destroyed with its loop.
         self.loop.run_until_complete(_cancel(asyncio.all_tasks(self.loop)))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
