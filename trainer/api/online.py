@@ -1,6 +1,5 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
-import math
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,7 +171,7 @@ class OnlineRLTrainer:
         count, per_round = len(self._problems.train), self.config.total_steps(len(self._problems.train))
         newest = checkpoint.newest(self.output_dir / "checkpoints")
         done = int(newest.name.removeprefix("step_")) if newest else 0
-        rounds = max(self._rounds + 1, math.ceil(done / per_round))
+        rounds = max(self._rounds + 1, done // per_round)
         settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._engine)
         settings.reward = settings.reward.model_copy(update={"weights": self._weights, "functions": list(self._weights)})
         self._callbacks.begin(count)
