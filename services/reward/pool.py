@@ -25,7 +25,6 @@ _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second, but much longer on a busy machine
 _RETRY_S = 1.0
 _LOOK_S = 0.05
-_END_S = 5.0
 _ANSWERS_PER_WORKER = 2000  # then it is replaced, because sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
 
@@ -124,13 +123,11 @@ class ForkServer:
         return self._control
 
     def end(self) -> None:
-        """Ends the process and its workers."""
+        """Kills the process and its workers, which have nothing to save and may still load their module for seconds."""
         if self._process is None or self._control is None:
             return
         self._control.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -181,7 +178,7 @@ class WorkerPool:
             if isinstance(worker := self._idle.get_nowait(), _Worker):
                 worker.kill()
         self.problem = "the graders have ended"
-        await asyncio.to_thread(self._server.end)
+        self._server.end()  # not in a thread, which an ending process cannot start
 
     async def ready(self) -> None:
         """Waits until enough workers for all concurrent calls have started."""

@@ -101,7 +101,9 @@ class SftRun:
         encoder = Encoder(prompter, vocabulary, context_length(config.model))
         train, held_out = ([encoder.rows(each) for each in part] for part in (examples.train, examples.held_out))
         positions = len(train) * settings.num_epochs
-        total = min(-(-positions // settings.batch_size), settings.max_steps or positions)
+        if settings.max_steps is not None:
+            positions = settings.max_steps * settings.batch_size
+        total = -(-positions // settings.batch_size)
         tokens = sum(int(row.learned.sum()) for rows in train for row in rows)
         tell(console, f"{len(train)} examples with {tokens:,} tokens to learn, {len(held_out)} held out; {total} steps")
         recorder = Recorder(run_dir, config, console, policy.step, None, lock.run, ("metrics",))
