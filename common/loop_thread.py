@@ -1,16 +1,21 @@
 """An event loop in a thread of its own, next to the training loop."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent import futures
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from common import watchdog
+from common.errors import ServiceError
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LIMIT_S = 10.0
+_LOOK_S = 1.0
 
 
 class LoopThread:
@@ -18,7 +23,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="collector", daemon=True)
 
     def __enter__(self) -> "LoopThread":
         watchdog.follow(self.loop)
@@ -36,16 +41,35 @@ class LoopThread:
         if not self._thread.is_alive():
             self.loop.close()
 
+    def _run(self) -> None:
+        """Runs the loop until it is stopped.
+
+        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it. They are told only if the
+        loop goes on.
+        """
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                log.exception("a task tried to end the interpreter")
+
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the loop and waits for its result; Ctrl-C cancels it."""
         return self.begin(coroutine)()
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a coroutine in the loop. Returns a function that waits for its result."""
+        """Starts a coroutine in the loop. Returns a function that waits for its result.
+
+        It raises ServiceError when the thread of the loop has died.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
         def wait() -> _T:
             try:
+                while not futures.wait((future,), _LOOK_S).done:
+                    if not self._thread.is_alive():
+                        raise ServiceError("the thread of the clients has died", remedy="see the log above")
                 return future.result()
             except BaseException:
                 future.cancel()

@@ -110,7 +110,10 @@ class PlainFunction(DetailedRewardFunction):
             threading.Thread(target=self._loop.run_forever, name=f"reward-{self.name}", daemon=True).start()
 
         async def result() -> Any:
-            return await values
+            try:
+                return await values
+            except (SystemExit, KeyboardInterrupt) as ending:  # it would end the loop, and nobody would get a result
+                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
         return asyncio.run_coroutine_threadsafe(result(), self._loop).result()
 
