@@ -34,9 +34,10 @@ class LoopThread:
         async def end_all() -> None:  # asyncio logs a traceback for every task destroyed with its loop
             await _cancel({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
 
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(end_all(), self.loop).result(_LIMIT_S)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        if self._thread.is_alive():
+            with suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end_all(), self.loop).result(_LIMIT_S)
+            self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_LIMIT_S)
         if not self._thread.is_alive():
             self.loop.close()

@@ -127,3 +127,4 @@ class BackgroundServer:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(timeout=10)
+        self._socket.close()  # a server that died left it open

@@ -256,11 +256,17 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the lifespan fails."""
     host, port = sock.getsockname()
     server = Server(app, host, port)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+
+    async def until_its_end() -> None:
+        with contextlib.suppress(SystemExit):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
+            await server.serve(sockets=[sock])
+
+    task = asyncio.create_task(until_its_end())
     try:
         while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
         if not server.started:
+            sock.close()
             raise _did_not_start(app)
         yield
     finally:
