@@ -2,17 +2,21 @@
 
 import asyncio
 import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError
+from concurrent import futures
 from typing import Any, TypeVar
 
 from common import watchdog
 from common.daemon_threads import process_ends, wait_if_process_ends
+from common.errors import ServiceError
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LIMIT_S = 10.0
+_LOOK_S = 1.0
 
 
 class LoopThread:
@@ -57,7 +61,10 @@ class LoopThread:
         return self.begin(coroutine)()
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a coroutine in the loop. Returns a function that waits for its result."""
+        """Starts a coroutine in the loop. Returns a function that waits for its result.
+
+        It raises ServiceError when the thread of the loop has died.
+        """
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         except RuntimeError:  # the loop is closed
@@ -67,8 +74,11 @@ class LoopThread:
 
         def wait() -> _T:
             try:
+                while not futures.wait((future,), _LOOK_S).done:
+                    if not self._thread.is_alive():
+                        raise ServiceError("the thread of the clients has died", remedy="see the log above")
                 return future.result()
-            except CancelledError:
+            except futures.CancelledError:
                 wait_if_process_ends()
                 raise
             except BaseException:
@@ -98,13 +108,26 @@ class LoopThread:
         self.call(_cancel({task}))
 
     def _run(self) -> None:
-        self.loop.run_forever()
+        self._run_until_stopped()
         if process_ends():  # what is cut off now is no error, and nobody waits for its result
             self.loop.set_exception_handler(lambda loop, context: None)
         # asyncio logs a traceback for every task destroyed with its loop.
         self.loop.run_until_complete(_cancel(asyncio.all_tasks(self.loop)))
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
+
+    def _run_until_stopped(self) -> None:
+        """Runs the loop until `close` stops it.
+
+        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it. They are told only if
+        the loop goes on.
+        """
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                log.exception("a task tried to end the interpreter")
 
 
 async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:

@@ -10,10 +10,12 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from common.run_lock import LOCK, RunLock
 from common.security import TOKEN, token
 from common.storing import make_directory
 from jobgroup import scrape, spec
+from jobgroup.local.launcher import SIGNALLED
+from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
@@ -87,7 +91,18 @@ def _run(
             screen.tail(run.failed.name, run.failed.tail, run.failed.log)
     if runner.reason is not None and (node := runner.reason.failed) is not None:
         screen.tail(node.name, node.tail, node.log)
+        if unsaid := _not_in_output(node):
+            screen.say(unsaid, loud=True)
     return status
+
+
+def _not_in_output(node: Node) -> str:
+    """Returns how a failed node ended if its own last line cannot say it; else nothing."""
+    status = node.ended.result()
+    if status > SIGNALLED:
+        with suppress(ValueError):  # a status of its own
+            return f"{node.name} was killed by {signal.Signals(status - SIGNALLED).name} (status {status})"
+    return "" if node.tail else f"{node.name} ended with status {status} and printed nothing"
 
 
 def _clear(directory: Path, log_dir: Path) -> None:

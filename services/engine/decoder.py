@@ -16,14 +16,19 @@ from common.errors import ConfigError
 from learning.parking import storages
 from services.engine.attention import exchange
 from services.engine.cache import SlotCache
+from services.engine.failures import described, remedy
 from services.engine.graphs import StepGraphs, recorder
-from services.engine.sampling import Inputs, sample
+from services.engine.sampling import FIELDS, IDLE, Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
 """Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the rest."""
 _ALIGNED = 64
 """Columns are a multiple of this, because fused kernels copy unaligned masks."""
+
+
+class UnfitModel(ConfigError):
+    """The engine cannot run this kind of model, at any start."""
 
 
 class Decoder:
@@ -53,17 +58,28 @@ class Decoder:
     def reserve(self, rows: int) -> int:
         """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the cache grows later.
 
-        Raises ConfigError when the model does not run or not even one row fits.
+        Raises UnfitModel when the model does not run, ConfigError when memory is short or not even one row fits.
         """
+        with torch.inference_mode():
+            self._try()
+            if self.device.type != "cpu":
+                return self._allocate(rows)
+            self.cache.release()
+            return rows
+
+    def _try(self) -> None:
+        """Prefills two prompts of different lengths and decodes a token for each, without random numbers or CUDA graphs."""
+        prompts = [[0], [0, 0, 0]]
+        state = np.repeat(IDLE, len(prompts), 1)
+        state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
         try:
-            with torch.inference_mode():
-                self.prefill([[0]], [0], 0)
-                return rows if self.device.type == "cpu" else self._allocate(rows)
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            reason = f"the embedded engine cannot run this model: {error}"
-            raise ConfigError(
-                reason, field="--model-path", value=self.config.model_type, remedy="set rollout.engine sglang"
-            ) from error
+            self.prefill(prompts, [0, 1], 0)
+            self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
+        except Exception as error:
+            short = isinstance(error, torch.OutOfMemoryError)
+            reason = f"the embedded engine cannot run this model: {described(error)}"
+            kind = ConfigError if short else UnfitModel
+            raise kind(reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)) from error
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import ConfigError
 from learning.device import dtype_on
 from learning.head import make_float32_logits
+from learning.loading import only_logits
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Model(Decoder):
             remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
             reason = f"the model cannot be loaded: {error}"
             raise ConfigError(reason, field="--model-path", value=path, remedy=remedy) from error
+        only_logits(loaded.config)
         self.path = path
         longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
         if longest < max_context_tokens:

@@ -181,6 +181,9 @@ class ServedRollouts(Rollouts):
             await self._collector.run(groups, slots)
         except BaseExceptionGroup as group:
             self._failure = self._failure or group.exceptions[0]
+        except (SystemExit, KeyboardInterrupt) as ending:  # of a caller's function: `next` would wait for groups
+            reason = f"collecting was ended by {type(ending).__name__}: {ending}"
+            self._failure = self._failure or CollectFailed(reason, remedy="see the log above")
 
     def next(self, step: int) -> list[TrainingGroup]:
         """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in `trainer.wait_timeout_s`."""

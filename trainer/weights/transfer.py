@@ -117,7 +117,7 @@ class Transfer:
     """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's time limit ends."""
 
     def __init__(self, group: EngineGroup, flats: Sequence[Tensor]) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = threading.Event()
         self._group, self._flats = group, flats
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -135,7 +135,7 @@ class Transfer:
         try:
             for index in iter(self._queue.get, None):
                 self._group.send(self._flats[index])
-        except Exception as error:
+        except BaseException as error:  # the publisher waits for it
             self.error = error
         finally:
             self.done.set()

@@ -111,7 +111,10 @@ class PlainFunction(DetailedRewardFunction):
             weakref.finalize(self, self._loop.close)
 
         async def result() -> Any:
-            return await values
+            try:
+                return await values
+            except (SystemExit, KeyboardInterrupt) as ending:  # it would end the loop, and nobody would get a result
+                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
         return self._loop.call(result())
 
