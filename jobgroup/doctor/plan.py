@@ -20,7 +20,6 @@ _DEMO_ENV = {  # as `make demo` sets it
     "RUN_DIR": "runs/demo-seed0",
     "STATE_DIR": "runs/demo-seed0/state",
     "OMP_NUM_THREADS": "1",
-    **dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), ""),
 }
 _CALLS = {
     TRAINER: (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT),

@@ -1,14 +1,18 @@
 """Fields of a job group that only a cluster provides: what a local run and the doctor make of them."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import yaml
 
 from common.config import Config
 from jobgroup import spec
 from jobgroup.doctor.plan import make
-from tests.support.doctor_groups import write_group
+from jobgroup.doctor.storage import needs
+from tests.support.doctor_groups import QWEN_7B, QWEN_05B, write_group
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from tests.support.local_run import LocalRun
@@ -70,3 +74,24 @@ def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_pat
     assert make(path, {}, pod, None).jobs[0].config.state_dir == Path("/data/state")
     local = pod | {"JOBGROUP_HOSTS": "data-server-0.small=127.0.0.1:0"}
     assert make(path, {}, local, "data-server").jobs[0].config.state_dir == Path("runs/small/state")
+
+
+@pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
+def test_the_volumes_have_room_for_what_the_doctor_expects(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
+    plan = make(path, {}, {}, None, cluster=True)
+    plan.shapes = dict.fromkeys({job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B)
+    rooms = {}
+    for file in (ROOT / "jobgroup" / "volumes").glob("*.yaml"):
+        volume = yaml.safe_load(file.read_text())
+        rooms[volume["name"]] = int(volume.get("size", "0Gi").removesuffix("Gi")) << 30
+    expected = Counter[str]()
+    for document in list(yaml.safe_load_all(path.read_text()))[1:]:
+        plan.here = [job for job in plan.jobs if job.name == document["name"]]
+        ((mount, name),) = document["volumes"].items()
+        for need in needs(plan):
+            if need.folder.is_relative_to(mount):
+                expected[name] += need.size
+    assert len(expected) == 3
+    assert all(expected[name] < rooms[name] for name in expected), (expected, rooms)

@@ -153,7 +153,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in BUILDS_OURS:
         found = distribution(name)
         for top in {file.parts[0] for file in found.files or () if file.parts[0] != ".."}:
-            (packages / top).symlink_to(found.locate_file(top))
+            (packages / top).symlink_to(str(found.locate_file(top)))
     for name, version in (("torch", "2.13.0+cu130"), ("sglang", "0.5.21")):
         (packages / f"{name}-{version}.dist-info").mkdir()
         metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
