@@ -11,7 +11,7 @@ from common.config import Config
 from jobgroup import spec
 from jobgroup.doctor.plan import make
 from jobgroup.doctor.storage import needs
-from tests.support.doctor_groups import QWEN_7B, QWEN_05B, write_group
+from tests.support.doctor_groups import QWEN_05B, QWEN_7B, write_group
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
