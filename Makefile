@@ -67,7 +67,7 @@ sglang-cpu:
 demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --clear $(DEMO_DIR) --log-dir $(DEMO_DIR)/logs \
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
-	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
+	  --env OMP_NUM_THREADS=1
 
 # The warm start, the job group with the tool, the same problems without the tool, and the report.
 demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
@@ -75,7 +75,7 @@ demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(VENV)/bin/python -m jobgroup.local $(TOOLS_GROUP) --follow ppo-trainer --clear $(AGENT_DIR)/run --log-dir $(AGENT_DIR)/run/logs \
 	  --env RUN_CONFIG=examples/tool_calculator/grpo.yaml --env SEED=$(SEED) --env RUN_DIR=$(AGENT_DIR)/run \
 	  --env RLHF_ENVIRONMENT__NAME=python:examples.tool_calculator.calculator:Calculator \
-	  --env MODEL_NAME=$(AGENT_DIR)/base --env RLHF_DATA__SOURCE=$(AGENT_DIR)/problems --env NUM_EPOCHS= --env BATCH_SIZE= \
+	  --env MODEL_NAME=$(AGENT_DIR)/base --env RLHF_DATA__SOURCE=$(AGENT_DIR)/problems \
 	  $(if $(filter sglang,$(ENGINE)),--env RLHF_ROLLOUT__ENGINE=sglang --env RLHF_ROLLOUT__DEVICE=cpu) --env OMP_NUM_THREADS=1
 	@OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.evaluate_model --model "$$(ls -d $(AGENT_DIR)/run/checkpoints/step_* | tail -1)" \
 	  --compare $(AGENT_DIR)/base --dataset $(AGENT_DIR)/problems --num-samples 256 --max-new-tokens 40 \

@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
         )
+        group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
         tasks = list(group.tasks)
         follow = f"{group.task(options.follow, '--follow').name}-0" if options.follow is not None else None
         grace_s = seconds(options.grace, "--grace")
@@ -193,11 +194,13 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
-    lines += [
-        f"{task.name}: {' and '.join(task.ignored)} are only for a cluster and not mounted here"
-        for task in tasks
-        if task.ignored
-    ]
+    for field in ("volumes", "file_mounts"):
+        names = [task.name for task in tasks if field in task.ignored]
+        if names:
+            lines.append(f"{field} of {', '.join(names)} are only for a cluster and not mounted here")
+    unset = sorted({name for task in tasks for name in task.on_volumes})
+    if unset:
+        lines.append(f"{' and '.join(unset)} of the YAML name folders on volumes: here the defaults count, or --env")
     return lines
 
 
