@@ -4,7 +4,7 @@ The unit of gathering and freeing is a decoder layer. Losses are divided by the 
 are summed over the ranks, where FSDP2 would average them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -62,11 +62,10 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(forward: Any) -> Any:
     """Compiles the forward of a layer, for shapes that change."""
     if _LIMIT_IS_AN_ARGUMENT:
-        compiled: Callable[..., Any] = torch.compile(forward, dynamic=True, recompile_limit=_GRAPHS)
-        return compiled
+        return torch.compile(forward, dynamic=True, recompile_limit=_GRAPHS)
     torch._dynamo.config.recompile_limit = _GRAPHS
     return torch.compile(forward, dynamic=True)
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextvars import Context
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,12 +22,12 @@ from trainer.policy.scorer import Scorer
 _SETTINGS = TrainerSection(compile=True)
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     def forward(self, states: Tensor, kind: str) -> Tensor:
         return states + len(kind)
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module):  # type: ignore[misc]
     """What `prepare` reads of a model."""
 
     base_model_prefix = "model"
@@ -64,7 +65,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def compute(model: Decoder, kinds: int) -> None:
     """Makes torch compile one graph for each kind, on the first layer, and use it on the second."""
     for kind in range(kinds):
-        for layer in model.model.layers:  # type: ignore[union-attr]
+        for layer in model.model.layers:
             layer(torch.ones(3), "x" * kind)
 
 
@@ -101,7 +102,7 @@ def score(model: PreTrainedModel, train: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 def test_gemma_3_and_its_reference_stay_compiled(warnings: list[str]) -> None:
-    more = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+    more: dict[str, Any] = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
     policy, reference = make("gemma3_text", **more), make("gemma3_text", **more).requires_grad_(False)
     for model, trained in ((policy, True), (reference, False)):
         prepare(model, _SETTINGS.model_copy(update={"activation_checkpointing": True}), trained, torch.device("cpu"))

@@ -41,7 +41,7 @@ class TensorHash:
         self._words = -(-size // 4)
         self._sums = torch.zeros(2, -(-self._words // _TILE), dtype=torch.int32, device=device)
         self._missing = size
-        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._total = torch.zeros((), dtype=torch.int64)
         self._done = torch.get_device_module(device).Event()
 
     @property
@@ -82,7 +82,8 @@ class TensorHash:
 
     def _finish(self) -> None:
         high, low = _mix(self._sums ^ _signed(4 * self._words)).to(torch.int64)
-        self._total = ((high << 32) | (low & _BITS)).sum()
+        # To the host now: whoever asks may not share this stream, and its own may be busy with an update.
+        self._total = ((high << 32) | (low & _BITS)).sum().to("cpu", non_blocking=True)
         self._done.record()
         del self._sums
 
