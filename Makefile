@@ -12,6 +12,8 @@ JOBS ?= 4
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
+OLDEST := .venv-oldest
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 AUDIT := .venv-audit
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
@@ -24,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check gpu-bundle chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -35,6 +37,7 @@ help:
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
 	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
+	@echo 'make test-oldest     what computes, with torch $(OLDEST_TORCH), the oldest that pyproject.toml allows; installs several GB'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
@@ -116,7 +119,26 @@ suite: $(BASE)/config.json
 
 test-all: lint $(BASE)/config.json
 	$(PYTEST)
-	$(MAKE) fuzz chaos soak
+	$(MAKE) test-oldest fuzz chaos soak
+
+# The oldest torch has its own triton, whose interpreter needs an older numpy.
+$(OLDEST)/.made: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	@echo 'making the environment of torch $(OLDEST_TORCH) in $(OLDEST): once, a few minutes and, for CUDA, 6 GB'
+	$(PYTHON) -m venv $(OLDEST)
+	grep -vE '^(torch|triton|numpy)==' constraints.txt > $(OLDEST)/constraints.txt
+	echo 'numpy<2.4' >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+	  -e '.[services,trainer,tensorboard]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
+# Left out: the estimate of memory, which is that of torch 2.12 and later, where attention repeats no heads.
+test-oldest: VENV := $(OLDEST)
+test-oldest: $(OLDEST)/.made $(BASE)/config.json
+	$(PYTEST) -m 'not slow' -k 'not estimated_memory' -W 'ignore:Conversion of an array:DeprecationWarning' \
+	  tests/learning tests/trainer/policy tests/trainer/weights
+	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -182,4 +204,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(OLDEST) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

@@ -28,7 +28,7 @@ WHOLE_GRADIENTS_BYTES = 8 << 30
 """Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and reduces them
 once."""
 PINNED_EXACT_BYTES = 16 << 20
-"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/ranks.py`)."""
+"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/allocator.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
