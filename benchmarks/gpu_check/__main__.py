@@ -20,7 +20,7 @@ from rich.console import Console
 
 from benchmarks.gpu_check import harness, report
 from benchmarks.gpu_check.harness import Outcome
-from benchmarks.gpu_check.sections import SECTIONS, command
+from benchmarks.gpu_check.sections import SECTIONS, Given, command
 from common.cli import CommandParser
 from common.config import fail
 from common.errors import ConfigError
@@ -44,7 +44,19 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=_MINUTES,
         help="for everything (default 9); a larger value raises all limits",
     )
+    parser.add_argument("--model", type=_existing, metavar="DIR", help="a real model, for the section grpo")
+    parser.add_argument("--data", type=_existing, metavar="DIR", help="with train.jsonl in GSM8K's form, for the section grpo")
+    parser.add_argument(
+        "--sglang", type=_existing, metavar="PYTHON", help="a Python with SGLang (default: this one, if it has it)"
+    )
     return parser.parse_args(argv)
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text!r} does not exist")
+    return path.absolute()
 
 
 def _minutes(text: str) -> float:
@@ -74,6 +86,8 @@ def check(options: argparse.Namespace, console: Console) -> bool:
             str(error), field="--out", value=str(options.out), remedy="name a directory that can be written"
         ) from None
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if options.device == "cpu":  # Triton's kernels then run in its interpreter
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     start, outcomes = time.perf_counter(), list[Outcome]()
     with lines, tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         for name in options.only:
@@ -96,7 +110,8 @@ def _outcome(name: str, options: argparse.Namespace, left: float, scratch: Path)
     if left < _LEAST_S:
         error = f"not run: the {options.minutes:g} minutes were over; --only {name} runs it alone"
         return Outcome(name, section.about, error=error)
-    words = command(name, options.device, options.small, scratch)
+    given = Given(options.model, options.data, options.sglang)
+    words = command(name, options.device, options.small, scratch, given)
     limit = section.limit_s * max(1.0, options.minutes / _MINUTES)
     return harness.run(name, section.about, words, min(limit, left), options.out)
 

@@ -44,6 +44,10 @@ class Findings:
     def claim(self, text: str, predicted: str, measured: str, holds: bool | None = None) -> None:
         self.claims.append(Claim(text, predicted, measured, None if holds is None else bool(holds)))
 
+    def not_reached(self, text: str, why: str) -> None:
+        """Records that something could not be tried here, which is no failure."""
+        self.claim(text, "", f"not reached: {why}")
+
     def at_most(self, text: str, value: float, limit: float, unit: str = "") -> None:
         """Claims that a value is at most `limit`; NaN is not."""
         self.claim(text, f"≤ {limit:.4g}{unit}", f"{value:.4g}{unit}", value <= limit)

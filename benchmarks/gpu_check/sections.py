@@ -1,6 +1,7 @@
 """The sections, most valuable first, because time may run out at the end.
 
-`python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH LINE` runs one in this process (`harness.run` starts it).
+`python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH MODEL DATA SGLANG LINE` runs one in this process
+(`harness.run` starts it).
 """
 
 import importlib
@@ -55,24 +56,49 @@ SECTIONS = {
     **{f"update-{name}": _update("0.5b", 16_384, words) for name, words in VARIANTS.items()},
     "update-0.5b-4k": _update("0.5b", 4096),
     "update-1.5b-4k": _update("1.5b", 4096),
+    "lengths": Section("packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 150),
+    "layers-7b": _update("7b-layers", 16_384),
+    "layers-32b": _update("32b-layers", 16_384),
+    "moe": Section("layers of Qwen3-30B-A3B with grouped products", "moe", "measure", 150),
+    "head-kernels": Section("the kernels of the head by themselves", "head_kernels", "measure", 90),
+    "checksums": Section("checksums on the device", "checksums", "measure", 90),
+    "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
+    "nccl": Section("a broadcast of weights between two processes", "broadcast", "measure", 90),
+    "sglang": Section("SGLang: start, weights, checksums, memory", "engine_sglang", "measure", 300),
+    "grpo": Section("a GRPO run of a real model", "grpo", "trains", 420),
 }
 
 
-def command(name: str, device: str, small: bool, scratch: Path) -> list[str]:
+@dataclass(frozen=True)
+class Given:
+    """What a person may give the check, for the sections that need it."""
+
+    model: Path | None = None
+    data: Path | None = None
+    sglang: Path | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The three paths as words of a command; an empty one for what is not given."""
+        return [str(path or "") for path in (self.model, self.data, self.sglang)]
+
+
+def command(name: str, device: str, small: bool, scratch: Path, given: Given = Given()) -> list[str]:
     """Returns the command of a section, without the path of its line."""
     size = "small" if small else "full"
-    return [sys.executable, "-m", "benchmarks.gpu_check.sections", name, device, size, str(scratch)]
+    return [sys.executable, "-m", "benchmarks.gpu_check.sections", name, device, size, str(scratch), *given.words]
 
 
-def _run(name: str, device: str, size: str, scratch: str, found: Findings) -> None:
+def _run(name: str, device: str, size: str, scratch: str, given: list[str], found: Findings) -> None:
     from benchmarks.gpu_check.setting import Setting  # imports torch, so only in the computing process
 
     section = SECTIONS[name]
     module = importlib.import_module(f"benchmarks.gpu_check.{section.module}")
     function: Callable[..., None] = getattr(module, section.function)
-    function(found, Setting(device, size == "small", Path(scratch)), *section.arguments)
+    paths = [Path(word) if word else None for word in given]
+    function(found, Setting(device, size == "small", Path(scratch), *paths), *section.arguments)
 
 
 if __name__ == "__main__":
-    name, device, size, scratch, path = sys.argv[1:]
-    sys.exit(leave(Path(path), partial(_run, name, device, size, scratch)))
+    name, device, size, scratch, *given, path = sys.argv[1:]
+    sys.exit(leave(Path(path), partial(_run, name, device, size, scratch, given)))
