@@ -64,8 +64,8 @@ SECTIONS = {
     "checksums": Section("checksums on the device", "checksums", "measure", 90),
     "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
     "nccl": Section("a broadcast of weights between two processes", "broadcast", "measure", 90),
-    "sglang": Section("SGLang: start, weights, checksums, memory", "engine_sglang", "measure", 300),
-    "grpo": Section("a GRPO run of a real model", "grpo", "trains", 420),
+    "sglang": Section("SGLang: start, weights, checksums, memory", "given", "sglang", 300),
+    "grpo": Section("a GRPO run of a real model", "given", "grpo", 420),
 }
 
 

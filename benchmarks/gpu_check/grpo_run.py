@@ -25,15 +25,15 @@ _FALL = 0.05
 
 def trains(found: Findings, setting: Setting) -> None:
     """Trains the given model on the given problems, with SGLang if there is one, else with the embedded engine."""
-    model = setting.model_path
-    data = setting.data
     if setting.small:  # a person's model would take hours on a CPU
         model = _tiny_base(setting)
         data = _write_problems(setting.scratch / "problems")
-    if model is None or data is None:
-        missing = " and ".join(name for name, path in (("--model", model), ("--data", data)) if path is None)
-        found.not_reached("a GRPO run of a real model", f"{missing} not given")
-        return
+    else:
+        assert setting.model_path is not None
+        assert setting.data is not None
+        model = setting.model_path
+        data = setting.data
+
     python = setting.sglang_python()
     engine = "embedded" if python is None else "sglang"
     run_dir = setting.scratch / "grpo"

@@ -37,12 +37,8 @@ _RELEASED = 0.5
 """Share of the memory it takes that SGLang must release for an update."""
 
 
-def measure(found: Findings, setting: Setting) -> None:
+def measure(found: Findings, setting: Setting, python: Path) -> None:
     """Starts SGLang with the agent's command line and calls it as the agent does."""
-    python = setting.sglang_python()
-    if python is None:
-        found.not_reached("SGLang", "no Python with SGLang: name one with --sglang")
-        return
     os.environ.update(Topology().loopback_env())
     model = setting.model_path or setting.model("small" if setting.small else "0.5b")
     other = setting.scratch / "sglang-other"
