@@ -67,7 +67,7 @@ def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, log
     factor = torch.ones_like(result[0])
 
     def statistics() -> None:
-        kernels.statistics(logits, targets, 1.0, result)
+        kernels.statistics(logits, targets, temperature=1.0, result=result)
 
     def statistics_by_torch() -> None:
         logs = torch.log_softmax(logits, dim=-1)
@@ -75,7 +75,16 @@ def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, log
         (logs.exp() * logs).sum(-1)
 
     def gradient() -> None:
-        kernels.gradient(logits, targets, result[2], result[1], factor, None, 1.0, slopes)
+        kernels.gradient(
+            logits,
+            targets,
+            normalisers=result[2],
+            entropies=result[1],
+            by_logprob=factor,
+            by_entropy=None,
+            temperature=1.0,
+            result=slopes,
+        )
 
     def gradient_by_torch() -> None:
         p = torch.softmax(logits, dim=-1)

@@ -2,6 +2,7 @@
 
 import statistics
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -119,6 +120,25 @@ def _rate(setting: Setting, rate: float) -> str:
         return f"{rate / 1e12:.1f} TFLOP/s"
 
 
+def _precision(found: Findings, setting: Setting, block: Any) -> None:
+    """Records the precision in which the trainer's experts multiply, which autocast alone would leave at float32."""
+    seen: set[str] = set()
+    product = torch.nn.functional.grouped_mm
+
+    def recorded(states: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        seen.add(str(weights.dtype).removeprefix("torch."))
+        return product(states, weights, **options)
+
+    kind = setting.device.type
+    states = torch.randn(1, 64, block.experts.hidden_dim, device=kind)
+    patched = patch.object(torch.nn.functional, "grouped_mm", recorded)
+    with patched, torch.no_grad(), torch.autocast(kind, torch.bfloat16, enabled=setting.on_gpu):
+        block(states)
+    expected = "bfloat16" if setting.on_gpu else "float32"
+    measured = ", ".join(sorted(seen)) or "no grouped product"
+    found.claim("the experts of an update multiply in", expected, measured, measured == expected)
+
+
 def _update(found: Findings, setting: Setting, directory: Any) -> None:
     """Measures updates of two layers by the trainer, and names the products that its experts ran."""
     tokens = 512 if setting.small else 16_384
@@ -128,6 +148,7 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
         policy = Policy(config, ranks)
         reference = Reference(policy)
         flops = required_flops(groups, policy.model)
+        _precision(found, setting, policy.model.get_decoder().layers[0].mlp)
         first, metrics = learn(policy, reference, groups, config)
         times = [learn(policy, reference, groups, config)[0] for _ in range(1 if setting.small else _REPEATS)]
         took = statistics.median(times)
