@@ -1,7 +1,5 @@
 """The fused kernels of the head by themselves: time, bandwidth and error, beside torch's operators."""
 
-import importlib.util
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -21,17 +19,15 @@ _LOGPROB = 1e-4
 """Largest error of a log-probability or an entropy in nats: float32 sums over the vocabulary."""
 _GRADIENT = 0.01
 """Largest relative error of a gradient: slopes are rounded to bfloat16, whose steps are 0.4 %."""
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _CHECKED = 256
 """Tokens compared with float64."""
 
 
 def measure(found: Findings, setting: Setting) -> None:
     """Measures 16,384 tokens of a vocabulary of 151,936, in bfloat16 under float32 weights as in an update."""
-    usable = has_triton("cuda") if setting.on_gpu else importlib.util.find_spec("triton") and _INTERPRETED
-    if not usable:
-        why = "Triton cannot compile here: see the section's log" if setting.on_gpu else "on a CPU they need TRITON_INTERPRET=1"
-        found.not_reached("the kernels of the head", why)
+    problem = _problem(setting)
+    if problem:
+        found.not_reached("the kernels of the head", problem)
         return
     from trainer.policy import fused_head
 
@@ -47,6 +43,26 @@ def measure(found: Findings, setting: Setting) -> None:
     _whole(found, setting, rows, fused_head, work=(head, hidden, targets))
     found.tables[table] = rows
     _error(found, fused_head, head, hidden=hidden[:_CHECKED], targets=targets[:_CHECKED])
+
+
+def _problem(setting: Setting) -> str:
+    """Returns why the kernels cannot run here; empty if they can."""
+    if setting.on_gpu:
+        return "" if has_triton("cuda") else "Triton cannot compile here: see the section's log"
+    try:
+        from triton.runtime.errors import TritonError
+    except ImportError:
+        return "Triton is not installed"
+    from trainer.policy import fused_head
+
+    logits = torch.zeros(1, 2)
+    target = torch.zeros(1, dtype=torch.int64)
+    try:
+        fused_head.statistics(logits, target, temperature=1.0, result=torch.zeros(3, 1))
+    except (TritonError, RuntimeError) as error:  # no interpreter, or one that fails: Triton 3.6's with NumPy 2.5
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"on a CPU they need TRITON_INTERPRET=1 and an interpreter that works: {reason}"
+    return ""
 
 
 def _rows(hidden: Tensor, vocabulary: int) -> int:

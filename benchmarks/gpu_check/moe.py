@@ -89,9 +89,8 @@ def _error(one: Tensor, other: Tensor) -> float:
 
 def experts_flops(experts: Any, tokens: int, top_k: int) -> float:
     """Returns the floating-point operations of a forward and a backward pass of `tokens` tokens through experts."""
-    gate_up = 2 * experts.intermediate_dim * experts.hidden_dim
-    down = experts.hidden_dim * experts.intermediate_dim
-    return 6.0 * tokens * top_k * (gate_up + down)
+    parameters = 3 * int(experts.intermediate_dim) * int(experts.hidden_dim)  # gate, up and down
+    return 6.0 * tokens * top_k * parameters
 
 
 def _speed(found: Findings, setting: Setting, block: Any) -> None:

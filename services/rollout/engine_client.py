@@ -29,7 +29,7 @@ _ENV = {
     "TQDM_DISABLE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
-CPU_ENV = {
+_CPU_ENV = {
     "SGLANG_PLATFORM": "torch_cpu",  # jobgroup/sglang-cpu/plugin
     "SGLANG_USE_CPU_ENGINE": "0",  # SGLang's own CPU platform needs operators that have no CPU build
 }
@@ -109,7 +109,7 @@ def engine_env(config: Config) -> dict[str, str]:
     if config.rollout.device != "cpu":
         return _ENV | config.rollout.nccl_env() | toolkit_env(Path(config.rollout.engine_python), os.environ)
     offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # else it asks the hub anyway
-    return _ENV | CPU_ENV | offline
+    return _ENV | _CPU_ENV | offline
 
 
 def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
