@@ -43,7 +43,7 @@ help:
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
-	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; two parts of eight minutes [PART=1]'
+	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; three parts of eight minutes [PART=1]'
 	@echo '     NO_ENV=1        the same with the packages of PYTHON=python3 as they are; no environment is made, nothing downloaded'
 	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
@@ -168,7 +168,7 @@ bench: $(VENV)/.made $(BASE)/config.json
 
 # NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
 gpu-check: $(if $(NO_ENV),,$(VENV)/.made)
-	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m benchmarks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART))
+	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m benchmarks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART)) $(GPU_ARGS)
 
 gpu-bundle: $(VENV)/.made $(BASE)/config.json
 	$(VENV)/bin/python -m benchmarks.gpu_check.bundle --out gpu-check.tar.gz $(if $(GPU_PYTHON),--python $(GPU_PYTHON)) \

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.gpu_check import harness, report
 from benchmarks.gpu_check.harness import Outcome
-from benchmarks.gpu_check.sections import PARTS, SECTIONS, command
+from benchmarks.gpu_check.sections import PARTS, SECTIONS, Given, command
 from common.cli import CommandParser
 from common.config import fail
 from common.errors import ConfigError
@@ -51,6 +51,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=_minutes,
         help="for this call (default 8 for a part or for --only); a larger value raises all limits",
     )
+    parser.add_argument("--model", type=_existing, metavar="DIR", help="a real model, for the section grpo")
+    parser.add_argument("--data", type=_existing, metavar="DIR", help="with train.jsonl in GSM8K's form, for the section grpo")
+    parser.add_argument(
+        "--sglang", type=_existing, metavar="PYTHON", help="a Python with SGLang (default: this one, if it has it)"
+    )
     options = parser.parse_args(argv)
     usual = _MINUTES
     if options.part:
@@ -61,6 +66,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     options.minutes = options.minutes or usual
     options.longer = max(1.0, options.minutes / usual)
     return options
+
+
+def _existing(text: str) -> Path:
+    path = Path(text)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{text!r} does not exist")
+    return path.absolute()
 
 
 def _minutes(text: str) -> float:
@@ -81,6 +93,8 @@ def check(options: argparse.Namespace, console: Console) -> int:
     machine = _machine(options.device)
     earlier = [each for each in _earlier(options.out) if each.name not in options.only and each.small == options.small]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if options.device == "cpu":  # Triton's kernels then run in its interpreter
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     start = time.perf_counter()
     outcomes = list[Outcome]()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
@@ -124,7 +138,8 @@ def _outcome(name: str, options: argparse.Namespace, left: float, scratch: Path)
     if left < _LEAST_S:
         why = f"the {options.minutes:g} minutes were over; --only {name} runs it alone"
         return Outcome(name, section.about, not_reached=why)
-    words = command(name, options.device, options.small, scratch)
+    given = Given(options.model, options.data, options.sglang)
+    words = command(name, options.device, options.small, scratch, given)
     return harness.run(name, section.about, words, min(options.longer * section.limit_s, left), options.out)
 
 

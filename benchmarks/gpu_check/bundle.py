@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from benchmarks.gpu_check.sections import PARTS
 from common.cli import CommandParser
 from common.config import fail
 from common.errors import ConfigError
@@ -152,7 +153,7 @@ def main() -> None:
     print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, with {len(packages)} packages: {names}")
     print("there:")
     print(f"  tar xzf {options.out.name} && cd {_DISTRIBUTION}")
-    for part in (1, 2):
+    for part in PARTS:
         print(f"  PYTHONPATH=packages python3 -m benchmarks.gpu_check --part {part} --out runs/gpu-check")
 
 
