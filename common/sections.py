@@ -384,6 +384,11 @@ class RolloutSection(Section):
         return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", default)}
 
     @property
+    def context_bound(self) -> int | None:
+        """The longest sequence in tokens, for the trainer and the embedded engine; None with SGLang, which has its own."""
+        return self.max_context_tokens if self.engine == "embedded" else None
+
+    @property
     def on_gpus(self) -> bool:
         """Whether engines are known to compute on GPUs, and therefore round differently from the trainer."""
         return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from common.errors import ConfigError
+from learning.alone import check_alone, next_logprobs
 from learning.parking import storages
 from services.engine.attention import exchange
 from services.engine.cache import SlotCache
@@ -58,7 +59,8 @@ class Decoder:
     def reserve(self, rows: int) -> int:
         """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the cache grows later.
 
-        Raises UnfitModel when the model does not run, ConfigError when memory is short or not even one row fits.
+        Raises UnfitModel when the model does not run or does not compute a sequence as if alone, ConfigError when memory is
+        short or not even one row fits.
         """
         with torch.inference_mode():
             self._try()
@@ -75,6 +77,10 @@ class Decoder:
         try:
             self.prefill(prompts, [0, 1], 0)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
+            low = self.cache.dtype != torch.float32
+            check_alone(self.module, self._scores, self.device, self.max_context_tokens, low_precision=low)
+        except ConfigError as error:
+            raise UnfitModel(error.message, field="--model-path", value=error.value, remedy=error.remedy) from error
         except Exception as error:
             short = isinstance(error, torch.OutOfMemoryError)
             reason = f"the embedded engine cannot run this model: {described(error)}"
@@ -133,6 +139,12 @@ class Decoder:
             targets = tokens[1 : len(prompt), None]
             found.append((scores.gather(1, targets)[:, 0] - scores.logsumexp(1)).tolist())
         return found
+
+    def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps nothing."""
+        cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
+        cache.begin_prefill([tokens.shape[1]] * len(tokens), 0, [])
+        return next_logprobs(self._logits(tokens, positions, None, cache), tokens)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)

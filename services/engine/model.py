@@ -4,9 +4,10 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
+from learning.alone import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
 from learning.loading import only_logits
@@ -39,7 +40,9 @@ class Model(Decoder):
             )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            options = {"local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            fix_rotary_factors(config, max_context_tokens)
+            options = {"config": config, "local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
             loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
             remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
