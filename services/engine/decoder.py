@@ -17,7 +17,7 @@ from learning.alone import check_alone, next_logprobs
 from learning.parking import storages
 from services.engine.attention import exchange
 from services.engine.cache import SlotCache
-from services.engine.failures import described, remedy
+from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import StepGraphs, recorder
 from services.engine.sampling import FIELDS, IDLE, Inputs, sample
 
@@ -86,6 +86,9 @@ class Decoder:
             reason = f"the embedded engine cannot run this model: {described(error)}"
             kind = ConfigError if short else UnfitModel
             raise kind(reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)) from error
+        if not self.cache.tensors():
+            reason = "the embedded engine cannot run this model: it does not keep what it has read in a KV cache"
+            raise UnfitModel(reason, field="--model-path", value=self.config.model_type, remedy=SGLANG)
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED

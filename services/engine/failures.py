@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+SGLANG = "use SGLang (rollout.engine sglang; in Python the argument engine='sglang') or another model"
+"""The remedy for a model that this engine does not run."""
 _LONGEST = 600
 _SHOWN_FOLDERS = 3
 
@@ -27,4 +29,4 @@ def remedy(error: BaseException) -> str:
             "lower rollout.max_running_requests or rollout.max_context_tokens, or use a smaller model or a device with "
             "more memory"
         )
-    return "use SGLang (rollout.engine sglang; in Python the argument engine='sglang') or another model"
+    return SGLANG

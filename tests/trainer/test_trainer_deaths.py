@@ -75,9 +75,9 @@ DIED = r"the engine has died: OutOfMemoryError: CUDA out of memory.*\(in decode,
     "words",
     [
         (),
-        ("--trainer.max_staleness", "1"),
+        pytest.param(("--trainer.max_staleness", "1"), marks=pytest.mark.slow),
         ("--environment.name", f"python:{__name__}:Asks"),
-        ("--trainer.eval_samples", "4"),
+        pytest.param(("--trainer.eval_samples", "4"), marks=pytest.mark.slow),
     ],
     ids=["batch", "staleness", "episodes", "evaluation"],
 )
@@ -99,7 +99,7 @@ class Asks:
         """Begins."""
 
 
-@pytest.mark.parametrize("staleness", ["0", "1"])
+@pytest.mark.parametrize("staleness", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_an_engine_that_dies_of_new_weights_ends_the_run(
     settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, staleness: str
 ) -> None:
@@ -174,7 +174,7 @@ def exits_now(completions: list[Any], **_: Any) -> list[float]:
     sys.exit("no judge")
 
 
-@pytest.mark.parametrize("function", [exits, exits_now])
+@pytest.mark.parametrize("function", [exits, pytest.param(exits_now, marks=pytest.mark.slow)])
 def test_a_reward_function_that_exits_ends_the_run(base_model: Path, tmp_path: Path, function: Callable[..., Any]) -> None:
     trainer = GRPOTrainer(str(base_model), function, api(tmp_path), ROWS)
     with pytest.raises(ConfigError, match="SystemExit: no judge"):
@@ -189,6 +189,7 @@ class Exits:
         sys.exit("no game")
 
 
+@pytest.mark.slow
 def test_an_environment_that_exits_fails_its_episodes(settings: Callable[..., Config]) -> None:
     config = settings("--environment.name", f"python:{__name__}:Exits", "--trainer.max_failed_groups", "2")
     with pytest.raises(CollectFailed, match="SystemExit: no game"):

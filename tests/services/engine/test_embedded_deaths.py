@@ -14,6 +14,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 
 from common.clients import Client, wait_healthy
@@ -88,6 +90,13 @@ def test_a_model_that_cannot_decode_is_refused_with_the_place_and_the_remedy(mod
     assert caught.value.remedy is not None
     assert "rollout.engine sglang" in caught.value.remedy
     assert "another model" in caught.value.remedy
+
+
+def test_a_model_without_a_kv_cache_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    """Its decode steps would forget the prompt."""
+    module = RwkvForCausalLM(RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300))
+    with pytest.raises(UnfitModel, match="it does not keep what it has read in a KV cache"):
+        Engine(Model(written(module, model_dir, tmp_path), 256))
 
 
 def test_the_check_at_the_start_leaves_nothing_behind(model_dir: Path) -> None:
