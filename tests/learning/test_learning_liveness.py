@@ -126,6 +126,25 @@ def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
     assert f"{who} is lost: silent for 10 s (trainer.lost_after_s)" in nodes.text(1 - stopped)
 
 
+@pytest.mark.slow
+def test_ranks_that_were_all_stopped_for_long_go_on(nodes: Nodes) -> None:
+    """Imitates a machine that sleeps: each rank heard nothing from the other, but was stopped itself."""
+    limit_s = 8.0
+    nodes.start("step", limit_s)
+    for node in range(2):
+        nodes.signal(node, signal.SIGSTOP)
+    time.sleep(1.5 * limit_s)
+    for node in range(2):
+        nodes.signal(node, signal.SIGCONT)
+    time.sleep(2)  # the next judgements
+
+    nodes.signal(0, signal.SIGTERM)
+
+    assert nodes.status(1) != 0
+    assert "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
+    assert "is lost:" not in nodes.text(0) + nodes.text(1)
+
+
 def test_an_error_of_one_rank_is_reported_by_the_other(nodes: Nodes) -> None:
     nodes.start("fail", limit_s=60)
     assert nodes.status(0) != 0

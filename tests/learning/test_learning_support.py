@@ -26,9 +26,13 @@ class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
 
 
 def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], list[int]]:
-    """Completions with truncated sampling, with a minimum length (longer than some), or neither; lengths and tokens."""
+    """Completions with truncated sampling, with a minimum length longer or shorter than they are, or neither.
+
+    Also returns lengths and tokens.
+    """
+    minimum = {1: 7, 4: 2}
     sampled: list[Sampled | None] = []
-    lengths, tokens = [5, 3, 4, 1], []
+    lengths, tokens = [5, 3, 4, 1, 6], []
     for number, length in enumerate(lengths):
         own = rng.integers(10, VOCABULARY, length)
         tokens += own.tolist()
@@ -36,7 +40,9 @@ def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], lis
             lists = [np.unique([token, *rng.integers(0, VOCABULARY, 6)]) for token in own]
             sampled.append(Sampled(np.concatenate(lists).astype(np.int32), np.array([*map(len, lists)], np.int32), NONE, 0))
         else:
-            sampled.append(None if number == 2 else Sampled(NONE, NONE, np.array([1, 2, 3], np.int32), 7))
+            least = minimum.get(number)
+            barred = np.array([1, 2, 3], np.int32)
+            sampled.append(None if least is None else Sampled(NONE, NONE, barred, least))
     return sampled, lengths, tokens
 
 
