@@ -175,5 +175,5 @@ def test_a_script_that_used_reward_functions_ends_silently(name: str, tmp_path: 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_script_that_trained_ends_silently(name: str, tmp_path: Path, base_model: Path) -> None:
-    script, *expected = TRAINED[name]
-    check_ends(TRAINING + script, *expected, tmp_path, str(base_model.resolve()))
+    script, printed, pattern, status = TRAINED[name]
+    check_ends(TRAINING + script, printed, pattern, status, tmp_path, str(base_model.resolve()))
