@@ -14,6 +14,11 @@ from trainer.api.grpo import GRPOConfig
 LENGTHS = np.array([3, 7, 1, 5])
 LONGEST = 9
 EPSILON = 0.2
+NEEDS: dict[str, dict[str, Any]] = {
+    "cispo": {"epsilon_high": 5.0},
+    "luspo": {"importance_sampling_level": "sequence"},
+}
+"""What TRL's documentation recommends or asks for beside a loss."""
 Array = NDArray[np.float64]
 
 
@@ -56,18 +61,25 @@ def defined(loss_type: str, mask: Array, new: Array, old: Array, advantages: Arr
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_a_loss_is_what_trl_defines(loss_type: str, seed: int) -> None:
-    more: dict[str, Any] = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}.get(
-        loss_type, {}
-    )
-    made = GRPOConfig(loss_type=loss_type, use_cpu=True, max_completion_length=LONGEST, **more)
+    arguments: dict[str, Any] = {"loss_type": loss_type, "use_cpu": True, "max_completion_length": LONGEST}
+    made = GRPOConfig(**arguments | NEEDS.get(loss_type, {}))
     config = made.to_config(8, 0, Path("out"))
     mask, new, old, advantages = numbers(seed)
 
     there = mask.astype(bool)
     rows = torch.from_numpy(np.nonzero(mask)[0])
     lengths = torch.from_numpy(LENGTHS)[rows]
-    columns = [torch.from_numpy(each[there]) for each in (new, old, old, np.broadcast_to(advantages, mask.shape))]
-    per_token = policy_loss(config.algorithm, *columns, rows, len(mask)).loss
+    policy = torch.from_numpy(new[there])
+    behaviour = torch.from_numpy(old[there])
+    per_token = policy_loss(
+        config.algorithm,
+        logprobs=policy,
+        old_logprobs=behaviour,
+        rollout_logprobs=behaviour,
+        advantages=torch.from_numpy(np.broadcast_to(advantages, mask.shape)[there]),
+        rows=rows,
+        count=len(mask),
+    ).loss
     coefficients = token_coefficients(
         config.algorithm.aggregation,
         lengths,

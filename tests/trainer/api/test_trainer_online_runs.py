@@ -250,6 +250,14 @@ def test_a_model_that_does_not_load_is_reported_under_its_field(base_model: Path
         ).train()
 
 
+def test_an_optimizer_keeps_its_betas_beside_settings(base_model: Path, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-4, betas=(0.8, 0.9))
+    config = fields(base_model, tmp_path, settings={"algorithm.entropy_coef": 0.1})
+    trainer = OnlineRLTrainer(config, Short(), ROWS, optimizers=(optimizer, None))
+    assert trainer.config.settings == {"algorithm.entropy_coef": 0.1, "trainer.adam_betas": (0.8, 0.9)}
+    assert trainer.config.learning_rate == 3e-4
+
+
 def test_a_changed_config_is_checked_again(base_model: Path, tmp_path: Path) -> None:
     config = fields(base_model, tmp_path)
     config.num_generations = 3

@@ -12,8 +12,9 @@ import pytest
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration
+CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # which background jobs ignore\n"
 MATH = r"""
-import asyncio, gc, os, signal, threading, time
+import asyncio, gc, os, threading, time
 from trainer import MathRewardFunction
 
 def grade(answer=r"\frac{x^2}{2}", count=1, **settings):
@@ -35,7 +36,7 @@ async def background(completions, **kwargs):
     return [1.0] * len(completions)
 """
 JUDGE = """
-import os, signal, socket, threading
+import os, socket, threading
 from trainer import JudgeRewardFunction
 
 server = socket.socket()
@@ -48,7 +49,7 @@ def ask():
     judge([[{"role": "assistant", "content": "5"}]] * 4, prompt=["2 + 3"] * 4)
 """
 CODE = r"""
-import logging, os, signal, threading, time
+import logging, os, threading, time
 from trainer import CodeRewardFunction
 
 logging.getLogger("services").setLevel(logging.ERROR)
@@ -87,7 +88,7 @@ SCRIPTS = {
 """The script, what it prints, a pattern of what Python adds on standard error, and the exit status."""
 QUICK = ("dropped", "in a daemon", "judge interrupted")
 TRAINING = """
-import os, signal, sys, threading
+import os, sys, threading
 from trainer import GRPOConfig, GRPOTrainer, MathRewardFunction, ModelEvaluator
 
 rows = [{"prompt": f"What is {i} + 1?", "ground_truth": "x"} for i in range(4)]
@@ -135,7 +136,7 @@ def session_of(stat: Path) -> int | None:
 
 def check_ends(script: str, printed: str, pattern: str, status: int, folder: Path, *arguments: str) -> None:
     """Runs a script as a user does, and checks what it prints and that it leaves no process."""
-    (folder / "script.py").write_text(script)
+    (folder / "script.py").write_text(CTRL_C + script)
     command = [sys.executable, "script.py", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -174,5 +175,5 @@ def test_a_script_that_used_reward_functions_ends_silently(name: str, tmp_path: 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_script_that_trained_ends_silently(name: str, tmp_path: Path, base_model: Path) -> None:
-    script, *expected = TRAINED[name]
-    check_ends(TRAINING + script, *expected, tmp_path, str(base_model.resolve()))
+    script, printed, pattern, status = TRAINED[name]
+    check_ends(TRAINING + script, printed, pattern, status, tmp_path, str(base_model.resolve()))

@@ -133,9 +133,9 @@ def test_an_argument_sets_what_it_says(given: dict[str, Any], setting: str, valu
 
 @pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
 def test_eval_steps_alone_evaluate_nothing_as_in_transformers(kind: type[GRPOConfig]) -> None:
-    alone = kind(eval_steps=5, use_cpu=True)
+    alone = kind(eval_steps=5, use_gpu=False)
     assert alone.to_config(100, 8, OUT).trainer.eval_every == 0
-    every = kind(eval_strategy="steps", eval_steps=5, use_cpu=True)
+    every = kind(**{"eval_strategy": "steps"}, eval_steps=5, use_gpu=False)
     assert every.to_config(100, 8, OUT).trainer.eval_every == 5
     assert every.changed(seed=1).to_config(100, 8, OUT).trainer.eval_every == 5
 
