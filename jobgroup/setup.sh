@@ -47,8 +47,8 @@ make_env() {
   echo "$stamp" >"$folder/.made-from"
 }
 
-# image_python PACKAGE PINS: prints the Python of the system that has PACKAGE in the version that the file PINS names,
-# or nothing. A Python of a virtual environment does not count: it may go away.
+# image_python PACKAGE PINS: prints the Python of the system that has pip, and PACKAGE in the version that the file PINS
+# names; prints nothing if there is none. A Python of a virtual environment does not count: it may go away.
 image_python() {
   local package="$1" version python
   version="$(sed -n "s/^$package==//p" "$2")"
@@ -58,6 +58,7 @@ image_python() {
   for python in $(type -aP python3); do
     if "$python" -c '
 import importlib.metadata, sys
+import pip
 fits = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.prefix == sys.base_prefix
 found = importlib.metadata.version(sys.argv[1]).partition("+")[0]  # without the local part: 2.13.0+cu130
 sys.exit(not (fits and found == sys.argv[2]))' "$package" "$version" 2>/dev/null; then
