@@ -42,7 +42,7 @@ from services.rollout.engine_client import EngineClient
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
-from trainer.rollouts.engines import DirectPublisher, OwnSGLang, ServersClient
+from trainer.rollouts.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.rollouts.services import Services
 from trainer.run import Listener, Opening, Run
 from trainer.weights.adapters import AdapterPublisher
@@ -173,7 +173,7 @@ class InProcessBackend:
             own = OwnSGLang(opening.config, publisher)
             opening.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
-            publisher.engines = [EngineClient("engine", own.url)]
+            publisher.engines = [OwnEngineClient(own)]
             make = partial(ServersClient, [own.url], own.check)
         else:
             urls = [self.engine] if isinstance(self.engine, str) else self.engine

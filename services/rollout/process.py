@@ -140,7 +140,9 @@ class Timing:
     max_backoff_s: float = 30.0
     first_backoff_s: float = 0.5
     max_failed_starts: int = 5
-    """Failed starts in a row that are fatal. A child that ends with an error before it was stable failed too."""
+    """Failed starts in a row that are fatal."""
+    max_crashes: int = 5
+    """Errors of the child's own in a row that are fatal: it ended by itself before it was stable."""
 
 
 class Supervised:
@@ -168,11 +170,10 @@ class Supervised:
         self._env, self._log_file, self._timing, self._shown = env, log_file, timing, shown
         self._on_up, self._on_down = on_up, on_down
         self.up = False
-        self._was_up = False
-        """Whether the last child was healthy at some time."""
         self.starts = 0
         self.pid: int | None = None
-        self._crashes = self._failed_starts = 0
+        self._crashes = self._failed_starts = self._own_crashes = 0
+        self._up_since = 0.0
         self._status: int | None = None
         self._restart_reason: str | None = None
 
@@ -192,11 +193,14 @@ class Supervised:
             if self._status == WRONG_SETTING:
                 said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
                 raise ConfigError(f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}")
+            what = ""
             if self._failed_starts >= self._timing.max_failed_starts:
-                what = "crashed" if self._was_up else "failed to start"
+                what = f"failed to start {self._failed_starts} times"
+            elif self._own_crashes >= self._timing.max_crashes:
+                what = f"crashed {self._own_crashes} times"
+            if what:
                 raise ChildFailed(
-                    f"{self.name} {what} {self._failed_starts} times in a row, most recently: {reason}\n"
-                    f"the end of its output:\n{tail}",
+                    f"{self.name} {what} in a row, most recently: {reason}\nthe end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )
             pause = min(self._timing.max_backoff_s, self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1))
@@ -206,7 +210,7 @@ class Supervised:
         """Runs the child once. Returns the end of its output and why it ended."""
         self._restart_reason = self._status = None
         self.starts += 1
-        grace_s, tail, started = 0.0, "", time.monotonic()
+        grace_s, tail = 0.0, ""
         child: Child | None = None
         try:
             command = await self._launch()
@@ -220,15 +224,16 @@ class Supervised:
         except (ServiceError, OSError) as error:
             reason = str(error)
         finally:
-            self._was_up, self.up, self.pid = self.up, False, None
+            was_up, self.up, self.pid = self.up, False, None
             if child is not None:
                 await child.end(grace_s)
                 tail = child.tail()
-        stable = self._was_up and time.monotonic() - started > self._timing.stable_s
+        # Loading a large model may take longer than it takes to be stable.
+        stable = was_up and time.monotonic() - self._up_since > self._timing.stable_s
         self._crashes = 1 if stable else self._crashes + 1
+        self._failed_starts = 0 if was_up else self._failed_starts + 1
         ended_itself = self._status is not None and 0 < self._status < _SIGNALLED
-        failed = not self._was_up or (ended_itself and not stable)
-        self._failed_starts = self._failed_starts + 1 if failed else 0
+        self._own_crashes = self._own_crashes + 1 if ended_itself and not stable else 0
         self._on_down(reason)
         return tail, reason
 
@@ -253,7 +258,7 @@ class Supervised:
                     silent_s = 0.0
                     if not self.up and not ended.done():
                         await self._on_up()
-                        self.up = True
+                        self.up, self._up_since = True, time.monotonic()
                 elif self.up and silent_s > self._timing.hang_s:
                     return f"not healthy for {silent_s:.0f} s, killed: {problem}"
                 elif not self.up and now - started > self._timing.startup_s:

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 from transformers import AutoModelForCausalLM
 
-from common.clients import Client, Unreachable
+from common.clients import Client
 from common.config import Config
+from common.errors import ServiceLost
 from common.rollout_client import BASE_VERSION, RolloutClient
 from common.schemas import WeightManifest
 from common.topology import ROLLOUT, Topology
@@ -48,7 +49,7 @@ class _Server:
 class ServersClient(RolloutClient):
     """`RolloutClient` of one or several servers: each attempt goes to the one with the fewest requests in flight.
 
-    `check` raises Unreachable when no server will ever answer again, and httpx.ConnectError while none can yet.
+    `check` raises ServiceLost when no server will ever answer again, and httpx.ConnectError while none can yet.
     """
 
     repeats_prompt = True  # they are SGLang
@@ -82,6 +83,18 @@ class ServersClient(RolloutClient):
         finally:
             server.running -= 1
             server.rests_until = 0.0 if answered else time.monotonic() + _REST_S
+
+
+class OwnEngineClient(EngineClient):
+    """The control calls of a server that this process started: none waits for one that will not be restarted."""
+
+    def __init__(self, server: "OwnSGLang") -> None:
+        super().__init__("engine", server.url)
+        self._server = server
+
+    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+        self._server.check_alive()
+        return await super()._exchange(method, path, timeout, arguments)
 
 
 class OwnSGLang:
@@ -118,12 +131,16 @@ class OwnSGLang:
         self._up.set()
 
     def check(self) -> None:
-        """Raises Unreachable when it will not be restarted, and httpx.ConnectError until it has the newest weights."""
-        if self._lost is not None:
-            remedy = f"look at {self.log_file}, then start again"
-            raise Unreachable(self._lost, field="engine", value=self.url, remedy=remedy)
+        """Raises ServiceLost when it will not be restarted, and httpx.ConnectError until it has the newest weights."""
+        self.check_alive()
         if not self._child.up:
             raise httpx.ConnectError("SGLang is being started")
+
+    def check_alive(self) -> None:
+        """Raises ServiceLost when it will not be restarted."""
+        if self._lost is not None:
+            remedy = f"look at {self.log_file}, then start again"
+            raise ServiceLost(self._lost, field="engine", value=self.url, remedy=remedy)
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output if it fails."""

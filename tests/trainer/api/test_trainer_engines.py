@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ import torch
 import uvicorn
 
 from common.clients import Unreachable, wait_healthy
-from common.errors import ConfigError, ServiceError
+from common.errors import ConfigError, ServiceError, ServiceLost
 from services.data.tiny import problems
 from services.engine.app import make_app
 from services.engine.engine import Engine
@@ -114,6 +115,39 @@ def test_an_sglang_that_does_not_start_ends_the_run_with_its_output(base_model: 
     settings = config(tmp_path, settings={"rollout.engine_python": str(broken)})
     trainer = GRPOTrainer(str(base_model), length, settings, ROWS, engine="sglang")
     with pytest.raises(ServiceError, match=r"(?s)engine failed to start.*status 3.*no such kernel.*engine.log"):
+        trainer.train()
+
+
+ENDING = """
+import http.server, os, pathlib, sys
+
+class Engine(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def do_POST(self):
+        print("no such memory", flush=True)
+        os._exit(3)
+
+started = pathlib.Path(__file__).with_name("started")
+if started.exists():
+    sys.exit("no memory at all")
+started.touch()
+address = sys.argv[sys.argv.index("--host") + 1], int(sys.argv[sys.argv.index("--port") + 1])
+http.server.ThreadingHTTPServer(address, Engine).serve_forever()
+"""
+
+
+def test_an_sglang_that_does_not_start_again_ends_the_run_while_it_publishes(base_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "engine.py").write_text(ENDING)
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/engine.py "$@"\n')
+    script.chmod(0o755)
+    settings = config(tmp_path, settings={"rollout.engine_python": str(script)})
+    trainer = GRPOTrainer(str(base_model), length, settings, ROWS, engine="sglang")
+    with pytest.raises(ServiceLost, match=r"(?s)engine failed to start.*status 1.*no memory at all.*engine.log"):
         trainer.train()
 
 
