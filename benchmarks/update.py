@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from common.config import Config, fail, load
@@ -56,8 +56,51 @@ SHAPES = {
         **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
         "vocab_size": 151_936,
     },
+    "7b-layers": {
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+    },
+    "32b-layers": {
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 8192,
+    },
+    "30b-a3b-layers": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "vocab_size": 8192,
+    },
+    "small-moe": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "vocab_size": 1024,
+    },
 }
-"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values, tied embeddings."""
+"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values unless given, tied embeddings.
+
+`-layers` are a few layers of Qwen2.5-7B and 32B and of Qwen3-30B-A3B under a small vocabulary, so that the layers are
+what is measured.
+"""
 GROUPS = 4
 """Groups of a full micro-batch (`full_groups`)."""
 _PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
@@ -98,21 +141,22 @@ def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") 
     quiet()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
-    config = Qwen2Config(
-        **SHAPES[shape],
-        num_key_value_heads=2,
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, **SHAPES[shape]}
+    architecture = Qwen3MoeConfig if "num_experts" in sizes else Qwen2Config
+    config = architecture(
+        **sizes,
         max_position_embeddings=32_768,
         tie_word_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     with torch.device(device):
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
-def _group(
+def random_group(
     name: str, prompt: list[int], lengths: list[int], rng: np.random.Generator, vocabulary: int, text: str = ""
 ) -> Group:
     """Returns a group of random completions; every second one is right."""
@@ -142,7 +186,7 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(int)  # the last token is not computed
     lengths[-1] += tokens - prompt - (lengths - 1).sum()
     return [
-        _group(str(number), rng.integers(10, vocabulary, prompt).tolist(), lengths.tolist(), rng, vocabulary)
+        random_group(str(number), rng.integers(10, vocabulary, prompt).tolist(), lengths.tolist(), rng, vocabulary)
         for number in range(2 * ranks * GROUPS)
     ]
 
@@ -159,7 +203,7 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
         left -= int(lengths.sum()) + case.group * case.prompt
         text = tokenizer.decode(rng.integers(10, vocabulary, case.prompt))
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        groups.append(_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text))
+        groups.append(random_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text))
     return groups
 
 
@@ -169,10 +213,16 @@ def tokens_of(groups: list[Group]) -> int:
 
 
 def required_flops(groups: list[Group], model: Any) -> float:
-    """Returns the floating-point operations of the forward and backward passes."""
+    """Returns the floating-point operations of the forward and backward passes.
+
+    Of a mixture's experts, those count to which a token is routed.
+    """
     config = model.config
     head = config.vocab_size * config.hidden_size
     body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is a lookup
+    experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
+    if experts:
+        body -= experts - experts * config.num_experts_per_tok // config.num_experts
     computed = completion_tokens = pairs = 0
     for group in groups:
         prompt = len(group.prompt_token_ids)
@@ -180,7 +230,8 @@ def required_flops(groups: list[Group], model: Any) -> float:
         computed += prompt + sum(lengths)
         completion_tokens += sum(lengths)
         pairs += prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths)
-    attention = 12 * config.num_hidden_layers * config.hidden_size * pairs
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * width * pairs
     return float(6 * (body * computed + head * completion_tokens) + attention)
 
 

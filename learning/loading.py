@@ -9,7 +9,9 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
 from common.sections import TrainerSection
@@ -27,6 +30,21 @@ from learning.sharding import local, named_tensors, prepare, region, shard
 
 log = logging.getLogger(__name__)
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
+
+
+_UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Outputs that a saved configuration may ask of every forward pass."""
+
+
+def only_logits(config: Any) -> None:
+    """Switches off, in place, what a model's configuration wants computed besides logits: nobody here reads it.
+
+    The router logits lead to an auxiliary loss, which fails on the engine's batches.
+    """
+    for part in (config, config.get_text_config()):
+        for name in _UNREAD:
+            if getattr(part, name, False):
+                setattr(part, name, False)
 
 
 class Reader(Protocol):
@@ -104,6 +122,7 @@ class Pretrained:
 
     def config(self) -> Any:
         config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.trust_remote_code)
+        only_logits(config)
         self.configure(config)
         return config
 
@@ -206,11 +225,25 @@ def load(
 
 
 def _keep_states_low(model: Any) -> None:
-    """Makes embedding and norms return bfloat16, as FSDP2 does; autocast alone would keep a copy for every product."""
+    """Makes embedding, norms and experts compute in bfloat16 where FSDP2 does and autocast alone would not.
+
+    Embedding and norms return bfloat16; autocast would keep a copy for every product. Autocast does not reach grouped
+    products, so experts get bfloat16 copies of their weights.
+    """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        if module is model.get_input_embeddings() or (own and all(parameter.ndim == 1 for parameter in own)):
+        # Attention may have vectors of its own, such as the sinks of gpt-oss, but a norm has no other modules.
+        is_norm = own and not list(module.children()) and all(parameter.ndim == 1 for parameter in own)
+        if module is model.get_input_embeddings() or is_norm:
             module.register_forward_hook(lambda _module, _inputs, states: states.bfloat16())
+        elif any(parameter.ndim == 3 for parameter in own):
+            module.forward = partial(_with_low_weights, copy(module))
+
+
+def _with_low_weights(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Calls a module with bfloat16 copies of its weights, which keep their gradients in float32."""
+    weights = {name: parameter.bfloat16() for name, parameter in module.named_parameters(recurse=False)}
+    return functional_call(module, weights, inputs, options)
 
 
 def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> SafetensorsReader | None:

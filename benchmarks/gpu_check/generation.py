@@ -1,6 +1,7 @@
 """Compares the embedded engine with transformers' `generate`, and its logprobs with the trainer's."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
+from common.schemas import Int32
 from learning.layout import moved
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
@@ -40,7 +42,8 @@ def speed(found: Findings, setting: Setting) -> None:
     text = f"the embedded engine beside `generate`, {count} × {samples} completions of {new} tokens"
     measured = f"{total / ours:,.0f} and {total / theirs:,.0f} tokens/s, ratio {theirs / ours:.2f}"
     found.claim(text, f"ratio ≥ {_FASTER}", measured, None if setting.small else theirs / ours >= _FASTER)
-    apart = (_scored(setting, model, prompts, answers) - _logprobs(answers)).abs()
+    completions = [[np.array(answer.tokens, np.int32) for answer in group] for group in answers]
+    apart = (scored(setting, model.path, prompts, completions) - _logprobs(answers)).abs()
     found.at_most("the engine's log-probabilities beside the trainer's: mean |Δ|", float(apart.mean()), 0.02)
     found.at_most("the engine's log-probabilities beside the trainer's: largest |Δ|", float(apart.max()), 0.5)
 
@@ -75,15 +78,14 @@ def _generate(setting: Setting, directory: Any, prompts: list[list[int]], sample
     return seconds
 
 
-def _scored(setting: Setting, model: Model, prompts: list[list[int]], answers: list[list[Sequence]]) -> torch.Tensor:
-    """Returns the trainer's logprobs of the same tokens, with the engine's weights and precision."""
+def scored(setting: Setting, path: Path, prompts: list[list[int]], completions: list[list[Int32]]) -> torch.Tensor:
+    """Returns the trainer's logprobs of the completions' tokens, with the engine's weights and precision."""
     kind = torch.bfloat16 if setting.on_gpu else torch.float32
-    scorer = Scorer(AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32).to(setting.device).train(), "on")
+    scorer = Scorer(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(setting.device).train(), "on")
     found = []
-    for prompt, group in zip(prompts, answers, strict=True):
-        completions = [np.array(answer.tokens, np.int32) for answer in group]
-        layout = moved(scorer.layout.of([np.array(prompt, np.int32)] * len(group), completions), setting.device)
-        targets = torch.from_numpy(np.concatenate(completions).astype(np.int64)).to(setting.device)
+    for prompt, group in zip(prompts, completions, strict=True):
+        layout = moved(scorer.layout.of([np.array(prompt, np.int32)] * len(group), group), setting.device)
+        targets = torch.from_numpy(np.concatenate(group).astype(np.int64)).to(setting.device)
         with torch.no_grad(), torch.autocast(setting.device.type, kind, enabled=setting.on_gpu):
             found.append(scorer(layout, targets, 1.0).logprobs.float().cpu())
     return torch.cat(found)

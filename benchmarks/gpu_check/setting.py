@@ -1,8 +1,10 @@
 """The setting that all sections share: the device, the size of the work, and random models of real shapes."""
 
+import importlib.util
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,12 @@ class Setting:
     """Use tiny shapes, which show that the code runs but not its speed."""
     scratch: Path
     """Directory for models and runs; removed at the end."""
+    model_path: Path | None = None
+    """A real model for the real run, if one is given."""
+    data: Path | None = None
+    """Directory with `train.jsonl` in GSM8K's form, if one is given."""
+    sglang: Path | None = None
+    """Python with SGLang, if there is one."""
 
     @property
     def device(self) -> torch.device:
@@ -53,6 +61,12 @@ class Setting:
         """Returns the configuration for updates of `model` on the device, with these extra settings."""
         fixed = ("--model.name", str(model), "--trainer.device", self.device_kind, "--trainer.warmup_steps", "0")
         return load([*fixed, "--algorithm.advantage", "group_centred", *words], {})
+
+    def sglang_python(self) -> Path | None:
+        """Returns a Python that has SGLang: the one that was given, or this one; None if there is none."""
+        if self.sglang is not None:
+            return self.sglang
+        return Path(sys.executable) if importlib.util.find_spec("sglang") else None
 
     def ranks(self, settings: TrainerSection) -> Ranks:
         """Returns this process as the one rank."""

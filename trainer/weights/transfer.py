@@ -133,7 +133,7 @@ class Transfer:
     """
 
     def __init__(self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums) -> None:
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.done = threading.Event()
         self._group, self._buckets, self._flats, self._sent = group, buckets, flats, sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -152,7 +152,7 @@ class Transfer:
             for index in iter(self._queue.get, None):
                 self._group.send(self._flats[index], partial(self._add, self._buckets[index]))
             self._group.wait()
-        except Exception as error:
+        except BaseException as error:  # the publisher waits for it
             self.error = error
         finally:
             self.done.set()

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,14 +18,16 @@ from torch import Tensor
 from common.config import Config
 from common.errors import Conflict, NotFound, ServiceError
 from common.observe import Metrics
-from common.schemas import WeightChecksums, WorkerReport
+from common.schemas import Bucket, WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, views
-from trainer.server import create_trainer_app
+from services.http.app import Server
+from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.publisher import PublishFailed, WeightBoard
+from trainer.weights.sent_sums import Plan, SentSums
 from trainer.weights.tensor_hash import gpu_digest
-from trainer.weights.transfer import Rendezvous
+from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
 
 
 def mixed() -> dict[str, Tensor]:
@@ -102,6 +105,7 @@ import json, sys
 import torch, torch.distributed as dist
 from common.schemas import Bucket
 from learning.weight_group import join, size_of, views
+from trainer.weights.sent_sums import Plan, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 
 group = None
@@ -168,6 +172,42 @@ def test_an_unknown_address_is_logged_and_weights_go_as_files(tmp_path: Path, ca
     manifest, size = sender.publish(mixed().items(), 1)
     assert (manifest.broadcast, size) == (None, sum(tensor.nbytes for tensor in mixed().values()))
     assert "no group can be formed at nobody.invalid" in caplog.text
+
+
+class Exiting(EngineGroup):
+    """Leaves the interpreter where others raise an error."""
+
+    def send(self, flat: Tensor, passing: Callable[[Tensor], None] = lambda _: None) -> None:
+        sys.exit("in the middle of a broadcast")
+
+
+def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
+    """The publisher would take it for sent, and wait until `trainer.publish_timeout_s` for engines to confirm it."""
+    worker = WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
+    bucket = Bucket(names=["w"], dtypes=["uint8"], shapes=[[1]])
+    flat = torch.zeros(1, dtype=torch.uint8)
+    transfer = Transfer(group, [bucket], [flat], SentSums(Plan({}, {})))
+    transfer.put(0)
+    transfer.done.wait()
+    assert str(transfer.error) == "in the middle of a broadcast"
+
+
+def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node could fetch the version or report, and the publisher would wait for `trainer.publish_timeout_s`."""
+    board = WeightBoard(tmp_path / "weights")
+    app = create_trainer_app(board, Metrics("trainer"))
+
+    async def breaks(*_: object) -> bool:
+        raise ZeroDivisionError("no such tick")
+
+    with BackgroundServer(app, "127.0.0.1", 0, died=board.server_died):
+        monkeypatch.setattr(Server, "on_tick", breaks)
+        with pytest.raises(PublishFailed, match=r"the trainer's HTTP server, .*, has died"):
+            board.wait_confirmed(WeightManifest(version=1, run_id="run"), 3600.0, print)
+    assert "ZeroDivisionError: no such tick" in caplog.text
 
 
 @pytest.mark.parametrize(

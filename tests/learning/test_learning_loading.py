@@ -1,0 +1,45 @@
+"""Loading without shards in low precision, as on one GPU, executed on a CPU under autocast."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from common.sections import TrainerSection
+from learning.loading import Pretrained, load
+from learning.ranks import Ranks
+from tests.support.tiny_models import make, write
+
+IDS = torch.arange(10, 40)[None]
+
+
+@pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral", "olmoe", "gpt_oss"])
+def test_experts_of_an_unsharded_model_multiply_in_bfloat16(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autocast does not reach grouped products: without more, they would compute in float32 and a compiled layer in a loop."""
+    directory = write(kind, tmp_path / "model")
+    pretrained = Pretrained(AutoModelForCausalLM, str(directory))
+    settings = TrainerSection(compile=False)
+    model: Any = load(pretrained, lambda model: model, Ranks(device_kind="cpu"), settings, low_precision=True)
+    seen = set()
+    product = torch.nn.functional.grouped_mm
+
+    def recorded(states: torch.Tensor, weights: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.add((states.dtype, weights.dtype))
+        return product(states, weights, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", recorded)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(IDS, use_cache=False).logits.float().log_softmax(-1)
+    found.sum().backward()
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+
+    exact = make(kind)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in exact.named_parameters()]
+    experts = [parameter for parameter in model.parameters() if parameter.ndim == 3]
+    assert {parameter.dtype for parameter in experts} == {torch.float32}
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in experts)
+    with torch.no_grad():
+        wanted = exact(IDS, use_cache=False).logits.float().log_softmax(-1)
+    assert float((found.detach() - wanted).abs().mean()) < 0.1
