@@ -133,10 +133,9 @@ $(OLDEST)/.made: pyproject.toml constraints.txt
 	  -e '.[services,trainer,tensorboard]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
-# Left out: the estimate of memory, which is that of torch 2.12 and later, where attention repeats no heads.
 test-oldest: VENV := $(OLDEST)
 test-oldest: $(OLDEST)/.made $(BASE)/config.json
-	$(PYTEST) -m 'not slow' -k 'not estimated_memory' -W 'ignore:Conversion of an array:DeprecationWarning' \
+	$(PYTEST) -m 'not slow' -W 'ignore:Conversion of an array:DeprecationWarning' \
 	  tests/learning tests/trainer/policy tests/trainer/weights
 	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 

@@ -52,6 +52,7 @@ class Checksums:
         self._known: dict[Key, str] = {}
         self._usual: dict[tuple[str, int, int], int] = {}
         self._plan: Plan | None = Plan({}, {})
+        """None when the layouts have changed."""
         self._sent = SentSums(self._plan)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> SentSums:
@@ -97,9 +98,9 @@ class Checksums:
         usual = self._usual.get((name, rank, size), 0)
         for way in (usual, *(way for way in range(len(made)) if way != usual)):
             if self._sum((name, rank, size, way), made[way], tensors) == checksum:
-                if self._usual.get((name, rank, size)) != way:
-                    self._usual[name, rank, size] = way
-                    self._plan = None if self._on_gpu else self._plan
+                if self._on_gpu and self._usual.get((name, rank, size)) != way:
+                    self._plan = None
+                self._usual[name, rank, size] = way
                 return True
         return False
 

@@ -130,7 +130,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    return tensor.chunk(size, dim)[rank]
+    each = -(-tensor.shape[dim] // size)
+    own = slice(rank * each, (rank + 1) * each)
+    return tensor[own] if dim == 0 else tensor[:, own]
 
 
 def _transposed(*tensors: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from benchmarks.rehearsal import rehearse
 from common.config import Config, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
+from learning.attention import GQA
 
 pytestmark = pytest.mark.integration
 
@@ -50,7 +51,8 @@ def written(directory: Path, sizes: tuple[int, ...], *words: str, **more: Any) -
 )
 def test_an_update_uses_the_estimated_memory(tmp_path: Path, size: str, ranks: int, words: list[str]) -> None:
     config = written(tmp_path, _QWEN[size], *words, tie_word_embeddings=size in ("0.5B", "1.5B"))
-    estimate = trainer_memory(ModelShape.of(json.loads((tmp_path / "config.json").read_text())), config, ranks)
+    shape = ModelShape.of(json.loads((tmp_path / "config.json").read_text()))
+    estimate = trainer_memory(shape, config, ranks, repeats_heads=not GQA)
     found = rehearse(config, ranks)
     held = {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer", "reference")}
     assert {name: getattr(found, name) for name in held} == held
@@ -80,7 +82,8 @@ def test_updates_of_other_models_use_the_estimated_memory(
 ) -> None:
     """A few layers of each: norms of queries and keys, a vocabulary larger than the layers, few tokens, a reference."""
     config = written(tmp_path, sizes, *words, model_type=kind, tie_word_embeddings=False, head_dim=128, pad_token_id=0)
-    estimate = trainer_memory(ModelShape.of(json.loads((tmp_path / "config.json").read_text())), config, ranks)
+    shape = ModelShape.of(json.loads((tmp_path / "config.json").read_text()))
+    estimate = trainer_memory(shape, config, ranks, repeats_heads=not GQA)
     found = rehearse(config, ranks)
     assert found.held == estimate.held
     assert 0.7 < found.peak / (estimate.total - estimate.overhead) <= 1
