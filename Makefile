@@ -12,6 +12,8 @@ JOBS ?= 4
 VENV := .venv
 SKY := .venv-sky
 TRL := .venv-trl
+OLDEST := .venv-oldest
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\).*/\1/p' pyproject.toml)
 AUDIT := .venv-audit
 BASE := .cache/tiny-base
 CONFIG := jobgroup/configs/$(if $(filter sglang,$(ENGINE)),tiny-sglang-cpu,tiny-cpu).yaml
@@ -24,7 +26,7 @@ ifeq ($(filter embedded sglang,$(ENGINE)),)
 $(error ENGINE is '$(ENGINE)': embedded or sglang)
 endif
 
-.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all lint style types docs fuzz check-jobgroup bench bench-trl gpu-check chaos soak audit clean
+.PHONY: help demo demo-agent doctor sglang-cpu check unit test suite test-all test-oldest lint style types docs fuzz check-jobgroup bench bench-trl gpu-check gpu-bundle chaos soak audit clean
 
 help:
 	@echo 'make demo [SEED=0]   train the built-in task on this machine, about four minutes'
@@ -35,12 +37,15 @@ help:
 	@echo 'make check           lint, types and the unit tests; about two minutes on two cores'
 	@echo 'make test            lint, types and tests; about ten minutes on two cores [JOBS=4]'
 	@echo 'make test-all        everything: with the long forms of the tests, fuzz, chaos and soak; more than an hour'
+	@echo 'make test-oldest     what computes, with torch $(OLDEST_TORCH), the oldest that pyproject.toml allows; installs several GB'
 	@echo 'make docs            this documentation as a site in site/'
 	@echo 'make lint            ruff, mypy and the import rules alone'
 	@echo 'make fuzz            generated input against every service and parser, FUZZ_SECONDS=60 for each service'
 	@echo 'make check-jobgroup  the job groups, checked offline by SkyPilot itself'
 	@echo 'make bench           the benchmarks behind the figures in the docs'
-	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one, in nine minutes [GPU_OUT=runs/gpu-check]'
+	@echo 'make gpu-check       on a machine with a GPU: what could not be tested without one; three parts of eight minutes [PART=1]'
+	@echo '     NO_ENV=1        the same with the packages of PYTHON=python3 as they are; no environment is made, nothing downloaded'
+	@echo 'make gpu-bundle      packs that check for a machine without a network; INSTALLED=its pip list [GPU_PYTHON=3.12]'
 	@echo 'make bench-trl       speed and learning beside TRL, which it installs in $(TRL); about twelve minutes'
 	@echo 'make audit           the pinned dependencies against public advisories; needs the internet'
 	@echo 'make chaos           the job group while processes are killed, stopped and cut off [CHAOS_SEEDS=0,1,2]; a quarter of an hour'
@@ -65,7 +70,7 @@ sglang-cpu:
 demo: $(VENV)/.made $(BASE)/config.json $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(VENV)/bin/python -m jobgroup.local $(GROUP) --follow ppo-trainer --clear $(DEMO_DIR) --log-dir $(DEMO_DIR)/logs \
 	  --env RUN_CONFIG=$(CONFIG) --env SEED=$(SEED) --env RUN_DIR=$(DEMO_DIR) \
-	  --env MODEL_NAME= --env NUM_EPOCHS= --env BATCH_SIZE= --env OMP_NUM_THREADS=1
+	  --env OMP_NUM_THREADS=1
 
 # The warm start, the job group with the tool, the same problems without the tool, and the report.
 demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
@@ -73,7 +78,7 @@ demo-agent: $(VENV)/.made $(if $(filter sglang,$(ENGINE)),sglang-cpu)
 	$(VENV)/bin/python -m jobgroup.local $(TOOLS_GROUP) --follow ppo-trainer --clear $(AGENT_DIR)/run --log-dir $(AGENT_DIR)/run/logs \
 	  --env RUN_CONFIG=examples/tool_calculator/grpo.yaml --env SEED=$(SEED) --env RUN_DIR=$(AGENT_DIR)/run \
 	  --env RLHF_ENVIRONMENT__NAME=python:examples.tool_calculator.calculator:Calculator \
-	  --env MODEL_NAME=$(AGENT_DIR)/base --env RLHF_DATA__SOURCE=$(AGENT_DIR)/problems --env NUM_EPOCHS= --env BATCH_SIZE= \
+	  --env MODEL_NAME=$(AGENT_DIR)/base --env RLHF_DATA__SOURCE=$(AGENT_DIR)/problems \
 	  $(if $(filter sglang,$(ENGINE)),--env RLHF_ROLLOUT__ENGINE=sglang --env RLHF_ROLLOUT__DEVICE=cpu) --env OMP_NUM_THREADS=1
 	@OMP_WAIT_POLICY=passive OMP_NUM_THREADS=2 $(VENV)/bin/python -m trainer.evaluate_model --model "$$(ls -d $(AGENT_DIR)/run/checkpoints/step_* | tail -1)" \
 	  --compare $(AGENT_DIR)/base --dataset $(AGENT_DIR)/problems --num-samples 256 --max-new-tokens 40 \
@@ -114,7 +119,26 @@ suite: $(BASE)/config.json
 
 test-all: lint $(BASE)/config.json
 	$(PYTEST)
-	$(MAKE) fuzz chaos soak
+	$(MAKE) test-oldest fuzz chaos soak
+
+# The oldest torch has its own triton, whose interpreter needs an older numpy.
+$(OLDEST)/.made: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	@echo 'making the environment of torch $(OLDEST_TORCH) in $(OLDEST): once, a few minutes and, for CUDA, 6 GB'
+	$(PYTHON) -m venv $(OLDEST)
+	grep -vE '^(torch|triton|numpy)==' constraints.txt > $(OLDEST)/constraints.txt
+	echo 'numpy<2.4' >> $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
+	  -e '.[services,trainer,tensorboard]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	@touch $@
+
+# Left out: the estimate of memory, which is that of torch 2.12 and later, where attention repeats no heads.
+test-oldest: VENV := $(OLDEST)
+test-oldest: $(OLDEST)/.made $(BASE)/config.json
+	$(PYTEST) -m 'not slow' -k 'not estimated_memory' -W 'ignore:Conversion of an array:DeprecationWarning' \
+	  tests/learning tests/trainer/policy tests/trainer/weights
+	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -142,8 +166,13 @@ check-jobgroup: $(SKY)/.made
 bench: $(VENV)/.made $(BASE)/config.json
 	for name in engine rewards sandbox replay groups update publish overlap collector router algorithms agents dashboard; do echo "== $$name"; OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.$$name || exit 1; done
 
-gpu-check: $(VENV)/.made
-	$(VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_OUT)
+# NO_ENV=1 uses $(PYTHON) as it is, with the torch and transformers that the machine has.
+gpu-check: $(if $(NO_ENV),,$(VENV)/.made)
+	$(if $(NO_ENV),$(PYTHON),$(VENV)/bin/python) -m benchmarks.gpu_check --out $(GPU_OUT) $(if $(PART),--part $(PART)) $(GPU_ARGS)
+
+gpu-bundle: $(VENV)/.made $(BASE)/config.json
+	$(VENV)/bin/python -m benchmarks.gpu_check.bundle --out gpu-check.tar.gz $(if $(GPU_PYTHON),--python $(GPU_PYTHON)) \
+	  $(if $(INSTALLED),--installed $(INSTALLED))
 
 # TRL is a baseline, not a dependency, so it has a separate environment.
 $(TRL)/.made: benchmarks/trl-requirements.txt constraints.txt
@@ -175,4 +204,4 @@ soak: $(VENV)/.made $(BASE)/config.json
 	OMP_WAIT_POLICY=passive OMP_NUM_THREADS=1 $(VENV)/bin/python -m benchmarks.soak --minutes $(SOAK_MINUTES) --json runs/soak.json
 
 clean:
-	rm -rf $(VENV) $(SKY) $(TRL) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info
+	rm -rf $(VENV) $(SKY) $(TRL) $(OLDEST) $(AUDIT) .venv-sglang .cache runs state site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist *.egg-info

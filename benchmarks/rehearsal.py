@@ -41,6 +41,7 @@ from common.config import Config, fail, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
 from learning import attention, head
+from learning.final_logits import FinalLogits
 from learning.loading import Pretrained, materialise
 from learning.ranks import Ranks
 from learning.sharding import local
@@ -290,7 +291,8 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         patch.object(logprobs, "float32_product", product),
         patch.object(head, "float32_product", product),
         patch.object(Pretrained, "whole", _whole),
-        patch.object(scorer, "_changes_logits", lambda _: False),
+        patch.object(scorer, "final_logits", lambda _: FinalLogits()),
+        patch.object(scorer, "check_alone", lambda *_, **__: set()),
         patch.object(torch.UntypedStorage, "resize_", resized),
     ):
         yield
@@ -303,7 +305,7 @@ class _Kernels:
     def statistics(*_: object) -> None: ...
 
     @staticmethod
-    def gradient(*_: object) -> None: ...
+    def gradient(*_: object, **__: object) -> None: ...
 
 
 def _whole(pretrained: Pretrained) -> Any:

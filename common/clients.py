@@ -21,7 +21,7 @@ from httpx_aiohttp.transport import AiohttpResponseStream
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from common import logs, watchdog, wire
-from common.errors import ServiceError, Unauthorized, shorten
+from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.schemas import (
     BatchRewardRequest,
     BatchRewardResult,
@@ -226,6 +226,8 @@ class Client:
             message = f"HTTP {status}: {message}"
             if status == Unauthorized.status:
                 detail = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
+        if detail.get("code") == ServiceLost.code:
+            return ServiceLost(f"{self.service}: {message}", **detail)
         request = logs.sent_headers().get(logs.REQUEST_HEADER)
         return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
@@ -246,7 +248,8 @@ class Client:
     async def unhealthy_reason(self) -> str | None:
         """Asks `/health` once.
 
-        Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate.
+        Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate, and ServiceLost when
+        the service says that it will never be healthy.
         """
         try:
             response = await self.http.get("/health", timeout=5)
@@ -258,9 +261,14 @@ class Client:
         if response.status_code == Unauthorized.status:
             raise self._error(response)
         try:
-            return str(response.json()["reason"])
-        except (ValueError, KeyError, TypeError):
+            answer = response.json()
+            reason = str(answer["reason"])
+            lost = answer.get("lost") is True
+        except (ValueError, KeyError, TypeError, AttributeError):
             return f"HTTP {response.status_code}"
+        if lost:
+            raise ServiceLost(f"{self.service}: {reason}")
+        return reason
 
     async def flush(self, deadline_s: float | None = None) -> None:
         """Asks the service to make everything durable; returns when that is done."""
@@ -287,7 +295,8 @@ async def wait_healthy(
 ) -> None:
     """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever less often.
 
-    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError for a wrong token.
+    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError at once for a wrong token
+    and for a service that will never be healthy.
     """
     start, said = time.monotonic(), time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")

@@ -13,12 +13,24 @@ _SINGLE_SAMPLING = (
     *("chat_template_kwargs", "prefill", "completion_timeout_s", "max_thinking_tokens"),
 )
 """Settings of `sampling` that do not apply to episodes."""
-_RANK_OPTIONS = frozenset(
+_SEVERAL_NODES = frozenset({"--nnodes", "--node-rank"})
+"""SGLang arguments that spread an engine over nodes."""
+_RANKS = frozenset(
     f"--{name}"
     for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
-    for name in (way, f"{way}-size", size, "nnodes")
+    for name in (way, f"{way}-size", size)
 )
 """SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a weight-sync group."""
+_SHARES = frozenset(
+    {
+        *("--ep", "--ep-size", "--expert-parallel-size", "--moe-dp-size", "--moe-data-parallel-size", "--dwdp-size"),
+        *("--moe-a2a-backend", "--enable-eplb", "--ep-num-redundant-experts", "--init-expert-location"),
+        *("--attn-cp-size", "--attention-context-parallel-size", "--enable-dp-attention"),
+    }
+)
+"""SGLang arguments that give a rank another share of the weights than tensor parallelism does."""
+_PRECISION = frozenset({"--quantization", "--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"})
+"""SGLang arguments that make it hold other numbers than it gets."""
 
 
 def check(config: "Config") -> None:
@@ -60,13 +72,8 @@ def check(config: "Config") -> None:
             f"algorithm.mini_batches {config.algorithm.mini_batches} is more than the {completions} completions of a batch: "
             "lower it"
         )
-    if config.trainer.weight_sync == "distributed" and config.rollout.engine == "sglang":
-        ranks = _RANK_OPTIONS.intersection(word.partition("=")[0] for word in config.rollout.engine_args)
-        if ranks:
-            raise ValueError(
-                f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
-                "must be its rollout.tensor_parallel_size: set that instead, or set trainer.weight_sync http"
-            )
+    if config.rollout.engine == "sglang":
+        _check_engine_args(config)
     _check_sampling(config)
     _check_lora(config)
     _check_colocate(config)
@@ -81,6 +88,34 @@ def check(config: "Config") -> None:
         raise ValueError(
             f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
             f"fit in replay.capacity {config.replay.capacity}: raise replay.capacity or lower one of the three others"
+        )
+
+
+def _check_engine_args(config: "Config") -> None:
+    """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
+    given = {word.partition("=")[0] for word in config.rollout.engine_args}
+    if nodes := given & _SEVERAL_NODES:
+        raise ValueError(
+            f"rollout.engine_args has {min(nodes)}, but every node of rollout-server runs engines of its own: leave it out, "
+            "and set rollout.tensor_parallel_size to at most the GPUs of a node"
+        )
+    if config.trainer.weight_sync != "distributed":
+        return
+    if ranks := given & _RANKS:
+        raise ValueError(
+            f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
+            "must be its rollout.tensor_parallel_size: set that instead, or set trainer.weight_sync http"
+        )
+    if shares := given & _SHARES:
+        raise ValueError(
+            f"rollout.engine_args has {min(shares)}, but with trainer.weight_sync distributed the trainer compares every "
+            "rank's share of the weights, and knows only those of tensor parallelism: leave it out, or set "
+            "trainer.weight_sync http"
+        )
+    if precision := given & _PRECISION:
+        raise ValueError(
+            f"rollout.engine_args has {min(precision)}, but with trainer.weight_sync distributed the engine must hold the "
+            "numbers that it is sent, and a quantised engine does not: leave it out, or set trainer.weight_sync http"
         )
 
 

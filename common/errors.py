@@ -107,6 +107,15 @@ class Overloaded(NotReady):
     code = "overloaded"
 
 
+class ServiceLost(ServiceError):
+    """The service will never answer again (500): its part that works has died or cannot start, and nobody restarts it.
+
+    A run ends with this error at once, since neither a retry nor another prompt would help.
+    """
+
+    code = "service_lost"
+
+
 class ConfigError(ServiceError):
     """A setting is wrong; programs print the error and exit with status 2."""
 

@@ -1,52 +1,86 @@
-"""An event loop in a thread of its own, next to the training loop."""
+"""An event loop in a thread of its own, next to code that computes or blocks."""
 
 import asyncio
+import atexit
+import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from concurrent import futures
 from typing import Any, TypeVar
 
 from common import watchdog
+from common.daemon_threads import process_ends, wait_if_process_ends
+from common.errors import ServiceError
 
+log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _LIMIT_S = 10.0
+_LOOK_S = 1.0
 
 
 class LoopThread:
-    """An event loop in a background thread, for code that computes in the main thread. On exit it cancels its tasks."""
+    """An event loop in a background thread.
 
-    def __init__(self) -> None:
+    It ends on exit from the context, with `close`, or with the process, and cancels its tasks first.
+    """
+
+    def __init__(self, name: str = "collector") -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="collector", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._tasks = set[asyncio.Task[None]]()  # a loop itself keeps only weak references to its tasks
+        self._closing = threading.Lock()  # taken once and never released
 
     def __enter__(self) -> "LoopThread":
-        watchdog.follow(self.loop)
-        self._thread.start()
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:
-        async def end_all() -> None:  # asyncio logs a traceback for every task destroyed with its loop
-            await _cancel({task for task in asyncio.all_tasks() if task is not asyncio.current_task()})
+        self.close()
 
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(end_all(), self.loop).result(_LIMIT_S)
+    def open(self) -> None:
+        """Starts the thread."""
+        wait_if_process_ends()
+        watchdog.follow(self.loop)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Cancels all tasks and ends the loop. Another call does nothing."""
+        if not self._closing.acquire(blocking=False):
+            return
+        atexit.unregister(self.close)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_LIMIT_S)
-        if not self._thread.is_alive():
-            self.loop.close()
+
+        # The garbage collector, which may run in any thread, closes the loops of objects that nothing uses any more.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_LIMIT_S)
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Runs a coroutine in the loop and waits for its result; Ctrl-C cancels it."""
         return self.begin(coroutine)()
 
     def begin(self, coroutine: Coroutine[Any, Any, _T]) -> Callable[[], _T]:
-        """Starts a coroutine in the loop. Returns a function that waits for its result."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        """Starts a coroutine in the loop. Returns a function that waits for its result.
+
+        It raises ServiceError when the thread of the loop has died.
+        """
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:  # the loop is closed
+            coroutine.close()
+            wait_if_process_ends()
+            raise
 
         def wait() -> _T:
             try:
+                while not futures.wait((future,), _LOOK_S).done:
+                    if not self._thread.is_alive():
+                        raise ServiceError("the thread of the clients has died", remedy="see the log above")
                 return future.result()
+            except futures.CancelledError:
+                wait_if_process_ends()
+                raise
             except BaseException:
                 future.cancel()
                 raise
@@ -62,13 +96,38 @@ class LoopThread:
         """Starts a task in the loop."""
 
         async def create() -> "asyncio.Task[None]":
-            return asyncio.create_task(coroutine)
+            task = asyncio.create_task(coroutine)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return task
 
         return self.call(create())
 
     def cancel(self, task: "asyncio.Task[None]") -> None:
         """Cancels a task and waits until it has ended."""
         self.call(_cancel({task}))
+
+    def _run(self) -> None:
+        self._run_until_stopped()
+        if process_ends():  # what is cut off now is no error, and nobody waits for its result
+            self.loop.set_exception_handler(lambda loop, context: None)
+        # asyncio logs a traceback for every task destroyed with its loop.
+        self.loop.run_until_complete(_cancel(asyncio.all_tasks(self.loop)))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    def _run_until_stopped(self) -> None:
+        """Runs the loop until `close` stops it.
+
+        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it. They are told only if
+        the loop goes on.
+        """
+        while True:
+            try:
+                self.loop.run_forever()
+                return
+            except (SystemExit, KeyboardInterrupt):
+                log.exception("a task tried to end the interpreter")
 
 
 async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:

@@ -28,7 +28,7 @@ WHOLE_GRADIENTS_BYTES = 8 << 30
 """Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and reduces them
 once."""
 PINNED_EXACT_BYTES = 16 << 20
-"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/ranks.py`)."""
+"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/allocator.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
@@ -133,17 +133,19 @@ class ModelShape:
         """Returns the number of parameters of an adapter on these linear layers."""
         return self.layers * sum(self.lora_tensors(rank, target_modules))
 
-    def activation_bytes(self, width: int) -> int:
+    def activation_bytes(self, width: int, repeats_heads: bool = False) -> int:
         """Returns the bytes that one decoder layer keeps per token for the backward pass, at `width` bytes per number.
 
         For each norm: its input in float32, and its output before and after scaling, which Gemma does in float32. For
         attention: rotated queries, the result, and keys and values twice, because every completion has those of its
-        prompt. For the MLP: gate, activation, up projection and their product.
+        prompt; with `repeats_heads`, these once for every query head. For the MLP: gate, activation, up projection and
+        their product.
         """
         heads = self.head_dim * (self.heads + self.kv_heads)
         wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(self.extra, 0)
         norms = (2 * self.hidden + wide) * (4 + (4 if self.extra == "four norms" else width) + width)
-        attention = width * self.head_dim * (2 * self.heads + 4 * self.kv_heads)
+        kept_heads = self.heads if repeats_heads else self.kv_heads
+        attention = width * self.head_dim * (2 * self.heads + 4 * kept_heads)
         return norms + attention + 4 * width * self.intermediate
 
     def product_bytes(self, width: int) -> int:
@@ -195,10 +197,13 @@ def group_size(config: Config, ranks: int) -> int:
     return size
 
 
-def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | None = None) -> TrainerMemory:
+def trainer_memory(
+    shape: ModelShape, config: Config, ranks: int, width: int | None = None, repeats_heads: bool = False
+) -> TrainerMemory:
     """Estimates the memory of one of `ranks` processes with one GPU each. The critic is assumed to be like the policy.
 
-    `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU. Raises ConfigError when
+    `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU. `repeats_heads`: the kernel of
+    attention needs a key and value head for every query head, as torch's does before 2.12. Raises ConfigError when
     `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
@@ -208,7 +213,8 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
     here = 0 if settings.offload_optimizer else _MASTER * trained // size
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
     critic = config.algorithm.needs_critic and config.critic.location == "trainer" and not settings.offload_optimizer
-    moments = _moments(shape, config, ranks, width, trained)
+    layer_bytes = config.trainer.micro_batch_tokens * shape.activation_bytes(width, repeats_heads)
+    moments = _moments(shape, config, ranks, width, trained, layer_bytes)
     gathered, reducing, activations, logits = max(moments, key=sum)
     return TrainerMemory(
         weights=here + (0 if settings.offload_optimizer else width * frozen // size),
@@ -224,7 +230,9 @@ def trainer_memory(shape: ModelShape, config: Config, ranks: int, width: int | N
     )
 
 
-def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained: int) -> list[tuple[int, int, int, int]]:
+def _moments(
+    shape: ModelShape, config: Config, ranks: int, width: int, trained: int, layer_bytes: int
+) -> list[tuple[int, int, int, int]]:
     """Returns the bytes of gathered weights, unreduced gradients, activations and logits at each possible peak.
 
     These moments of the backward pass are: the head; the second-last layer, while the gradients of the last are
@@ -239,7 +247,6 @@ def _moments(shape: ModelShape, config: Config, ranks: int, width: int, trained:
     else:
         layer_gradients, outer_gradients, head_gradient = layer, outer, matrix
     tokens, states = settings.micro_batch_tokens, settings.micro_batch_tokens * shape.hidden
-    layer_bytes = tokens * shape.activation_bytes(width)
     products = tokens * shape.product_bytes(width) if settings.activation_checkpointing == "selective" else 0
     kept = shape.layers * (states * width + products if settings.activation_checkpointing else layer_bytes)
     backward = tokens * width * (2 * shape.intermediate + shape.hidden)  # gradients of a layer's states, at its widest

@@ -384,6 +384,11 @@ class RolloutSection(Section):
         return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", default)}
 
     @property
+    def context_bound(self) -> int | None:
+        """The longest sequence in tokens, for the trainer and the embedded engine; None with SGLang, which has its own."""
+        return self.max_context_tokens if self.engine == "embedded" else None
+
+    @property
     def on_gpus(self) -> bool:
         """Whether engines are known to compute on GPUs, and therefore round differently from the trainer."""
         return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
@@ -483,11 +488,11 @@ class TrainerSection(Section):
     port: int = Field(8004, ge=1, le=65535)
     """Port of weights, health, metrics and the dashboard."""
     num_epochs: Main[int] = Field(3, gt=0)
-    """Passes over the training prompts."""
+    """Passes over the training prompts; not read with `max_steps`."""
     batch_size: Main[int] = Field(4, gt=0)
     """Prompts per step. Each becomes a group of `sampling.group_size` completions."""
     max_steps: Main[int | None] = Field(None, gt=0)
-    """Steps after which training ends even if epochs remain. Unset: no limit."""
+    """Steps of the run, over the training data as often as they need. Unset: `num_epochs` passes."""
     max_staleness: Main[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
     when_stale: Literal["wait", "train", "drop"] = "wait"

@@ -3,8 +3,9 @@
 Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only on the files. Then
 checks what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables, tasks that are not
 restarted, services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
-(`jobgroup/fit.py`). Lines that end in `# volume` are checked as they are and, once more, switched on. Exit status 0:
-all valid, possibly with warnings; 1: problems; 2: wrong usage.
+(`jobgroup/fit.py`). A YAML is checked as it is and, once more, without its lines that end in `# volume` and with the
+image of the services (`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1:
+problems; 2: wrong usage.
 
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
 """
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from jobgroup.spec import assignment, known_variable
 
 FOLDER = Path(__file__).resolve().parent
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-_MARKED = re.compile(r"(?m)^( *)# (.*# volume)$")
+_VOLUME = re.compile(r"(?m)^.*# volume\n")
+_IMAGE = re.compile(r"(?m)^( *)# (image_id: .*# image)$")
 _SHARED = {"ReadWriteMany", "ReadOnlyMany"}
 _UNASSIGNED = 2154
 """shellcheck's code for a variable that is read but never set."""
@@ -57,11 +59,12 @@ class SkyPilot:
         from sky.catalog import common as catalog  # type: ignore[import-not-found]
         from sky.jobs import constants as job_constants  # type: ignore[import-not-found]
         from sky.skylet import constants  # type: ignore[import-not-found]
-        from sky.utils import common_utils, dag_utils, schemas, yaml_utils  # type: ignore[import-not-found]
+        from sky.utils import dag_utils, yaml_utils  # type: ignore[import-not-found]
+        from sky.volumes import volume  # type: ignore[import-not-found]
 
         logging.getLogger("sky").setLevel(logging.ERROR)
         self.version: str = sky.__version__
-        self.groups, self.yaml, self._schemas, self._common = dag_utils, yaml_utils, schemas, common_utils
+        self.groups, self.yaml, self._Volume = dag_utils, yaml_utils, volume.Volume
         self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
         names = [*vars(constants).values(), *vars(job_constants).values()]
         self.variables = {name for name in names if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
@@ -71,9 +74,9 @@ class SkyPilot:
         known.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
 
     def volume_problem(self, content: Any) -> str | None:
-        """Returns what SkyPilot's schema rejects in a volume, or None."""
+        """Returns why `sky volumes apply` would refuse a volume, or None."""
         try:
-            self._common.validate_schema(content, self._schemas.get_volume_schema(), "")
+            self._Volume.from_yaml_config(content).validate()
         except Exception as error:
             return _one_line(error)
         return None
@@ -184,6 +187,8 @@ class GroupCheck:
             if name not in self._volumes:
                 self._add(where, f"there is no file for the volume {name}: name its file with --volume")
                 continue
+            if self._volumes[name]["type"] == "k8s-hostpath":
+                continue  # a folder of one machine, for which access modes mean nothing
             config = self._volumes[name].get("config") or {}
             mode = config.get("access_mode", "ReadWriteOnce")
             if nodes > 1 and mode not in _SHARED:
@@ -212,18 +217,30 @@ class GroupCheck:
             primary, delay = group.is_primary_task(task.name), group.get_termination_delay_secs(task.name)
             if not primary and delay == 0:
                 self._add(task.name, "SkyPilot ends it without delay when the primary tasks succeed: set termination_delay")
-            resources = " or ".join(str(each) for each in task.resources)
+            resources = _resources(task.resources)
             end = "primary" if primary else f"ends {delay} s after the primary tasks"
             self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
 
 
+def _resources(alternatives: Iterable[Any]) -> str:
+    """Returns what a node requests; alternatives that differ only in their GPUs are said once."""
+    gpus = set()
+    requests = set()
+    for each in alternatives:
+        gpus |= {f"{name}:{count:g}" for name, count in (each.accelerators or {}).items()}
+        requests.add(str(each.copy(accelerators=None)))
+    if len(requests) > 1:
+        return " or ".join(sorted(str(each) for each in alternatives))
+    return " ".join([*requests, " or ".join(sorted(gpus))]).strip()
+
+
 def _placed(task: Any) -> Placed:
-    resources = next(iter(task.resources))
+    counts = {math.ceil(sum((each.accelerators or {}).values())) for each in task.resources}
     cached = [path for path, storage in task.storage_mounts.items() if storage.mode.value == "MOUNT_CACHED"]
     return Placed(
         name=task.name,
         nodes=task.num_nodes,
-        gpus=math.ceil(sum((resources.accelerators or {}).values())),
+        gpus=tuple(sorted(counts)),
         spot=any(each.use_spot for each in task.resources),
         env=task.envs,
         mounts=(*map(str, task.volumes or {}), *task.storage_mounts),
@@ -276,6 +293,12 @@ def _read(path: Path) -> str:
         raise SystemExit(f"{path} cannot be read: {error}") from None
 
 
+def _variants(text: str) -> dict[str, str]:
+    """Returns a job group as it is, and as the other choices of its marked lines make it, by a name for each."""
+    others = {" (without volumes)": _VOLUME.sub("", text), " (with the image)": _IMAGE.sub(r"\1\2", text)}
+    return {"": text} | {name: other for name, other in others.items() if other != text}
+
+
 def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
     """Returns volumes by name, and problems of their files."""
     volumes, problems = {}, []
@@ -312,8 +335,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail(error)
     paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
     groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
-    switched_on = {name: _MARKED.sub(r"\1\2", text) for name, text in groups.items()}
-    groups |= {f"{name} (volumes on)": text for name, text in switched_on.items() if text != groups[name]}
     with tempfile.TemporaryDirectory(prefix="check-jobgroup-") as home:
         sky = SkyPilot(Path(home), set().union(*map(_accelerators, groups.values())))
         print(f"SkyPilot {sky.version}")
@@ -323,13 +344,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         for problem in problems:
             print(f"INVALID {problem}")
         valid = not problems
-        for name, text in groups.items():
-            check = GroupCheck(sky, text, env, volumes)
-            valid = valid and not check.problems
-            print("\n".join([name, *(f"  {line}" for line in check.tasks)]))
-            print("".join(f"  WARNING {name}: {warning}\n" for warning in check.warnings), end="")
-            print("\n".join(f"  PROBLEM {name}: {problem}" for problem in check.problems) or "  VALID")
+        for path, content in groups.items():
+            for variant, text in _variants(content).items():
+                check = GroupCheck(sky, text, env, volumes)
+                valid = valid and not check.problems
+                _report(f"{path}{variant}", check, tasks=not variant)
     return 0 if valid else 1
+
+
+def _report(name: str, check: GroupCheck, *, tasks: bool) -> None:
+    print(name)
+    lines = [f"  {task}" for task in check.tasks] if tasks else []
+    lines += [f"  WARNING {name}: {warning}" for warning in check.warnings]
+    lines += [f"  PROBLEM {name}: {problem}" for problem in check.problems] or ["  VALID"]
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ class Placed:
 
     name: str
     nodes: int
-    gpus: int
-    """GPUs of a node."""
+    gpus: tuple[int, ...]
+    """GPUs of a node, in each of the alternatives that SkyPilot chooses from."""
     spot: bool
     env: Mapping[str, str]
     mounts: tuple[str, ...]
@@ -64,24 +64,31 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             wrong.setdefault(str(task.config), []).append(task.name)
         elif task.name == ROLLOUT and task.config.rollout.engine == "sglang":
             needed = task.config.rollout.tensor_parallel_size
-            if needed > task.gpus > 0:
-                told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
-                yield task.name, f"{told}, but a node has {task.gpus}: request more GPUs per node"
-        elif task.name == TRAINER and (size := task.config.trainer.shard_size or 1) > 1:
-            ranks = task.nodes * max(1, task.gpus)
-            if ranks % size:
-                yield task.name, f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)"
+            told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
+            for gpus in task.gpus:
+                if needed > gpus > 0:
+                    yield task.name, f"{told}, but a node has {gpus}: request more GPUs per node"
+        elif task.name == TRAINER and task.config.trainer.shard_size:
+            size = task.config.trainer.shard_size
+            for gpus in task.gpus:
+                ranks = task.nodes * max(1, gpus)
+                if ranks % size:
+                    yield task.name, f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)"
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
             yield task.name, f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`"
     yield from ((", ".join(names), text) for text, names in wrong.items())
     first: dict[str, Placed] = {}
     for task in tasks:  # each task reads the whole configuration
+        settings = {name: task.env.get(name, "") for name in _SHARED}  # empty: as if it were not there
         for name, value in task.env.items():
-            if name in _SHARED or (name.startswith("RLHF_") and name not in _OWN):
-                other = first.setdefault(name, task)
-                if other.env[name] != value:
-                    yield task.name, f"{name} is {value!r}, but {other.env[name]!r} in {other.name}: make them equal"
+            if name.startswith("RLHF_") and name not in _OWN:
+                settings[name] = value
+        for name, value in settings.items():
+            other = first.setdefault(name, task)
+            elsewhere = other.env.get(name, "")
+            if elsewhere != value:
+                yield task.name, f"{name} is {value!r}, but {elsewhere!r} in {other.name}: make them equal"
 
 
 def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
@@ -112,10 +119,12 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
 def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what works, but rarely as intended, as (task, warning)."""
     for task in tasks:
-        engine_gpus = task.config.rollout.tensor_parallel_size if isinstance(task.config, Config) else task.gpus
-        if task.name == ROLLOUT and engine_gpus < task.gpus > 1:
-            unused = f"a node has {task.gpus} GPUs, and its engine uses {engine_gpus}"
-            yield task.name, f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
+        if task.name == ROLLOUT and isinstance(task.config, Config):
+            used = task.config.rollout.tensor_parallel_size
+            for gpus in task.gpus:
+                if used < gpus > 1:
+                    unused = f"a node has {gpus} GPUs, and its engine uses {used}"
+                    yield task.name, f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
         variable, loss = _KEPT.get(task.name, ("", ""))
         folder = PurePosixPath(task.env.get(variable) or "/")
         if task.spot and variable and not any(folder.is_relative_to(mount) for mount in task.mounts):

@@ -4,8 +4,8 @@ import math
 import os
 import re
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeVar
 
 import yaml
@@ -41,6 +41,13 @@ class Task:
     termination_delay_s: float
     ignored: tuple[str, ...]
     """Fields that only a cluster can provide (volumes, file mounts)."""
+    on_volumes: tuple[str, ...]
+    """Variables of the YAML that name a folder on a volume."""
+
+    def without_volumes(self) -> "Task":
+        """Returns the task for a machine that mounts no volumes: what would be on them goes to the default folders."""
+        env = {name: value for name, value in self.env.items() if name not in self.on_volumes}
+        return replace(self, env=env)
 
     def settings(self, env: Mapping[str, str]) -> config.Config:
         """Returns the settings of the task's processes in the environment `env`. Raises ConfigError.
@@ -250,7 +257,18 @@ def _task(
         primary=not head.primary_tasks or task.name in head.primary_tasks,
         termination_delay_s=seconds(delay, "termination_delay"),
         ignored=tuple(key for key in ("volumes", "file_mounts") if getattr(task, key)),
+        on_volumes=_on_volumes(task, env),
     )
+
+
+def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the variables whose value in the YAML is a folder on one of the task's volumes."""
+    names = []
+    for key, value in task.envs.items():
+        folder = PurePosixPath(str(value))
+        if str(key) not in overrides and any(folder.is_relative_to(mount) for mount in task.volumes):
+            names.append(str(key))
+    return tuple(names)
 
 
 def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
@@ -303,8 +321,14 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
 
 
 def _gpus(task: _TaskDocument) -> int:
-    """Returns the GPUs that a node requests: `H100:2`, `{H100: 2}`, or the first of a list of such."""
+    """Returns the GPUs that a node requests: `H100:2` or `{H100: 2}`.
+
+    Of several alternatives (`any_of`, `ordered`, a list, a mapping of several) the first one counts.
+    """
     wanted = task.resources.get("accelerators")
+    alternatives = task.resources.get("any_of") or task.resources.get("ordered")
+    if isinstance(alternatives, list) and alternatives and isinstance(alternatives[0], dict):
+        wanted = alternatives[0].get("accelerators", wanted)
     if isinstance(wanted, list) and wanted:
         wanted = wanted[0]
     if isinstance(wanted, dict) and wanted:

@@ -25,7 +25,7 @@ _WASTE = 0.9
 _SKIP = 0.25
 """Share of the prompt in a row above which a mask is cheaper than also computing the prompt's queries."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-_GQA = "enable_gqa" in signature(varlen_attn).parameters
+GQA = "enable_gqa" in signature(varlen_attn).parameters
 """Whether the kernel supports fewer key and value heads than query heads, as torch's does since 2.12."""
 
 
@@ -157,7 +157,7 @@ def _has_kernel(query: Tensor) -> bool:
 def _attend_segments(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
 ) -> Tensor:
-    if not _GQA:
+    if not GQA:
         key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
     keys, values = (_take(states, segments.keys) for states in (key, value))
     result = varlen_attn(
@@ -170,7 +170,7 @@ def _attend_segments(
         segments.longest_keys,
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),  # the last query and the last key are of one token
-        **({"enable_gqa": True} if _GQA else {}),
+        **({"enable_gqa": True} if GQA else {}),
     )
     assert isinstance(result, Tensor)
     return result

@@ -32,6 +32,21 @@ log = logging.getLogger(__name__)
 _FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
 
 
+_UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
+"""Outputs that a saved configuration may ask of every forward pass."""
+
+
+def only_logits(config: Any) -> None:
+    """Switches off, in place, what a model's configuration wants computed besides logits: nobody here reads it.
+
+    The router logits lead to an auxiliary loss, which fails on the engine's batches.
+    """
+    for part in (config, config.get_text_config()):
+        for name in _UNREAD:
+            if getattr(part, name, False):
+                setattr(part, name, False)
+
+
 class Reader(Protocol):
     """A source of tensors, in files or in memory."""
 
@@ -107,6 +122,7 @@ class Pretrained:
 
     def config(self) -> Any:
         config = AutoConfig.from_pretrained(self.source, trust_remote_code=self.trust_remote_code)
+        only_logits(config)
         self.configure(config)
         return config
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,11 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError
-from common.memory import PINNED_EXACT_BYTES
 from common.sections import TrainerSection
+from learning.allocator import configure_allocators
 from learning.device import DeviceKind, choose_device
-
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass
@@ -43,7 +40,6 @@ class Ranks:
     _meshes: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _pin_exactly(os.environ)
         if self.shard_size and self.world_size % self.shard_size:
             raise ConfigError(
                 f"the {self.world_size} ranks cannot be divided into groups of {self.shard_size}",
@@ -52,6 +48,8 @@ class Ranks:
                 remedy="use a divisor of the number of ranks, or leave it unset",
             )
         self.device = choose_device(self.device_kind, "trainer.device", rank=self.local_rank)
+        if self.on_gpu:
+            configure_allocators(os.environ)
 
     @classmethod
     def from_env(
@@ -173,19 +171,6 @@ class Ranks:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
-
-
-def _pin_exactly(environment: MutableMapping[str, str]) -> None:
-    """Makes torch pin large blocks of host memory at their exact size instead of rounding up to powers of two.
-
-    torch reads this when it first pins memory. Blocks that are not rounded must not be cached either, because torch
-    2.13 would reuse a freed block for a larger request. The user's own settings are kept.
-    """
-    name = next((name for name in _ALLOCATOR if environment.get(name)), _ALLOCATOR[0])
-    before, size = environment.get(name, ""), PINNED_EXACT_BYTES >> 20
-    if "pinned_max" not in before:
-        own = f"pinned_max_round_threshold_mb:{size},pinned_max_cached_size_mb:{size}"
-        environment[name] = ",".join(part for part in (before, own) if part)
 
 
 def end() -> NoReturn:

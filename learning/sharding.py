@@ -6,6 +6,7 @@ are summed over the ranks, where FSDP2 would average them.
 
 from collections.abc import Sequence
 from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +21,15 @@ from common.memory import sums_once
 from common.sections import TrainerSection
 from learning.kernels import has_triton
 from learning.ranks import Ranks
+
+_GRAPHS = 64
+"""Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it does.
+
+torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of attention in each of training,
+scoring and recomputing, and a reference or critic 4 more.
+"""
+_LIMIT_IS_AN_ARGUMENT = "recompile_limit" in signature(torch.compile).parameters
+"""Whether the limit is set by function, as since torch 2.12, where a setting would hold in one thread only."""
 
 
 def layers(model: Any) -> list[Any]:
@@ -47,9 +57,17 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
         if checkpointing == "selective":  # inside the compiled module, so that the compiler knows what to keep
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products)
         if compiled:
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = _compiled(layer.forward)
         if checkpointing is True:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def _compiled(forward: Any) -> Any:
+    """Compiles the forward of a layer, for shapes that change."""
+    if _LIMIT_IS_AN_ARGUMENT:
+        return torch.compile(forward, dynamic=True, recompile_limit=_GRAPHS)
+    torch._dynamo.config.recompile_limit = _GRAPHS
+    return torch.compile(forward, dynamic=True)
 
 
 def _keep_products() -> Any:

@@ -54,9 +54,12 @@ class Staging:
         return there
 
     def on_stream(self, work: Callable[[], Any]) -> None:
-        """Runs `work` on the device after the copies to it, and waits for it."""
+        """Runs `work` on the device after the copies to it, and before those that follow. Does not wait for it."""
         with self._streams.stream(self._stream):
             work()
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device."""
         self._mark().synchronize()
 
     def then(self, work: Callable[[], Any]) -> "Future[Any]":

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,6 +41,17 @@ def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
     if started and _running and not _running[0].get_closest_marker("integration"):
         _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `integration`")
         raise AssertionError(_refused[-1])
+
+
+@contextmanager
+def _of_the_session() -> Iterator[None]:
+    """Inside this context, a process is not the doing of the test that runs."""
+    test = _running[:]
+    _running.clear()
+    try:
+        yield
+    finally:
+        _running[:] = test
 
 
 def pytest_configure() -> None:
@@ -89,7 +101,8 @@ def base_model() -> Path:
     with (path.parent / "tiny-base.lock").open("w") as lock:
         flock(lock, LOCK_EX)  # one process of pytest-xdist at a time
         if not (path / "config.json").exists():
-            subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
+            with _of_the_session():
+                subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
     return path
 
 

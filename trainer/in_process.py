@@ -16,6 +16,7 @@ from common.clients import Client, DataClient, ReplayClient, RewardClient
 from common.config import Config
 from common.critic_client import CriticClient
 from common.environment_client import EnvironmentClient
+from common.errors import ConfigError
 from common.rollout_client import RolloutClient
 from common.run_lock import RunLock
 from common.schemas import Prompt
@@ -48,6 +49,8 @@ from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.sync import WeightPublisher
 
 _BASE = "http://in-process"
+_SETTINGS = {"--model-path": "model.name", "--max-context-tokens": "rollout.max_context_tokens"}
+"""The settings for the options of an engine that is a process."""
 WrapApp = Callable[[FastAPI], httpx.AsyncBaseTransport]
 
 
@@ -142,11 +145,16 @@ class InProcessBackend:
     def _engine(config: Config, directory: Path, label: str) -> FastAPI:
         """Returns the app of the embedded engine."""
         device = choose_device(config.rollout.device, "rollout.device")
-        model = Model(directory, config.rollout.max_context_tokens, device, config.model.dtype, config.model.fp32_head)
-        if config.trainer.max_staleness:  # the trainer's concurrent device synchronisations would abort a capture
-            model.graphs = None
+        options = (config.rollout.max_context_tokens, device, config.model.dtype, config.model.fp32_head)
         running = config.rollout.max_running_requests
-        return make_app(Engine(model, max_running=running, seed=config.seed, weight_version=label))
+        try:
+            model = Model(directory, *options)
+            if config.trainer.max_staleness:  # the trainer's concurrent device synchronisations would abort a capture
+                model.graphs = None
+            return make_app(Engine(model, max_running=running, seed=config.seed, weight_version=label))
+        except ConfigError as error:
+            field = _SETTINGS.get(error.field or "", error.field)
+            raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from error
 
     async def _rollout(
         self, opening: Opening, publisher: DirectPublisher, embedded: FastAPI | None, apps: AsyncExitStack

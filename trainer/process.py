@@ -56,7 +56,7 @@ class JobGroupBackend:
         replay = LiveReplay(services.replay, opening.loop)
         app = create_trainer_app(board, opening.registry, health, replay)
         bind = topology.bind(names.TRAINER, config.trainer.port)
-        opening.stack.enter_context(server := BackgroundServer(app, *bind))
+        opening.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
         opening.stack.callback(board.close)
         opening.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
         opening.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")

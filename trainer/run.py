@@ -184,7 +184,8 @@ class Run:
             about = (run.listener.measured, gpus, run.collecting_cpu)
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
-                remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to continue"
+                raised = "trainer.num_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
+                remedy = f"name another RUN_DIR for a new run, or raise {raised} to continue"
                 recorder.say(
                     f"already finished: all {run.total_steps} steps were trained before, and their result is below; {remedy}"
                 )

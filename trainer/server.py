@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, get_args
 
@@ -20,6 +21,7 @@ from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
 from trainer.weights.publisher import WeightBoard
 
+log = logging.getLogger(__name__)
 _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
 """Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
@@ -94,17 +96,22 @@ def create_trainer_app(
 
 
 class BackgroundServer:
-    """Serves an app from a thread while the training loop computes."""
+    """Serves an app from a thread while the training loop computes. `died` is called if the thread ends by itself."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI, host: str, port: int, died: Callable[[], None] = lambda: None) -> None:
         self._socket = listen(host, port)
         self.port = int(self._socket.getsockname()[1])
-        self._server = Server(app, host, port)
+        self._server, self._died = Server(app, host, port), died
         self.url = self._server.url
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._socket]))
+        try:
+            asyncio.run(self._server.serve(sockets=[self._socket]))
+        except BaseException:
+            log.critical("the thread of the trainer's HTTP server died", exc_info=True)
+        if not self._server.should_exit:
+            self._died()
 
     def __enter__(self) -> "BackgroundServer":
         self._thread.start()
@@ -120,3 +127,4 @@ class BackgroundServer:
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(timeout=10)
+        self._socket.close()  # a server that died left it open

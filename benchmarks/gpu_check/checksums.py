@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting, seconds
 from learning.weight_group import digest
-from trainer.weights.comparison import gpu_digest
+from trainer.weights.tensor_hash import gpu_digest
 
 _GPU_GB_S = 10.0
 """GB/s that checksums on a GPU must reach: below that, those of a model of 32B take more than six seconds a step."""

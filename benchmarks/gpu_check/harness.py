@@ -11,24 +11,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 _TAIL = 6
 """Number of log lines shown for a failed section."""
 
+Verdict = Literal["holds", "fails", "measured", "not reached"]
+"""`measured`: nothing was predicted. `not reached`: this machine or the time could not show it; nothing is wrong."""
+
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, the measurement, and whether the claim holds; `holds` is None if nothing was predicted."""
+    """A claim, what was predicted and measured, and the verdict."""
 
     text: str
     predicted: str
     measured: str
-    holds: bool | None = None
-
-    @property
-    def verdict(self) -> str:
-        return {True: "holds", False: "**FAILS**", None: "measured"}[self.holds]
+    verdict: Verdict = "measured"
 
 
 @dataclass
@@ -42,11 +41,15 @@ class Findings:
     """Further tables by title; the first row is the head."""
 
     def claim(self, text: str, predicted: str, measured: str, holds: bool | None = None) -> None:
-        self.claims.append(Claim(text, predicted, measured, None if holds is None else bool(holds)))
+        """Adds a claim; without `holds` it is a measurement that proves nothing."""
+        if holds is None:
+            self.claims.append(Claim(text, predicted, measured))
+        else:
+            self.claims.append(Claim(text, predicted, measured, "holds" if holds else "fails"))
 
     def not_reached(self, text: str, why: str) -> None:
-        """Records that something could not be tried here, which is no failure."""
-        self.claim(text, "", f"not reached: {why}")
+        """Adds a claim that this machine cannot show, and why."""
+        self.claims.append(Claim(text, "", why, "not reached"))
 
     def at_most(self, text: str, value: float, limit: float, unit: str = "") -> None:
         """Claims that a value is at most `limit`; NaN is not."""
@@ -65,18 +68,34 @@ class Outcome:
     about: str
     seconds: float = 0.0
     error: str = ""
-    """Why the section failed; empty if it completed."""
+    """Why the section failed; empty if it completed or never started."""
+    not_reached: str = ""
+    """Why the section never started."""
     findings: Findings = field(default_factory=Findings)
+    machine: str = ""
+    """The GPU, or `cpu`."""
+    small: bool = False
+    """Whether it ran on tiny shapes."""
 
     @property
     def all_claims(self) -> list[Claim]:
-        """The section's claims, preceded by a failed one if it did not complete."""
-        broken = [Claim(self.about, "runs to its end", self.error, False)] if self.error else []
-        return [*broken, *self.findings.claims]
+        """The section's claims, preceded by one about the section itself if it did not complete."""
+        claims = list(self.findings.claims)
+        if self.error:
+            claims.insert(0, Claim(self.about, "runs to its end", self.error, "fails"))
+        if self.not_reached:
+            claims.insert(0, Claim(self.about, "", self.not_reached, "not reached"))
+        return claims
 
     def line(self) -> str:
         """Returns one line of strict JSON; a non-finite number is written as text."""
         return json.dumps(_finite(asdict(self)), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def of_line(cls, line: str) -> "Outcome":
+        """Reads what `line` wrote. Raises ValueError, KeyError or TypeError for anything else."""
+        body = json.loads(line)
+        return cls(**{**body, "findings": _findings(body["findings"])})
 
 
 def run(name: str, about: str, command: Sequence[str], limit_s: float, directory: Path) -> Outcome:
@@ -100,8 +119,7 @@ def run(name: str, about: str, command: Sequence[str], limit_s: float, directory
         outcome.error = _ending(process.returncode)
     try:
         found = json.loads(line.read_text(encoding="utf-8"))
-        claims = [Claim(**claim) for claim in found["claims"]]
-        outcome.findings = Findings(claims, found["figures"], found["tables"])
+        outcome.findings = _findings(found)
         outcome.error = found["error"] or outcome.error
     except OSError:
         outcome.error = outcome.error or "ended without a result"
@@ -140,6 +158,11 @@ def leave(path: Path, section: Callable[[Findings], None]) -> int:
 def peak_host_bytes() -> int:
     """Returns the largest resident size of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _findings(body: dict[str, Any]) -> Findings:
+    claims = [Claim(**claim) for claim in body["claims"]]
+    return Findings(claims, body["figures"], body["tables"])
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

@@ -58,7 +58,7 @@ def _problem(setting: Setting) -> str:
     logits = torch.zeros(1, 2)
     target = torch.zeros(1, dtype=torch.int64)
     try:
-        fused_head.statistics(logits, target, temperature=1.0, result=torch.zeros(3, 1))
+        fused_head.statistics(logits, target, temperature=1.0, cap=None, result=torch.zeros(3, 1))
     except (TritonError, RuntimeError) as error:  # no interpreter, or one that fails: Triton 3.6's with NumPy 2.5
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return f"on a CPU they need TRITON_INTERPRET=1 and an interpreter that works: {reason}"
@@ -83,7 +83,7 @@ def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, log
     factor = torch.ones_like(result[0])
 
     def statistics() -> None:
-        kernels.statistics(logits, targets, temperature=1.0, result=result)
+        kernels.statistics(logits, targets, temperature=1.0, cap=None, result=result)
 
     def statistics_by_torch() -> None:
         logs = torch.log_softmax(logits, dim=-1)
@@ -99,6 +99,7 @@ def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, log
             by_logprob=factor,
             by_entropy=None,
             temperature=1.0,
+            cap=None,
             result=slopes,
         )
 

@@ -1,14 +1,40 @@
-"""Writes the table of claims and its details as Markdown."""
+"""Writes the table of claims and its details as Markdown; `python -m benchmarks.gpu_check.report DIR [DIR …]` prints it.
 
+With several directories, the last one that has a section counts for it.
+"""
+
+import argparse
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_check.harness import Claim, Outcome
-from benchmarks.gpu_check.sections import BASE, VARIANTS
+from benchmarks.gpu_check.sections import BASE, SECTIONS, VARIANTS
 
+TABLE = "gpu-check.md"
+_LINES = "gpu-check.jsonl"
 _SAME = 0.02
 """Relative difference in gradient norms that another order of rounding may cause."""
+
+
+def read(directory: Path) -> list[Outcome]:
+    """Returns the results in a directory; none where there are none. Raises OSError and ValueError."""
+    path = directory / _LINES
+    if not path.exists():
+        return []
+    return [Outcome.of_line(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write(directory: Path, outcomes: Sequence[Outcome]) -> None:
+    """Writes the lines and the table, in the order of the sections."""
+    names = list(SECTIONS)
+    ordered = sorted(outcomes, key=lambda outcome: names.index(outcome.name))
+    lines = "".join(f"{outcome.line()}\n" for outcome in ordered)
+    (directory / _LINES).write_text(lines, encoding="utf-8")
+    (directory / TABLE).write_text(markdown(ordered), encoding="utf-8")
 
 
 def compared(outcomes: Sequence[Outcome]) -> list[Claim]:
@@ -19,38 +45,46 @@ def compared(outcomes: Sequence[Outcome]) -> list[Claim]:
     for name in VARIANTS:
         other = figures.get(f"update-{name}")
         if base and other and name != "lora":
-            norms = float(base["grad_norm"]), float(other["grad_norm"])
-            text, measured = f"{VARIANTS[name]}: the same gradient norm as without", f"{norms[1]:.5g}"
-            found.append(Claim(text, f"{norms[0]:.5g} ± 2 %", measured, abs(norms[1] - norms[0]) <= _SAME * norms[0]))
+            wanted = float(base["grad_norm"])
+            measured = float(other["grad_norm"])
+            same = abs(measured - wanted) <= _SAME * wanted
+            text = f"{VARIANTS[name]}: the same gradient norm as without"
+            found.append(Claim(text, f"{wanted:.5g} ± 2 %", f"{measured:.5g}", "holds" if same else "fails"))
     return found
 
 
-def holds(outcomes: Sequence[Outcome]) -> bool:
-    """Returns whether all claims hold."""
+def status(outcomes: Sequence[Outcome]) -> int:
+    """Returns 1 if a claim fails, else 3 if a section never started, else 0."""
     claims = [claim for outcome in outcomes for claim in outcome.all_claims] + compared(outcomes)
-    return all(claim.holds is not False for claim in claims)
+    if any(claim.verdict == "fails" for claim in claims):
+        return 1
+    return 3 if any(outcome.not_reached for outcome in outcomes) else 0
 
 
-def markdown(outcomes: Sequence[Outcome], device: str, small: bool, seconds: float) -> str:
+def counted(claims: Sequence[Claim]) -> str:
+    """Returns how many claims have each verdict, such as `3 hold, 0 fail, 1 measured, 0 not reached`."""
+    found = Counter(claim.verdict for claim in claims)
+    return f"{found['holds']} hold, {found['fails']} fail, {found['measured']} measured, {found['not reached']} not reached"
+
+
+def markdown(outcomes: Sequence[Outcome]) -> str:
     """Returns the report."""
     claims = [(outcome.name, claim) for outcome in outcomes for claim in outcome.all_claims]
     claims += [("variants", claim) for claim in compared(outcomes)]
-    failed = sum(claim.holds is False for _, claim in claims)
-    held = sum(claim.holds is True for _, claim in claims)
-    machine = next(
-        (row[1] for outcome in outcomes for row in outcome.findings.tables.get("Versions", []) if row[0] == "GPU"), ""
-    )
-    name = machine.partition(",")[0] or f"no GPU ({device})"
-    options = " --device cpu" * (device == "cpu") + " --small" * small
+    machines = sorted({outcome.machine for outcome in outcomes})
+    small = any(outcome.small for outcome in outcomes)
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    verdicts = counted([claim for _, claim in claims])
     parts = [
-        f"# GPU check: {name} ({datetime.now(UTC):%-d %B %Y})",
-        f"`python -m benchmarks.gpu_check --out DIR{options}`: {len(outcomes)} sections in {seconds:.0f} s. "
-        f"{held} claims hold, {failed} fail.",
+        f"# GPU check: {', '.join(machines)} ({datetime.now(UTC):%-d %B %Y})",
+        f"{len(outcomes)} sections of `python -m benchmarks.gpu_check` in {seconds:.0f} s. Claims: {verdicts}.",
     ]
     if small:
         parts.append("**Tiny shapes**: they show that the code runs, and say nothing about speed.")
     rows = [["section", "claim", "predicted", "measured", "verdict"]]
-    rows += [[name, claim.text, claim.predicted, claim.measured, claim.verdict] for name, claim in claims]
+    for name, claim in claims:
+        verdict = "**FAILS**" if claim.verdict == "fails" else claim.verdict
+        rows.append([name, claim.text, claim.predicted, claim.measured, verdict])
     parts += ["## Claims", _table(rows)]
     if updates := [outcome for outcome in outcomes if "tokens_per_second" in outcome.findings.figures]:
         parts += ["## Updates", _updates(updates)]
@@ -59,7 +93,8 @@ def markdown(outcomes: Sequence[Outcome], device: str, small: bool, seconds: flo
             parts += [f"## {title}", _table(table)]
     if broken := [outcome for outcome in outcomes if outcome.error]:
         parts += ["## Sections that failed", *(f"{outcome.name}:\n\n```\n{outcome.error}\n```" for outcome in broken)]
-    times = [["section", "seconds"], *([outcome.name, f"{outcome.seconds:.1f}"] for outcome in outcomes)]
+    times = [["section", "machine", "seconds"]]
+    times += [[outcome.name, outcome.machine, f"{outcome.seconds:.1f}"] for outcome in outcomes]
     return "\n\n".join([*parts, "## Time of the sections", _table(times)]) + "\n"
 
 
@@ -108,3 +143,24 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def _cell(text: str) -> str:
     first, *more = text.splitlines() or [""]
     return first.replace("|", "\\|") + (" …" if more else "")
+
+
+def main() -> None:
+    """Prints one table from the results in several directories."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check.report", description=(__doc__ or ""))
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="an --out of benchmarks.gpu_check")
+    found = dict[str, Outcome]()
+    for directory in parser.parse_args().directories:
+        try:
+            results = read(directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"{directory / _LINES} cannot be read: {error}")
+        if not results:
+            parser.error(f"{directory} has no {_LINES}: name an --out of benchmarks.gpu_check")
+        found |= {outcome.name: outcome for outcome in results}
+    ordered = [found[name] for name in SECTIONS if name in found]
+    sys.stdout.write(markdown(ordered))
+
+
+if __name__ == "__main__":
+    main()

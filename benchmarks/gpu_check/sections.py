@@ -1,4 +1,4 @@
-"""The sections, most valuable first, because time may run out at the end.
+"""The sections in three parts, most valuable first, because time may run out at the end of a part.
 
 `python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH MODEL DATA SGLANG LINE` runs one in this process
 (`harness.run` starts it).
@@ -30,43 +30,56 @@ def _update(shape: str, tokens: int, words: str = "") -> Section:
     return Section(about, "updates", "measure", 150, (shape, tokens, words))
 
 
-BASE, TORCH_HEAD = "update-0.5b-16k", "the head by torch's operators"
+BASE = "update-0.5b-16k"
+TORCH_HEAD = "the head by torch's operators"
+EAGER = "--trainer.compile false"
 VARIANTS = {
+    "compile-off": EAGER,
     "packing-off": "--trainer.packing off",
     "checkpointing": "--trainer.activation_checkpointing true",
     "selective": "--trainer.activation_checkpointing selective",
     "torch-head": TORCH_HEAD,
     "bf16-head": "--model.fp32_head false",
-    "compile-off": "--trainer.compile false",
     "offload": "--trainer.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
 """Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and fuses the head."""
-SECTIONS = {
+
+_FIRST = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
     "varlen": Section("attention over packed rows compared with float32", "varlen", "correctness", 60),
     "precision": Section("bfloat16 compared with float32", "precision", "correctness", 90),
     BASE: _update("0.5b", 16_384),
     "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
     "engine": Section("the embedded engine beside `generate`", "generation", "speed", 90),
-    "demo": Section("the tiny demo in one process", "demo", "learns", 180),
     "kernels": Section("the most costly kernels", "updates", "kernels", 90),
-    "update-1.5b-16k": _update("1.5b", 16_384),
+    "head-kernels": Section("the kernels of the head by themselves", "head_kernels", "measure", 90),
     "group": Section("a process group for CPU and GPU", "machine", "process_group", 60),
+    "memory-0.5b-checkpointing": _update("0.5b", 16_384, f"{EAGER} {VARIANTS['checkpointing']}"),
+    "memory-0.5b-selective": _update("0.5b", 16_384, f"{EAGER} {VARIANTS['selective']}"),
+}
+_SECOND = {
+    "demo": Section("the tiny demo in one process", "demo", "learns", 180),
+    "update-1.5b-8k": _update("1.5b", 8192),
+    "memory-1.5b-8k": _update("1.5b", 8192, EAGER),
+    "layers-7b": _update("7b-layers", 16_384),
     **{f"update-{name}": _update("0.5b", 16_384, words) for name, words in VARIANTS.items()},
+    "layers-32b": _update("32b-layers", 16_384),
     "update-0.5b-4k": _update("0.5b", 4096),
     "update-1.5b-4k": _update("1.5b", 4096),
-    "lengths": Section("packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 200),
-    "layers-7b": _update("7b-layers", 16_384),
-    "layers-32b": _update("32b-layers", 16_384),
-    "moe": Section("layers of Qwen3-30B-A3B with grouped products", "moe", "measure", 150),
-    "head-kernels": Section("the kernels of the head by themselves", "head_kernels", "measure", 90),
-    "checksums": Section("checksums on the device", "checksums", "measure", 180),
-    "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
-    "nccl": Section("a broadcast of weights between two processes", "broadcast", "measure", 90),
+}
+_THIRD = {
     "sglang": Section("SGLang: start, weights, checksums, memory", "given", "sglang", 300),
     "grpo": Section("a GRPO run of a real model", "given", "grpo", 420),
+    "lengths": Section("packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 200),
+    "moe": Section("layers of Qwen3-30B-A3B with grouped products", "moe", "measure", 150),
+    "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
+    "checksums": Section("checksums on the device", "checksums", "measure", 180),
+    "nccl": Section("a broadcast of weights between two processes", "broadcast", "measure", 90),
 }
+PARTS = {1: _FIRST, 2: _SECOND, 3: _THIRD}
+"""What one call runs, in at most eight minutes on an H100."""
+SECTIONS = {name: section for part in PARTS.values() for name, section in part.items()}
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = list(sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb))
             redactors = [SecretRedactor(each) for each in (env, overrides)]
             return _report(lines, redactors, options.json, may_fail=options.gpu_memory_gb is None)
-        plan = make(options.yaml, overrides, env, options.task)
+        plan = make(options.yaml, overrides, env, options.task, cluster=options.gpu_memory_gb is not None)
     except ConfigError as error:
         fail(error)
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus

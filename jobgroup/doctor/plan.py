@@ -20,7 +20,6 @@ _DEMO_ENV = {  # as `make demo` sets it
     "RUN_DIR": "runs/demo-seed0",
     "STATE_DIR": "runs/demo-seed0/state",
     "OMP_NUM_THREADS": "1",
-    **dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), ""),
 }
 _CALLS = {
     TRAINER: (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT),
@@ -91,11 +90,19 @@ class Plan:
         return next((job for job in self.here if job.name == name), None)
 
 
-def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str], task: str | None) -> Plan:
+def make(
+    path: Path | None,
+    overrides: Mapping[str, str],
+    env: Mapping[str, str],
+    task: str | None,
+    *,
+    cluster: bool = False,
+) -> Plan:
     """Reads YAML (the demo's when `path` is None), environment and settings; their errors become the plan's `problems`.
 
-    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to what this task needs. Raises
-    ConfigError when the file or the task does not exist.
+    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to what this task needs;
+    `cluster` asks about a launch on a cluster, with its volumes, and not about this machine. Raises ConfigError when
+    the file or the task does not exist.
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
@@ -107,7 +114,8 @@ def make(path: Path | None, overrides: Mapping[str, str], env: Mapping[str, str]
         topology = Topology.from_env(env) if inside else None
         found = spec.load(path or DEMO, overrides if path or inside else {**_DEMO_ENV, **overrides}, {}, {})
         group = group or found.name
-        for each in found.tasks:
+        mounted = cluster or (topology is not None and not topology.local_hosts)
+        for each in found.tasks if mounted else [each.without_volumes() for each in found.tasks]:
             # In a pod the environment is what the task was launched with; in a local run the YAML's wins.
             own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
             try:

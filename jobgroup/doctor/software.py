@@ -43,14 +43,19 @@ def check_python(plan: Plan) -> Iterator[Result]:
 
 def check_packages(plan: Plan, root: Path = ROOT) -> Iterator[Result]:
     """Checks that the imports of the tasks here are installed, in the pinned versions."""
-    installed = {_key(each.metadata["Name"]): each.version for each in importlib.metadata.distributions()}
+    installed: dict[str, str] = {}
+    for each in importlib.metadata.distributions():
+        installed.setdefault(_key(each.metadata["Name"]), each.version)  # what is on top of an image's packages comes first
     pins = _pins(root / "constraints.txt")
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {_EXTRA[job.name] for job in plan.here if job.name in _EXTRA}
-    extras |= {"trainer" for job in plan.here if job.needs_torch or job.name == ENVIRONMENT}  # which loads a tokenizer
+    extras |= {"trainer" for job in plan.here if job.needs_torch}
+    more_packages = ["transformers"] if plan.job(ENVIRONMENT) else []  # for the tokenizer, as setup.sh installs it
     wanted = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
+    wanted += more_packages
     install = "-e '.[{}]'" if _CHECKOUT else "'rlhf-math[{}]'"
-    fix = f"{sys.executable} -m pip install -c {root / 'constraints.txt'} {install.format(','.join(sorted(extras)))}"
+    words = [sys.executable, "-m pip install -c", root / "constraints.txt", install.format(",".join(sorted(extras)))]
+    fix = " ".join(map(str, [*words, *more_packages]))
     for name in sorted({_key(re.split(r"[^\w.-]", text)[0]) for text in wanted} - installed.keys()):
         yield Result(f"package {name}", "fail", "not installed", fix)
     other = [f"{name} {installed[name]} ({pin} is pinned)" for name, pin in pins.items() if _differs(installed.get(name), pin)]

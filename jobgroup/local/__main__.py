@@ -10,10 +10,12 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from common.run_lock import LOCK, RunLock
 from common.security import TOKEN, token
 from common.storing import make_directory
 from jobgroup import scrape, spec
+from jobgroup.local.launcher import SIGNALLED
+from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
 from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
@@ -45,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dict(assignment(text, "--secret") for text in options.secret),
             dict(_node_count(text) for text in options.num_nodes),
         )
+        group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
         tasks = list(group.tasks)
         follow = f"{group.task(options.follow, '--follow').name}-0" if options.follow is not None else None
         grace_s = seconds(options.grace, "--grace")
@@ -87,7 +92,18 @@ def _run(
             screen.tail(run.failed.name, run.failed.tail, run.failed.log)
     if runner.reason is not None and (node := runner.reason.failed) is not None:
         screen.tail(node.name, node.tail, node.log)
+        if unsaid := _not_in_output(node):
+            screen.say(unsaid, loud=True)
     return status
+
+
+def _not_in_output(node: Node) -> str:
+    """Returns how a failed node ended if its own last line cannot say it; else nothing."""
+    status = node.ended.result()
+    if status > SIGNALLED:
+        with suppress(ValueError):  # a status of its own
+            return f"{node.name} was killed by {signal.Signals(status - SIGNALLED).name} (status {status})"
+    return "" if node.tail else f"{node.name} ended with status {status} and printed nothing"
 
 
 def _clear(directory: Path, log_dir: Path) -> None:
@@ -178,11 +194,13 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
-    lines += [
-        f"{task.name}: {' and '.join(task.ignored)} are only for a cluster and not mounted here"
-        for task in tasks
-        if task.ignored
-    ]
+    for field in ("volumes", "file_mounts"):
+        names = [task.name for task in tasks if field in task.ignored]
+        if names:
+            lines.append(f"{field} of {', '.join(names)} are only for a cluster and not mounted here")
+    unset = sorted({name for task in tasks for name in task.on_volumes})
+    if unset:
+        lines.append(f"{' and '.join(unset)} of the YAML name folders on volumes: here the defaults count, or --env")
     return lines
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 LEFTOVER_S = 1.0
 """Grace for processes that the command left behind when it ended by itself."""
+SIGNALLED = 128
+"""Statuses above this are those of processes that a signal ended."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -68,7 +70,7 @@ def reap() -> dict[int, int]:
 
 def exit_status(code: int) -> int:
     """Converts a status to that of a shell: 128 + N for a process that signal N ended."""
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else SIGNALLED - code
 
 
 def _living() -> list[tuple[int, int]]:

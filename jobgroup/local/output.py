@@ -39,6 +39,8 @@ class Screen:
             self._write(self._prefix("jobgroup", _BOLD) + shown.encode(errors="replace") + b"\n")
 
     def tail(self, name: str, lines: Sequence[bytes], log: Path) -> None:
+        if not lines:
+            return
         self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
         for line in lines:
             self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")

@@ -58,7 +58,9 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
-                own = 0 < self.nodes[0].ended.result() < 128  # node 0 was not ended because another one had failed
+                own = (
+                    0 < self.nodes[0].ended.result() < launcher.SIGNALLED
+                )  # node 0 was not ended because another one had failed
                 self.failed = self.nodes[0] if own else failed
                 wrong = " (a setting is wrong)" * (self.status == WRONG_SETTING)
                 self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
@@ -101,7 +103,7 @@ class TaskRun:
 
 def _on_its_own(node: Node) -> bool:
     """Whether the node failed by itself: it was not killed, and its status is not that of following another node."""
-    return 0 < node.ended.result() < 128 and node.ended.result() != LOST
+    return 0 < node.ended.result() < launcher.SIGNALLED and node.ended.result() != LOST
 
 
 class Runner:

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from common.config import Config
 from common.errors import ConfigError
 from common.hub import check_model
+from learning.alone import fix_rotary_factors
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
@@ -71,6 +72,7 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
     def configure(found: Any) -> None:
         found.num_labels, found.classifier_dropout = 1, 0.0
+        fix_rotary_factors(found, config.rollout.context_bound)
         _register_classifier(type(found))
 
     trust = config.model.trust_remote_code

@@ -48,6 +48,7 @@ def main() -> None:
 
         from learning.device import choose_device
         from services.engine.app import make_app
+        from services.engine.decoder import UnfitModel
         from services.engine.engine import Engine
         from services.engine.model import Model
         from services.http.app import serve
@@ -72,6 +73,8 @@ def main() -> None:
         log.info("loaded %s on %s, %d threads", model.path, device, torch.get_num_threads())
         settings = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("host", "port"))
         serve(make_app(engine, shown), arguments.host, arguments.port, settings)
+    except UnfitModel as error:
+        fail(error, setting_status())
     except (ConfigError, NotReady) as error:
         fail(error)
 

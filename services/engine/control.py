@@ -169,8 +169,10 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """200 when the engine generates, 503 while paused. `/health` stays 200, so that routers keep the worker."""
-        if reason := engine.failure or ("generation is paused" if engine.scheduler.paused else None):
-            raise NotReady(reason, remedy="POST /continue_generation" if engine.scheduler.paused else None)
+        if engine.failure is not None:
+            raise engine.failure
+        if engine.scheduler.paused:
+            raise NotReady("generation is paused", remedy="POST /continue_generation")
         return {"status": "ready"}
 
     @app.get("/model_info")

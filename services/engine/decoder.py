@@ -13,17 +13,23 @@ from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
 from common.errors import ConfigError
+from learning.alone import check_alone, next_logprobs
 from learning.parking import storages
 from services.engine.attention import exchange
 from services.engine.cache import SlotCache
+from services.engine.failures import SGLANG, described, remedy
 from services.engine.graphs import StepGraphs, recorder
-from services.engine.sampling import Inputs, sample
+from services.engine.sampling import FIELDS, IDLE, Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
 """Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the rest."""
 _ALIGNED = 64
 """Columns are a multiple of this, because fused kernels copy unaligned masks."""
+
+
+class UnfitModel(ConfigError):
+    """The engine cannot run this kind of model, at any start."""
 
 
 class Decoder:
@@ -53,17 +59,36 @@ class Decoder:
     def reserve(self, rows: int) -> int:
         """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the cache grows later.
 
-        Raises ConfigError when the model does not run or not even one row fits.
+        Raises UnfitModel when the model does not run or does not compute a sequence as if alone, ConfigError when memory is
+        short or not even one row fits.
         """
+        with torch.inference_mode():
+            self._try()
+            if self.device.type != "cpu":
+                return self._allocate(rows)
+            self.cache.release()
+            return rows
+
+    def _try(self) -> None:
+        """Prefills two prompts of different lengths and decodes a token for each, without random numbers or CUDA graphs."""
+        prompts = [[0], [0, 0, 0]]
+        state = np.repeat(IDLE, len(prompts), 1)
+        state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
         try:
-            with torch.inference_mode():
-                self.prefill([[0]], [0], 0)
-                return rows if self.device.type == "cpu" else self._allocate(rows)
-        except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-            reason = f"the embedded engine cannot run this model: {error}"
-            raise ConfigError(
-                reason, field="--model-path", value=self.config.model_type, remedy="set rollout.engine sglang"
-            ) from error
+            self.prefill(prompts, [0, 1], 0)
+            self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
+            low = self.cache.dtype != torch.float32
+            check_alone(self.module, self._scores, self.device, self.max_context_tokens, low_precision=low)
+        except ConfigError as error:
+            raise UnfitModel(error.message, field="--model-path", value=error.value, remedy=error.remedy) from error
+        except Exception as error:
+            short = isinstance(error, torch.OutOfMemoryError)
+            reason = f"the embedded engine cannot run this model: {described(error)}"
+            kind = ConfigError if short else UnfitModel
+            raise kind(reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)) from error
+        if not self.cache.tensors():
+            reason = "the embedded engine cannot run this model: it does not keep what it has read in a KV cache"
+            raise UnfitModel(reason, field="--model-path", value=self.config.model_type, remedy=SGLANG)
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
@@ -117,6 +142,12 @@ class Decoder:
             targets = tokens[1 : len(prompt), None]
             found.append((scores.gather(1, targets)[:, 0] - scores.logsumexp(1)).tolist())
         return found
+
+    def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps nothing."""
+        cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
+        cache.begin_prefill([tokens.shape[1]] * len(tokens), 0, [])
+        return next_logprobs(self._logits(tokens, positions, None, cache), tokens)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)

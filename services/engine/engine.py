@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from common.errors import NotReady, Overloaded, ServiceError
+from common.errors import NotReady, Overloaded, ServiceError, ServiceLost
 from common.observe import Metrics
+from services.engine.failures import described, remedy
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.scheduler import Scheduler
@@ -33,7 +34,8 @@ class Engine:
     """Continuous batching over one model. Public methods may be called from any thread and return at once.
 
     After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only through `call`. When
-    the thread ends with an error it calls `on_crash`; a supervisor should then restart the process.
+    the thread ends with an error it calls `on_crash`, which may end the process for a supervisor to restart; if that
+    returns, every waiting and every later call gets the `failure`.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class Engine:
         self.metrics.gauge("engine_running_sequences", "Sequences being decoded").set_function(lambda: self.running)
         self.metrics.gauge("engine_waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
         self.metrics.gauge("engine_waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
-        self.failure: str | None = None
+        self.failure: ServiceLost | None = None
+        """Why the thread died, if it did."""
         self.scheduler = Scheduler(model, max_running, weight_version, generated, prefilled)
         self._random = random.Random(seed)
         self._incoming = 0
@@ -89,7 +92,7 @@ class Engine:
     def submit(self, jobs: list[GenerationJob]) -> None:
         """Queues all jobs or none; their `done` futures resolve later.
 
-        Raises Overloaded when too many sequences wait.
+        Raises Overloaded when too many sequences wait, NotReady when the engine stops, ServiceLost when its thread died.
         """
         size = sum(job.n for job in jobs)
 
@@ -118,8 +121,8 @@ class Engine:
     def call(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> "Future[_T]":
         """Runs `function` on the engine's thread between two steps; `exclusive` waits until it is paused or no row runs.
 
-        Raises NotReady when the thread has ended. A ServiceError from `function` goes only to the future; any other
-        error also ends the thread.
+        Raises NotReady when the engine stops, ServiceLost when its thread died. A ServiceError from `function` goes only to
+        the future; any other error ends the thread.
         """
         done: Future[_T] = Future()
 
@@ -130,9 +133,6 @@ class Engine:
                 done.set_result(function(self.scheduler))
             except ServiceError as error:
                 done.set_exception(error)
-            except BaseException as error:
-                done.set_exception(error)
-                raise
 
         with self._wake:
             self._refuse_when_down()
@@ -147,8 +147,10 @@ class Engine:
         future.add_done_callback(self._pending.discard)
 
     def _refuse_when_down(self) -> None:
-        if self._stopping or self.failure is not None:
-            raise NotReady(self.failure or "the engine is stopping", remedy="retry on another engine")
+        if self.failure is not None:
+            raise self.failure
+        if self._stopping:
+            raise NotReady("the engine is stopping", remedy="retry on another engine")
 
     def _run(self) -> None:
         try:
@@ -159,10 +161,11 @@ class Engine:
             self._fail_pending(NotReady("the engine is stopping", remedy="retry on another engine"))
         except BaseException as error:
             log.critical("the engine's thread died", exc_info=error)
-            with self._wake:
-                self.failure = f"the engine's thread died: {type(error).__name__}: {error}"
-            self._fail_pending(ServiceError(self.failure, remedy="the process ends and its supervisor restarts it"))
+            # First: where a supervisor restarts the process, no caller may learn that the engine is lost.
             self.on_crash()
+            with self._wake:
+                self.failure = ServiceLost(f"the engine has died: {described(error)}", remedy=remedy(error))
+            self._fail_pending(self.failure)
 
     def _fail_pending(self, error: ServiceError) -> None:
         for future in list(self._pending):

@@ -4,11 +4,13 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from common.errors import ConfigError
+from learning.alone import fix_rotary_factors
 from learning.device import dtype_on
 from learning.head import make_float32_logits
+from learning.loading import only_logits
 from services.engine.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -38,12 +40,15 @@ class Model(Decoder):
             )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            options = {"local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
+            config = AutoConfig.from_pretrained(path, local_files_only=True)
+            fix_rotary_factors(config, max_context_tokens)
+            options = {"config": config, "local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
             loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
             remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
             reason = f"the model cannot be loaded: {error}"
             raise ConfigError(reason, field="--model-path", value=path, remedy=remedy) from error
+        only_logits(loaded.config)
         self.path = path
         longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
         if longest < max_context_tokens:

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from common.errors import ConfigError, shorten
+from common.errors import ConfigError, ServiceLost, shorten
 from common.schemas import EpisodeLimits, EpisodeTask
 from common.security import trusted
 from services.environment.environments import FIELD, Environment
@@ -31,6 +31,8 @@ from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
 _LOOK_S = 0.1
+_MAX_FAILED_STARTS = 5
+"""Starts in a row after which the command ended before it answered: another one would not help."""
 _HUNG_S = 5.0
 _RESERVED = {"type": "object", "properties": {}}
 
@@ -63,12 +65,16 @@ class OpenEnv:
         self._url = self._url.replace("ws", "http", 1) if self._url.startswith("ws") else self._url
         self._server: RunningProgram | None = None
         self._ready, self._starting = False, asyncio.Lock()
+        self._failed_starts = 0
         self._home: Path | None = None
         self._http: aiohttp.ClientSession | None = None
         self._known: tuple[bool, str] | None = None
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
-        """Plays an episode and returns its outcome; never raises, except when cancelled."""
+        """Plays an episode and returns its outcome.
+
+        Raises ServiceLost when the command never starts a server; otherwise nothing, except when cancelled.
+        """
         try:
             async with asyncio.timeout(limits.deadline_s), self._starting:
                 await self._start()
@@ -110,7 +116,10 @@ class OpenEnv:
             shutil.rmtree(self._home, ignore_errors=True)
 
     async def _start(self) -> None:
-        """Starts the command unless it is running, and waits until it answers."""
+        """Starts the command unless it is running, and waits until it answers.
+
+        Raises EpisodeFailed when it ends instead, and ServiceLost when it did so several times in a row.
+        """
         if self._http is None:
             self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted()))
         if not self._words:
@@ -125,10 +134,16 @@ class OpenEnv:
             if self._server.ended:
                 status = await self._server.wait()
                 said = await self._server.kill()
-                raise EpisodeFailed(f"{self._words[0]} ended with status {status} before it answered: {said}")
+                reason = f"{self._words[0]} ended with status {status} before it answered: {said}"
+                self._failed_starts += 1
+                if self._failed_starts >= _MAX_FAILED_STARTS:
+                    times = f"{self._failed_starts} times in a row, "
+                    raise ServiceLost(times + reason, field=FIELD, value=self.name, remedy="try the command by itself")
+                raise EpisodeFailed(reason)
             try:
                 await self._get("/health")
                 self._ready = True
+                self._failed_starts = 0
             except EnvironmentLost:
                 await asyncio.sleep(_LOOK_S)
 

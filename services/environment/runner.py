@@ -176,7 +176,10 @@ class EpisodeRun:
 
     async def _in_thread(self, method: Callable[..., Any], *arguments: Any, **columns: Any) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await method(*arguments, **columns)
+            try:
+                return await method(*arguments, **columns)
+            except (SystemExit, KeyboardInterrupt) as ending:  # it would end the event loop of all episodes
+                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
         if self._threads is None:
             return await asyncio.to_thread(method, *arguments, **columns)
         name = f"{self._environment.name}: {getattr(method, '__name__', 'a method')}"

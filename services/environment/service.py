@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from common.errors import ConfigError, Conflict, InvalidInput, NotFound, NotReady, Overloaded
+from common.errors import ConfigError, Conflict, InvalidInput, NotFound, NotReady, Overloaded, ServiceLost
 from common.observe import Metrics
 from common.rollout_client import RolloutClient, completion_from_answer
 from common.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
@@ -84,8 +84,8 @@ class EpisodeService:
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request; a repeated request gets the same episodes.
 
-        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, or
-        Overloaded.
+        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, Overloaded, or
+        ServiceLost when neither this nor a later episode can be played.
         """
         known = self._requests.get(request.request_id)
         if known and known[0] != request:
@@ -215,6 +215,8 @@ class EpisodeService:
             async with asyncio.TaskGroup() as tasks:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
             return self._counted([task.result() for task in started])
+        except ExceptionGroup as group:
+            raise next((error for error in group.exceptions if isinstance(error, ServiceLost)), group) from None
         finally:
             self._running -= request.n
 
@@ -252,6 +254,8 @@ class EpisodeService:
             outcome = await self.environment.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
+        if isinstance(session.failure, ServiceLost):
+            raise session.failure
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []

@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from common import VERSION, watchdog, wire
-from common.errors import ConfigError, NotReady, ServiceError
+from common.errors import ConfigError, NotReady, ServiceError, ServiceLost
 from common.observe import Metrics
 from common.security import check_certificate, is_loopback, tls, token
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
@@ -41,7 +41,12 @@ _LAST_S = 5.0
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
     "type": "object",
-    "properties": {"status": {"enum": ["healthy", "unhealthy"]}, "service": {"type": "string"}, "reason": {"type": "string"}},
+    "properties": {
+        "status": {"enum": ["healthy", "unhealthy"]},
+        "service": {"type": "string"},
+        "reason": {"type": "string"},
+        "lost": {"type": "boolean"},
+    },
     "required": ["status"],
 }
 
@@ -49,7 +54,7 @@ _HEALTH = {
 def create_app(
     name: str,
     *,
-    not_ready: Callable[[], str | None] = lambda: None,
+    not_ready: Callable[[], str | ServiceLost | None] = lambda: None,
     flush: Hook = lambda: None,
     lifespan: Callable[[], AbstractAsyncContextManager[None]] | None = None,
     metrics: Metrics | None = None,
@@ -64,7 +69,7 @@ def create_app(
 
     Args:
         name: name of the service in `/health` and metrics.
-        not_ready: returns why the service cannot serve now, or None; decides `/health`.
+        not_ready: returns why the service cannot serve now, or None; decides `/health`. ServiceLost: it never will.
         flush: makes everything durable; `POST /flush` answers when it is done.
         lifespan: entered before the first request, left after the last.
         metrics: Prometheus metrics; a new set when None.
@@ -100,20 +105,24 @@ def create_app(
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
-    def problem() -> str | None:
+    def problem() -> str | ServiceLost | None:
         return "draining: the process is ending" if app.state.draining else not_ready()
 
     metrics.healthy.set_function(lambda: problem() is None)
 
     @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
     async def health(request: Request) -> Response:
-        """200 with `"status": "healthy"` when the service can serve, else 503; callers with the token get the reason."""
+        """200 with `"status": "healthy"` when the service can serve, else 503; callers with the token get the reason.
+
+        `"lost"` says that the service will never serve, so that nobody waits for it.
+        """
         reason = problem()
         if not request.scope["known"]:
             return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
         if reason is None:
             return JSONResponse({"status": "healthy", "service": name})
-        return JSONResponse({"status": "unhealthy", "service": name, "reason": reason}, 503)
+        lost = isinstance(reason, ServiceLost)
+        return JSONResponse({"status": "unhealthy", "service": name, "reason": str(reason), "lost": lost}, 503)
 
     @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
     async def metrics_page() -> Response:
@@ -244,13 +253,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serves an app and runs its lifespan in the caller's event loop."""
+    """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the lifespan fails."""
     host, port = sock.getsockname()
     server = Server(app, host, port)
-    task = asyncio.create_task(server.serve(sockets=[sock]))
+
+    async def until_its_end() -> None:
+        with contextlib.suppress(SystemExit):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
+            await server.serve(sockets=[sock])
+
+    task = asyncio.create_task(until_its_end())
     try:
         while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
             await asyncio.sleep(0.01)
+        if not server.started:
+            sock.close()
+            raise _did_not_start(app)
         yield
     finally:
         server.should_exit = True
@@ -276,4 +293,8 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     log.info("%s %s listens on %s%s", app.title, VERSION, server.url, settings and f": {settings}")
     asyncio.run(server.serve(sockets=[sock]))
     if not server.started:
-        raise NotReady(f"{app.title} did not start", remedy="see the log above")
+        raise _did_not_start(app)
+
+
+def _did_not_start(app: FastAPI) -> NotReady:
+    return NotReady(f"{app.title} did not start", remedy="see the log above")

@@ -178,15 +178,20 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of the process."""
+    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of the process.
+
+    An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services may share.
+    """
     future: Future[_T] = Future()
 
     def work() -> None:
         with suppress(InvalidStateError):  # the caller has given up
             try:
                 future.set_result(function())
-            except BaseException as error:
+            except Exception as error:
                 future.set_exception(error)
+            except BaseException as ending:
+                future.set_exception(RuntimeError(f"{type(ending).__name__}: {ending}"))
 
     threading.Thread(target=work, name="reward-function", daemon=True).start()
     return await asyncio.wrap_future(future)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from common.errors import ServiceLost
 from common.schemas import RewardStatus
 from common.security import TOKEN
 from services.reward.turns import FairSlots
@@ -24,8 +25,9 @@ log = logging.getLogger(__name__)
 _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second, but much longer on a busy machine
 _RETRY_S = 1.0
+_MAX_FAILED_STARTS = 5
+"""Failures in a row, before the first workers have started, after which nobody needs to wait for them."""
 _LOOK_S = 0.05
-_END_S = 5.0
 _ANSWERS_PER_WORKER = 2000  # then it is replaced, because sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
 
@@ -124,13 +126,11 @@ class ForkServer:
         return self._control
 
     def end(self) -> None:
-        """Ends the process and its workers."""
+        """Kills the process and its workers, which have nothing to save and may still load their module for seconds."""
         if self._process is None or self._control is None:
             return
         self._control.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
+        if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
@@ -159,7 +159,7 @@ class WorkerPool:
         start_s: float = _START_S,
     ) -> None:
         self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = spec, workers, timeout_s, start_s, on_restart
-        self.problem: str | None = "the graders are starting"
+        self.problem: str | ServiceLost | None = "the graders are starting"
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
         self._slots = FairSlots(workers)
@@ -181,7 +181,7 @@ class WorkerPool:
             if isinstance(worker := self._idle.get_nowait(), _Worker):
                 worker.kill()
         self.problem = "the graders have ended"
-        await asyncio.to_thread(self._server.end)
+        self._server.end()  # not in a thread, which an ending process cannot start
 
     async def ready(self) -> None:
         """Waits until enough workers for all concurrent calls have started."""
@@ -253,9 +253,11 @@ class WorkerPool:
                 log.error("a grader did not start: %s", error)
                 self._missing.release()
                 failed += 1
+                hopeless = failed > 1  # the first failure may have been a kill
                 if not self._started_once.is_set():
-                    self.problem = f"the graders do not start: {error}"
-                elif failed > 1 and self._idle.empty() and self.unfinished:  # the first failure may have been a kill
+                    hopeless = failed >= _MAX_FAILED_STARTS
+                    self.problem = _not_starting(error, failed) if hopeless else f"the graders do not start: {error}"
+                if hopeless and self._idle.empty() and self.unfinished:
                     self._idle.put_nowait(error)  # fails one call, which would otherwise wait forever
                 await asyncio.sleep(_RETRY_S)
             if started >= self.size:
@@ -264,7 +266,10 @@ class WorkerPool:
 
     async def _spawn(self) -> _Worker:
         """Starts a worker and waits until it is ready. Raises CallFailed."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:  # too many open files
+            raise CallFailed("died", f"no grader can be started: {error}") from None
         with theirs:
             try:
                 self._server.fork(theirs)
@@ -288,3 +293,8 @@ class WorkerPool:
         except BaseException:
             writer.close()
             raise
+
+
+def _not_starting(error: CallFailed, times: int) -> ServiceLost:
+    reason = f"the graders did not start {times} times in a row: {error}"
+    return ServiceLost(reason, remedy="the output of the forking process, on standard error, says more")

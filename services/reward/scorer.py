@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
-from common.errors import ConfigError, InvalidInput, TooLarge
+from common.errors import ConfigError, InvalidInput, ServiceLost, TooLarge
 from common.hub import check_model
 from common.observe import Metrics
 from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
@@ -125,8 +125,8 @@ class RewardScorer:
     async def __aexit__(self, *error: object) -> None:
         await self._exits.aclose()
 
-    def not_ready(self) -> str | None:
-        """Returns why answers cannot be scored now, or None."""
+    def not_ready(self) -> str | ServiceLost | None:
+        """Returns why answers cannot be scored now, or None; ServiceLost when the workers cannot be started."""
         return next((pool.problem for pool in self._pools if pool.problem), None)
 
     async def ready(self) -> None:

@@ -1,7 +1,7 @@
 """`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until SIGTERM.
 
 Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means that the engine
-failed to start several times in a row.
+failed several times in a row, at its start or soon after it.
 """
 
 from common.config import Config, fail, main

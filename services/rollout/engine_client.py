@@ -15,6 +15,7 @@ from common.config import Config
 from common.errors import ConfigError, ServiceError, shorten
 from common.hub import text_config
 from common.rollout_client import OTHER_ENGINE
+from common.rotary import is_dynamic, switch_length
 from common.schemas import WeightManifest, adapter_name
 from common.sections import RolloutSection
 from common.security import tls
@@ -86,14 +87,14 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
     }
     if on_cpu:
         options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
-    if window := _unknown_window(model_path):
+    if bound := _sglang_bound(model_path):
+        tokens, reason = bound
         lengths = {"sampling": config.sampling.max_new_tokens, "evaluation": config.evaluation.max_new_tokens or 0}
-        if too_long := [section for section, length in lengths.items() if length >= window]:
-            reason = f"SGLang ignores the attention window of this model, {window} tokens, and completions can be longer"
-            remedy = f"lower it to less than {window}, or set rollout.engine=embedded"
+        if too_long := [section for section, length in lengths.items() if length >= tokens]:
+            remedy = f"lower it to less than {tokens}, or set rollout.engine=embedded"
             field, value = f"{too_long[0]}.max_new_tokens", lengths[too_long[0]]
-            raise ConfigError(reason, field=field, value=value, remedy=remedy)
-        options["context-length"] = window
+            raise ConfigError(f"{reason}, and completions can be longer", field=field, value=value, remedy=remedy)
+        options["context-length"] = tokens
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
     saver = ["--enable-memory-saver"] if rollout.colocate else []
     own = [*saver, *(_CPU_FLAGS if on_cpu else head)]
@@ -138,11 +139,27 @@ def _sglang_python(rollout: RolloutSection) -> Path:
     return python
 
 
-def _unknown_window(model_path: str) -> int | None:
-    """Returns the attention window of a model if SGLang ignores it, else None. Shorter contexts are not affected."""
+def _sglang_bound(model_path: str) -> tuple[int, str] | None:
+    """Returns up to how many tokens SGLang computes a model as transformers does, and the reason; None for all lengths.
+
+    Raises ConfigError for a model that it computes differently at any length.
+    """
     shape = text_config(model_path)
+    if is_dynamic(shape):
+        raise ConfigError(
+            "SGLang gives dynamic rotary positions other frequencies than transformers",
+            field="model.name",
+            value=model_path,
+            remedy="set rollout.engine=embedded, or use another model",
+        )
+    bounds: list[tuple[int, str]] = []
     windowed = shape.get("use_sliding_window", True) and shape.get("model_type") in _WITHOUT_WINDOWS
-    return shape.get("sliding_window") if windowed else None
+    if windowed and (window := shape.get("sliding_window")):
+        bounds.append((window, f"SGLang ignores the attention window of this model, {window} tokens"))
+    if switches_at := switch_length(shape):
+        reason = f"SGLang changes the LongRoPE factors of a whole batch when a sequence of it exceeds {switches_at} tokens"
+        bounds.append((switches_at, reason))
+    return min(bounds, default=None)
 
 
 def _lora_options(config: Config) -> list[str]:

@@ -24,12 +24,14 @@ log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000
 _STOP_S = 10.0
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_SIGNALLED = 128
+"""Exit statuses above this come from a signal."""
 _PROBE_S = 5.0
 """Longest probe (`Client.unhealthy_reason`)."""
 
 
 class ChildFailed(ServiceError):
-    """A child process failed to start several times in a row."""
+    """A child process failed several times in a row: at its start, or soon after it with an error of its own."""
 
     code = "child_failed"
 
@@ -138,14 +140,15 @@ class Timing:
     max_backoff_s: float = 30.0
     first_backoff_s: float = 0.5
     max_failed_starts: int = 5
-    """Failed starts in a row that are fatal."""
+    """Failed starts in a row that are fatal. A child that ends with an error before it was stable failed too."""
 
 
 class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
     `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error in
-    `on_up` counts as a failed start; `on_down` gets the reason for the end. If `shown`, the output also goes to stderr.
+    `on_up` counts as a failed start; `on_down` gets the reason for the end. If `shown`, the output also goes to stderr. A
+    child that a signal ended, or that hung, is started again however often that happens.
     """
 
     def __init__(
@@ -165,6 +168,8 @@ class Supervised:
         self._env, self._log_file, self._timing, self._shown = env, log_file, timing, shown
         self._on_up, self._on_down = on_up, on_down
         self.up = False
+        self._was_up = False
+        """Whether the last child was healthy at some time."""
         self.starts = 0
         self.pid: int | None = None
         self._crashes = self._failed_starts = 0
@@ -178,7 +183,7 @@ class Supervised:
     async def run(self) -> None:
         """Keeps the child running until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
 
-        Raises ChildFailed, with the end of the output, after several failed starts in a row, and ConfigError at once when the
+        Raises ChildFailed, with the end of the output, after several failures in a row, and ConfigError at once when the
         child ends with `WRONG_SETTING`.
         """
         while True:
@@ -188,8 +193,9 @@ class Supervised:
                 said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
                 raise ConfigError(f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}")
             if self._failed_starts >= self._timing.max_failed_starts:
+                what = "crashed" if self._was_up else "failed to start"
                 raise ChildFailed(
-                    f"{self.name} failed to start {self._failed_starts} times in a row, most recently: {reason}\n"
+                    f"{self.name} {what} {self._failed_starts} times in a row, most recently: {reason}\n"
                     f"the end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )
@@ -200,7 +206,6 @@ class Supervised:
         """Runs the child once. Returns the end of its output and why it ended."""
         self._restart_reason = self._status = None
         self.starts += 1
-        self._failed_starts += 1  # until it is healthy
         grace_s, tail, started = 0.0, "", time.monotonic()
         child: Child | None = None
         try:
@@ -215,12 +220,15 @@ class Supervised:
         except (ServiceError, OSError) as error:
             reason = str(error)
         finally:
-            was_up, self.up, self.pid = self.up, False, None
+            self._was_up, self.up, self.pid = self.up, False, None
             if child is not None:
                 await child.end(grace_s)
                 tail = child.tail()
-        stable = was_up and time.monotonic() - started > self._timing.stable_s
+        stable = self._was_up and time.monotonic() - started > self._timing.stable_s
         self._crashes = 1 if stable else self._crashes + 1
+        ended_itself = self._status is not None and 0 < self._status < _SIGNALLED
+        failed = not self._was_up or (ended_itself and not stable)
+        self._failed_starts = self._failed_starts + 1 if failed else 0
         self._on_down(reason)
         return tail, reason
 
@@ -245,7 +253,7 @@ class Supervised:
                     silent_s = 0.0
                     if not self.up and not ended.done():
                         await self._on_up()
-                        self.up, self._failed_starts = True, 0
+                        self.up = True
                 elif self.up and silent_s > self._timing.hang_s:
                     return f"not healthy for {silent_s:.0f} s, killed: {problem}"
                 elif not self.up and now - started > self._timing.startup_s:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu_check import given, head_kernels, lengths, moe, report, sglang_calls
+from benchmarks.gpu_check import given, head_kernels, lengths, moe, sglang_calls
 from benchmarks.gpu_check.__main__ import parse
-from benchmarks.gpu_check.harness import Findings, Outcome
+from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.sections import Given, command
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import make_model, random_group, required_flops
@@ -43,21 +43,14 @@ def on_cpu(directory: Path) -> Setting:
 
 
 def failed(found: Findings) -> list[str]:
-    return [claim.text for claim in found.claims if claim.holds is False]
-
-
-def test_what_is_not_reached_fails_nothing() -> None:
-    found = Findings()
-    found.not_reached("a broadcast by NCCL", "here is one GPU")
-    assert report.holds([Outcome("nccl", "a broadcast", findings=found)])
-    assert found.claims[0].measured == "not reached: here is one GPU"
+    return [claim.text for claim in found.claims if claim.verdict == "fails"]
 
 
 def test_without_sglang_a_model_and_data_their_sections_are_not_reached(tmp_path: Path) -> None:
     found = Findings()
     given.sglang(found, on_cpu(tmp_path))
     given.grpo(found, Setting("cpu", small=False, scratch=tmp_path, model_path=tmp_path))
-    assert [claim.holds for claim in found.claims] == [None, None]
+    assert [claim.verdict for claim in found.claims] == ["not reached", "not reached"]
     assert ["--sglang" in found.claims[0].measured, "--data" in found.claims[1].measured] == [True, True]
     assert "--model" not in found.claims[1].measured
 
@@ -166,7 +159,7 @@ def test_an_engine_sleeps_and_wakes_up_with_the_weights_it_is_given(tmp_path: Pa
         weights = load_file(model / "model.safetensors")
         run = sglang_calls._Run(found, on_cpu(tmp_path), config, model=model, weights=weights, other=other, changed={})
         asyncio.run(_sleep(run))
-    assert [claim.text for claim in found.claims if claim.holds] == [
+    assert [claim.text for claim in found.claims if claim.verdict == "holds"] == [
         "checksums of the weights that SGLang got after sleep",
         "SGLang generates after its sleep",
     ]

@@ -13,10 +13,10 @@ from rich.console import Console
 from benchmarks.gpu_check import report
 from benchmarks.gpu_check.__main__ import check, parse
 from benchmarks.gpu_check.harness import Claim, Findings, Outcome, leave, run
-from benchmarks.gpu_check.sections import BASE, SECTIONS
+from benchmarks.gpu_check.sections import BASE, PARTS, SECTIONS
 from tests.support.processes import alive
 
-GOOD = {"error": "", "claims": [["a", "1", "1", True]], "figures": {"x": 1.5}, "tables": {}}
+GOOD = {"error": "", "claims": [], "figures": {"x": 1.5}, "tables": {}}
 LEAVE = "import sys; from benchmarks.gpu_check.harness import Findings, leave; from pathlib import Path\n"
 
 
@@ -34,10 +34,10 @@ def leaving(body: str) -> str:
 def test_a_successful_section_yields_its_line(tmp_path: Path) -> None:
     found = section(tmp_path, leaving("found.figures = {'x': 1.5}\nfound.tables = {'t': [['a'], ['b']]}\nprint('noise')"))
     assert not found.error
-    assert found.findings == Findings([Claim("early", "≤ 2", "1", True)], {"x": 1.5}, {"t": [["a"], ["b"]]})
+    assert found.findings == Findings([Claim("early", "≤ 2", "1", "holds")], {"x": 1.5}, {"t": [["a"], ["b"]]})
     assert (tmp_path / "case.log").read_text() == "noise\n"
-    assert json.loads(found.line())["name"] == "case"
-    assert report.holds([found])
+    assert Outcome.of_line(found.line()) == found
+    assert report.status([found]) == 0
 
 
 @pytest.mark.integration
@@ -58,12 +58,12 @@ def test_a_successful_section_yields_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_an_unsuccessful_section_fails(tmp_path: Path, code: str, reason: str) -> None:
-    (tmp_path / "case.json").write_text(json.dumps({**GOOD, "claims": []}))  # left by an earlier run
+    (tmp_path / "case.json").write_text(json.dumps(GOOD))  # left by an earlier run
     found = section(tmp_path, code)
     assert reason in found.error
-    assert found.all_claims[0].holds is False
-    assert not report.holds([found])
-    assert "**FAILS**" in report.markdown([found], "cpu", True, 1.0)
+    assert found.all_claims[0].verdict == "fails"
+    assert report.status([found]) == 1
+    assert "**FAILS**" in report.markdown([found])
     json.loads(found.line())
 
 
@@ -128,7 +128,7 @@ def test_a_non_finite_number_fails_its_claim_and_keeps_the_line_valid(value: flo
 
     assert leave(tmp_path / "line", work) == 0
     body = json.loads((tmp_path / "line").read_text())
-    assert [claim["holds"] for claim in body["claims"]] == [False, False]
+    assert [claim["verdict"] for claim in body["claims"]] == ["fails", "fails"]
     assert body["figures"] == {"x": [{"y": str(value)}]}
 
 
@@ -144,12 +144,21 @@ def outcomes(norms: Sequence[float]) -> list[Outcome]:
 
 
 def test_variants_must_match_the_base_update() -> None:
-    assert report.holds(outcomes([1.0, 1.01, 7.0])), "an adapter has another gradient"
+    assert report.status(outcomes([1.0, 1.01, 7.0])) == 0, "an adapter has another gradient"
     for norm in (1.03, 0.97, float("nan")):
-        assert not report.holds(outcomes([1.0, norm, 7.0]))
-    text = report.markdown(outcomes([1.0, 1.5, 7.0]), "cuda", False, 100.0)
+        assert report.status(outcomes([1.0, norm, 7.0])) == 1
+    text = report.markdown(outcomes([1.0, 1.5, 7.0]))
     assert "| variants | --trainer.packing off: the same gradient norm as without | 1 ± 2 % | 1.5 | **FAILS** |" in text
     assert "| update-packing-off | 0.500 | 1.00 | 9.0 | 10,000 | 25.0% | 3.00 | 4.00 | 3.50 |  | no |" in text
+
+
+def test_what_this_machine_cannot_show_is_neither_right_nor_wrong() -> None:
+    found = Outcome("group", "a process group")
+    found.findings.not_reached("two GPUs add up", "needs two GPUs")
+    text = report.markdown([found])
+    assert "| group | two GPUs add up |  | needs two GPUs | not reached |" in text
+    assert "Claims: 0 hold, 0 fail, 0 measured, 1 not reached." in text
+    assert report.status([found]) == 0
 
 
 def test_a_section_that_failed_midway_keeps_its_row_in_the_tables() -> None:
@@ -157,20 +166,64 @@ def test_a_section_that_failed_midway_keeps_its_row_in_the_tables() -> None:
     for name in ("allocated", "reserved", "estimate", "rehearsed", "mfu"):
         del broken[1].findings.figures[name]
     broken[1].error, broken[2].findings.figures["seconds"] = "RuntimeError: CUDA error\nlast line | of the log", "nan"
-    text = report.markdown(broken, "cuda", False, 1.0)
+    text = report.markdown(broken)
     assert "| update-packing-off | 0.500 | 1.00 | 9.0 | 10,000 |  |  |  |  |  | no |" in text
     assert "| update-lora | nan | nan |" in text
     assert "last line | of the log\n```" in text
 
 
-def test_without_time_left_no_section_starts_and_the_check_fails(tmp_path: Path) -> None:
+def test_without_time_left_no_section_starts(tmp_path: Path) -> None:
     options = parse(["--out", str(tmp_path / "new" / "out"), "--device", "cpu", "--small", "--minutes", "0.01"])
     with (tmp_path / "console").open("w") as file:
-        assert not check(options, Console(file=file))
-    lines = [json.loads(line) for line in (options.out / "gpu-check.jsonl").read_text().splitlines()]
-    assert [line["name"] for line in lines] == list(SECTIONS)
-    assert all("--only" in line["error"] for line in lines)
-    assert (options.out / "gpu-check.md").read_text().count("**FAILS**") == len(SECTIONS)
+        assert check(options, Console(file=file)) == 3
+    lines = report.read(options.out)
+    assert [line.name for line in lines] == list(SECTIONS)
+    assert all("--only" in line.not_reached for line in lines)
+    table = (options.out / "gpu-check.md").read_text()
+    assert "**FAILS**" not in table
+    assert table.count("| not reached |") == len(SECTIONS)
+
+
+def test_parts_share_a_table_and_a_repeated_section_counts_once(tmp_path: Path) -> None:
+    words = ["--out", str(tmp_path), "--device", "cpu", "--small", "--minutes", "0.01"]
+    for part in reversed(PARTS):
+        check(parse([*words, "--part", str(part)]), Console(quiet=True))
+    assert [outcome.name for outcome in report.read(tmp_path)] == list(SECTIONS), "in their own order"
+    check(parse([*words, "--only", BASE]), Console(quiet=True))
+    assert len(report.read(tmp_path)) == len(SECTIONS)
+
+
+def test_real_and_tiny_shapes_do_not_mix(tmp_path: Path) -> None:
+    report.write(tmp_path, [Outcome("machine", "speed", 1.0, machine="NVIDIA H100", small=False)])
+    words = ["--out", str(tmp_path), "--device", "cpu", "--small", "--minutes", "0.01", "--only", "varlen"]
+    check(parse(words), Console(quiet=True))
+    assert [outcome.name for outcome in report.read(tmp_path)] == ["varlen"]
+
+
+def test_the_results_of_several_directories_are_one_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, section, seconds in (("one", "varlen", 1.0), ("two", "machine", 2.0), ("three", "varlen", 3.0)):
+        (tmp_path / name).mkdir()
+        report.write(tmp_path / name, [Outcome(section, "", seconds, machine=f"GPU {name}")])
+    monkeypatch.setattr(sys, "argv", ["report", *(str(tmp_path / name) for name in ("one", "two", "three"))])
+    report.main()
+    text = capsys.readouterr().out
+    assert "# GPU check: GPU three, GPU two" in text
+    assert text.index("| machine | GPU two | 2.0 |") < text.index("| varlen | GPU three | 3.0 |")
+
+
+@pytest.mark.parametrize("body", [None, "{", '{"name": "varlen"}'])
+def test_a_directory_without_results_is_named(
+    tmp_path: Path, body: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if body is not None:
+        (tmp_path / "gpu-check.jsonl").write_text(body)
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ending:
+        report.main()
+    assert ending.value.code == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -179,6 +232,8 @@ def test_without_time_left_no_section_starts_and_the_check_fails(tmp_path: Path)
         (["--out", "x", "--minutes", "0"], "--minutes"),
         (["--out", "x", "--minutes", "nan"], "--minutes"),
         (["--out", "x", "--only", "kernals"], "kernels"),
+        (["--out", "x", "--part", "7"], "--part"),
+        (["--out", "x", "--part", "1", "--only", "kernels"], "--only"),
         (["--device", "cpu"], "--out"),
     ],
 )

@@ -199,7 +199,7 @@ def read_evidence(run_dir: Path, state_dir: Path, seen: list[list[dict[str, Any]
     stored, counters = read_replay(state_dir / "replay" / "replay.db")
     logs = "".join(path.read_text(errors="replace") for path in sorted((state_dir / "logs").glob("ppo-trainer-rank*.log")))
     return Evidence(
-        steps=min(prompts * config["trainer"]["num_epochs"] // batch, config["trainer"]["max_steps"] or prompts),
+        steps=config["trainer"]["max_steps"] or prompts * config["trainer"]["num_epochs"] // batch,
         batch=batch,
         max_staleness=config["trainer"]["max_staleness"],
         prompts=prompts,

@@ -15,7 +15,7 @@ from common.topology import CRITIC
 from jobgroup import spec
 from jobgroup.check import shell_faults
 from jobgroup.local.places import share_gpus
-from tests.support.model_shapes import GPU, QWEN_7B
+from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 
 PYTHON = ROOT / ".venv-sky" / "bin" / "python"
@@ -23,6 +23,7 @@ MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS = (
     ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
     for kind in ("", "-cpu", "-ppo", "-onebox", "-onegpu", "-7b", "-spot", "-tools")
 )
+GPU_BYTES = {"A100-80GB": 80 * 10**9, "H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
 needs_skypilot = pytest.mark.skipif(
     not PYTHON.exists(), reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it"
@@ -37,8 +38,8 @@ class Fault:
     old: str
     new: str
     told: str
-    marked: bool = False
-    """Whether the fault shows only when the lines marked `# volume` are switched on."""
+    volume: bool = False
+    """Whether the fault is in a line marked `# volume`, and so not in the YAML without these."""
 
     def apply(self, text: str) -> str:
         documents = text.split("\n---\n")
@@ -51,11 +52,20 @@ class Fault:
 GROUP, DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
     *("rlhf-math", "data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"),
 )
-RUN_CONFIG = 'RUN_CONFIG: ""'
+GPUS = "accelerators: {H100: %d, H200: %d, B200: %d, A100-80GB: %d}"
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
 RUN_DATA, RUN_TRAINER = "run: exec .venv/bin/python -m services.data", "run: exec .venv/bin/python -m common.topology torchrun"
 SETUP = "setup: bash jobgroup/setup.sh services"
 SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"
+
+
+def setting(task: str, text: str, told: str) -> Fault:
+    """A variable in the `envs` of one task of the YAML, which has only its folder there."""
+    folder = {ROLLOUT: "STATE_DIR: /shared/state", REWARD: "STATE_DIR: /shared/state", REPLAY: "STATE_DIR: /state"}
+    line = f"{folder.get(task, f'RUN_DIR: /shared/runs/{GROUP}')}"
+    return Fault(task, f"envs: {{{line}}}   # volume", f"envs:\n  {text}\n  {line}   # volume", told)
+
+
 FAULTS = {
     "header-field": Fault(
         GROUP, "inter_connection: true", "interconnection: true", "header: SkyPilot ignores the unknown field"
@@ -85,25 +95,23 @@ FAULTS = {
     "another-cloud": Fault(REWARD, "infra: kubernetes", "infra: aws", f"{REWARD}: resources.infra is AWS"),
     "unknown-task-field": Fault(REWARD, "cpus: 4+", "cpu: 4+", f"{REWARD}: SkyPilot refuses it"),
     "resources": Fault(REWARD, "cpus: 4+", "cpus: many", f"{REWARD}: SkyPilot refuses it"),
-    "no-value": Fault(
-        REPLAY, 'BATCH_SIZE: "4" ', "BATCH_SIZE:", f"{REPLAY}: SkyPilot refuses it: Environment variable 'BATCH_SIZE'"
-    ),
+    "no-value": setting(REPLAY, "BATCH_SIZE:", f"{REPLAY}: SkyPilot refuses it: Environment variable 'BATCH_SIZE'"),
     "secret-in-the-file": Fault(TRAINER, 'HF_TOKEN: ""', "HF_TOKEN: hf_abc", f"{TRAINER}: the secret HF_TOKEN has its value"),
     "no-workdir": Fault(REPLAY, "workdir: .", "workdir: ./nowhere", f"{REPLAY}: SkyPilot refuses it: Workdir"),
     "no-run": Fault(DATA, RUN_DATA, "", f"{DATA}: run is empty"),
-    "parallel-over-too-few-gpus": Fault(
-        ROLLOUT, RUN_CONFIG, 'RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE: "2"', f"{ROLLOUT}: an engine needs 2 GPUs"
+    "parallel-over-too-few-gpus": setting(
+        ROLLOUT, 'RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE: "2"', f"{ROLLOUT}: an engine needs 2 GPUs"
     ),
-    "groups-that-do-not-come-out": Fault(
-        TRAINER, RUN_CONFIG, 'RLHF_TRAINER__SHARD_SIZE: "4"', f"{TRAINER}: 2 processes cannot be divided into groups of 4"
+    "groups-that-do-not-come-out": setting(
+        TRAINER, 'RLHF_TRAINER__SHARD_SIZE: "4"', f"{TRAINER}: 2 processes cannot be divided into groups of 4"
     ),
-    "size-is-no-number": Fault(TRAINER, RUN_CONFIG, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"),
-    "misspelt-setting": Fault(
-        TRAINER, RUN_CONFIG, "RLHF_TRAINER__LERNING_RATE: 1", f"{TRAINER}: there is no setting trainer.lerning_rate"
+    "size-is-no-number": setting(TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"),
+    "misspelt-setting": setting(
+        TRAINER, "RLHF_TRAINER__LERNING_RATE: 1", f"{TRAINER}: there is no setting trainer.lerning_rate"
     ),
     "renamed": Fault(REWARD, f"name: {REWARD}", "name: rewards", "rewards: it runs services.reward, which"),
-    "tasks-disagree": Fault(
-        REWARD, "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct", f"{REWARD}: MODEL_NAME is 'Qwen/Qwen2.5-7B-Instruct'"
+    "tasks-disagree": setting(
+        REWARD, "MODEL_NAME: Qwen/Qwen2.5-7B-Instruct", f"{REWARD}: MODEL_NAME is 'Qwen/Qwen2.5-7B-Instruct', but '' in"
     ),
     "exec-before-an-upload": Fault(
         TRAINER,
@@ -112,10 +120,10 @@ FAULTS = {
         f"{TRAINER}: after run SkyPilot waits until /runs/checkpoints is uploaded",
     ),
     "no-volume-file": Fault(
-        DATA, "rlhf-math-data}", "prompts}", f"{DATA}: there is no file for the volume prompts", marked=True
+        DATA, "rlhf-math-data}", "prompts}", f"{DATA}: there is no file for the volume prompts", volume=True
     ),
     "block-volume-for-several": Fault(
-        TRAINER, "rlhf-math-shared}", "rlhf-math-replay}", "3 nodes mount the volume rlhf-math-replay", marked=True
+        TRAINER, "rlhf-math-shared}", "rlhf-math-replay}", "3 nodes mount the volume rlhf-math-replay", volume=True
     ),
 }
 
@@ -137,9 +145,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder, text = tmp_path_factory.mktemp("faults"), MAIN.read_text(encoding="utf-8")
     for name, fault in FAULTS.items():
         (folder / f"{name}.yaml").write_text(fault.apply(text))
-    (folder / "spot.yaml").write_text(Fault(TRAINER, "H100:1", "H100:1\n  use_spot: true", "").apply(text))
-    (folder / "idle.yaml").write_text(Fault(ROLLOUT, "H100:1", "H100:8", "").apply(text))
-    (folder / "few.yaml").write_text(LARGE.read_text(encoding="utf-8").replace("accelerators: H100:2", "accelerators: H100:1"))
+    (folder / "spot.yaml").write_text(Fault(TRAINER, "  cpus:", "  use_spot: true\n  cpus:", "").apply(text))
+    (folder / "idle.yaml").write_text(Fault(ROLLOUT, "H200: 1", "H200: 8", "").apply(text))
+    few = "any_of: [{accelerators: H100:2}, {accelerators: A100-80GB:1}, {accelerators: H200:2}]"
+    (folder / "few.yaml").write_text(Fault(ROLLOUT, GPUS % (2, 2, 2, 2), few, "").apply(LARGE.read_text(encoding="utf-8")))
     status, output = check(*VOLUMES, *sorted(folder.glob("*.yaml")), home=folder / "home")
     assert status == 1
     return output
@@ -149,11 +158,11 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 @needs_skypilot
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_file_and_task(name: str, told: str) -> None:
-    of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml(?: \(volumes on\))?: .*$", told)
-    problems = [each for each in of_file if "rename it" not in each or "rename" in name]
-    assert len(problems) == (1 if FAULTS[name].marked else 2), problems
-    assert all(FAULTS[name].told in problem for problem in problems), problems
-    assert ("(volumes on)" in problems[0]) == FAULTS[name].marked
+    of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml( \(.*?\))?: (.*)$", told)
+    problems = [(variant, told) for variant, told in of_file if "rename it" not in told or "rename" in name]
+    assert all(FAULTS[name].told in problem for _, problem in problems), problems
+    without = [] if FAULTS[name].volume else [" (without volumes)"]
+    assert [variant for variant, _ in problems] == ["", *without, " (with the image)"]
 
 
 @pytest.mark.integration
@@ -165,10 +174,12 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert "PROBLEM" not in output
     assert "WARNING" not in output
     for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6), (ONEBOX, 5), (ONEGPU, 5), (LARGE, 5), (SPOT, 5), (TOOLS, 6)):
-        labels = [f"jobgroup/{path.name}", *([] if path in (CPU, SPOT) else [f"jobgroup/{path.name} (volumes on)"])]
-        for label in labels:
-            assert re.search(rf"(?m)^{re.escape(label)}\n(  .*\n){{{tasks}}}  VALID$", output), output
-    assert re.search(r"ppo-trainer +2 × Kubernetes\(.*'H100': 1.*\), primary", output)
+        label = re.escape(f"jobgroup/{path.name}")
+        assert re.search(rf"(?m)^{label}\n(  .*\n){{{tasks}}}  VALID$", output), output
+        for variant in ["with the image", *([] if path == CPU else ["without volumes"])]:
+            assert re.search(rf"(?m)^{label} \({variant}\)\n  VALID$", output), output
+    gpus = "A100-80GB:1 or B200:1 or H100:1 or H200:1"
+    assert re.search(rf"ppo-trainer +2 × Kubernetes\(.*image_id=docker:pytorch\S+\) {gpus}, primary", output)
 
 
 @pytest.mark.integration
@@ -194,10 +205,11 @@ def test_a_warning_is_not_a_problem(told: str) -> None:
     assert re.findall(rf"(?m)^  PROBLEM \S+/{files}\.yaml: (.*): ", told) == [
         ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), but a node has 1")
     ]
-    assert re.findall(rf"(?m)^  WARNING \S+/{files}\.yaml( \(volumes on\))?: ([\w-]+): ", told) == [
+    assert re.findall(rf"(?m)^  WARNING \S+/{files}\.yaml( \(.*?\))?: ([\w-]+): ", told) == [
         ("idle", "", ROLLOUT),
-        ("spot", "", TRAINER),
-        ("idle", " (volumes on)", ROLLOUT),
+        ("idle", " (without volumes)", ROLLOUT),
+        ("idle", " (with the image)", ROLLOUT),
+        ("spot", " (without volumes)", TRAINER),
     ]
 
 
@@ -209,15 +221,21 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text("name: alone\nexecution: parallel\n")
     (tmp_path / "broken.yaml").write_text(f"{text}\n{{")
     (tmp_path / "volume.yaml").write_text("name: rlhf-math-data\ntype: k8s-pvc\nsize: 10Gi\nconfig: {access_mode: Everybody}\n")
+    (tmp_path / "no-size.yaml").write_text("name: rlhf-math-replay\ntype: k8s-pvc\n")
     status, output = check(tmp_path / "open.yaml", "--env", "BATCH_SIZE=8", home=tmp_path / "a")
     assert status == 0, output  # a value on the command line replaces the one missing in the file
     status, output = check(
-        tmp_path / "one.yaml", tmp_path / "broken.yaml", f"--volume={tmp_path}/volume.yaml", home=tmp_path / "b"
+        tmp_path / "one.yaml",
+        tmp_path / "broken.yaml",
+        f"--volume={tmp_path}/volume.yaml",
+        f"--volume={tmp_path}/no-size.yaml",
+        home=tmp_path / "b",
     )
     assert status == 1
     assert "one.yaml: file: a job group is a header and at least one task" in output
     assert re.search(r"broken\.yaml: file: .*line \d+", output)
     assert re.search(r"INVALID \S+volume\.yaml: SkyPilot refuses it: .*Everybody", output)
+    assert re.search(r"INVALID \S+no-size\.yaml: SkyPilot refuses it: Size is required", output)
     status, output = check("--env", "1=2", home=tmp_path / "c")
     assert (status, "not the name of a variable · field: --env · value: 1" in output) == (2, True)
 
@@ -271,12 +289,13 @@ def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pyt
     critic = group.task(CRITIC, "")
     settings = {"RLHF_ALGORITHM__NAME": "ppo", "RLHF_CRITIC__LOCATION": "server"}
     for task, other in zip([task for task in group.tasks if task != critic], main.tasks, strict=True):
-        assert replace(task, env=dict(task.env)) == replace(other, env=dict(other.env) | settings)
-    trainer = main.task(TRAINER, "")
-    assert critic == replace(
-        trainer, name=CRITIC, num_nodes=1, primary=False, env=critic.env, run="exec .venv/bin/python -m services.critic"
+        here, there = task.without_volumes(), other.without_volumes()
+        assert replace(here, env=dict(here.env)) == replace(there, env=dict(there.env) | settings)
+    trainer = main.task(TRAINER, "").without_volumes()
+    assert replace(critic, env=trainer.env, on_volumes=trainer.on_volumes) == replace(
+        trainer, name=CRITIC, num_nodes=1, primary=False, run="exec .venv/bin/python -m services.critic"
     )
-    assert dict(critic.env) == dict(trainer.env) | settings
+    assert dict(critic.without_volumes().env) == dict(trainer.env) | settings
     for task in group.tasks:
         config = load([], dict(task.env))
         assert config.algorithm.needs_critic
@@ -296,13 +315,14 @@ def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> N
         assert {key: value for key, value in task.items() if key not in free} == {
             key: value for key, value in other.items() if key not in free
         }
-        assert task["envs"].keys() >= other["envs"].keys()
-        assert task["resources"].keys() - {"use_spot"} == other["resources"].keys()
-    if path != SPOT:  # the spot variant has its volumes switched on
-        marked = [line.split(":")[0] for line in MAIN.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")]
-        assert [
-            line.split(":")[0] for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("# volume")
-        ] == marked
+        own = {"use_spot", "accelerators", "cpus", "memory", "job_recovery"}
+        assert {key: value for key, value in task["resources"].items() if key not in own} == {
+            key: value for key, value in other["resources"].items() if key not in own
+        }
+        gpus = task["resources"].get("accelerators", {})
+        assert gpus.keys() == other["resources"].get("accelerators", {}).keys()
+        assert len(set(gpus.values())) <= 1
+    assert path.read_text(encoding="utf-8").count("# image\n") == MAIN.read_text(encoding="utf-8").count("# image\n")
 
 
 @pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
@@ -340,6 +360,24 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     assert engine.kv_tokens > wanted
     without = config.model_copy(update={"trainer": config.trainer.model_copy(update={"activation_checkpointing": False})})
     assert trainer_memory(QWEN_7B, without, ranks).total > GPU
+
+
+@pytest.mark.parametrize("path", [MAIN, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
+def test_the_model_fits_every_gpu_that_skypilot_may_choose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    group = spec.load(path, {}, {}, {})
+    shape = QWEN_7B if path == LARGE else QWEN_05B
+    for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
+        task = group.task(document["name"], "")
+        config = task.settings(task.env)
+        for name, count in document["resources"].get("accelerators", {}).items():
+            size = GPU_BYTES[name]
+            if task.name == ROLLOUT:
+                assert count == config.rollout.tensor_parallel_size
+                wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
+                assert engine_memory(shape, config, size).kv_tokens > wanted
+            else:
+                assert trainer_memory(shape, config, task.num_nodes * count).total < 0.9 * size
 
 
 def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:

@@ -127,6 +127,21 @@ def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_la
     assert local.marked() == []
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "reason"),
+    [
+        ("kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137)"),
+        ("echo Killing helpers; kill -9 $$", 137, "quiet-0 was killed by SIGKILL (status 137)"),
+        ("exit 3", 3, "quiet-0 ended with status 3 and printed nothing"),
+    ],
+)
+def test_a_reason_that_no_output_gives_comes_last(local: "LocalRun", command: str, status: int, reason: str) -> None:
+    found, out, _ = local.run(f"{HEADER}---\nname: quiet\nrun: {command}\n---\nname: main\nrun: sleep 600\n")
+    assert found == status
+    assert out.splitlines()[-1].endswith(f" | {reason}")
+    assert "the last 0 lines" not in out
+
+
 def test_a_second_runner_touches_nothing_of_the_first(local: "LocalRun", make_run: "Callable[[str], LocalRun]") -> None:
     """Like running `make demo` twice: it empties its directory first."""
     text = f"{HEADER}---\nname: main\nrun: echo there; sleep 600\n"

@@ -21,6 +21,8 @@ from tests.support.paths import ROOT
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]
 TEXT = PATH.read_text(encoding="utf-8")
+GROUPS = sorted(PATH.parent.glob("*-jobgroup.yaml"))
+ON_GPUS = [path for path in GROUPS if path.stem != "rlhf-math-cpu-jobgroup"]
 
 
 @pytest.fixture
@@ -31,10 +33,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> spec.JobGroup:
 
 def _commands(group: spec.JobGroup) -> str:
     return "\n".join(f"{task.setup}\n{task.run}" for task in group.tasks)
-
-
-def _with_volumes() -> str:
-    return re.sub(r"(?m)^( *)# (.* # volume)$", r"\1\2", TEXT)
 
 
 def test_header_and_tasks_are_as_promised(group: spec.JobGroup) -> None:
@@ -89,14 +87,25 @@ def test_an_env_from_the_command_line_reaches_every_task(monkeypatch: pytest.Mon
     assert group.task("rollout-server", "").num_nodes == 4
 
 
-def test_the_defaults_of_the_yaml_are_those_of_the_configuration(group: spec.JobGroup) -> None:
-    config = Config().model_dump()
+def test_the_settings_that_the_yaml_tells_are_the_defaults(group: spec.JobGroup) -> None:
+    config = Config()
+    told = f"{config.trainer.num_epochs} epochs, {config.trainer.batch_size} prompts per step"
+    assert f"{config.model.name} on GSM8K, {told}" in TEXT
+    assert config.data.source == "gsm8k"
     for task in group.tasks:
-        assert {"MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "RUN_CONFIG"} <= set(task.env)
-        for name, (*sections, field) in SHORT_NAMES.items():
-            if name in task.env:
-                value: Any = config[sections[0]] if sections else config
-                assert task.env[name] == str(value[field])
+        assert set(task.env) - {"API_TOKEN", "HF_TOKEN"} == set(task.on_volumes)
+
+
+@pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)
+def test_a_setting_is_in_every_task_or_in_the_settings_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable reaches only the task that names it: what describes the run is a file, named once in each task."""
+    monkeypatch.chdir(ROOT)
+    tasks = spec.load(path, {}, {}, {}).tasks
+    for task in tasks:
+        names = {name for name in task.env if name.startswith("RLHF_") or name in SHORT_NAMES or name == "RUN_CONFIG"}
+        shared = names - set(task.on_volumes)
+        assert len(shared) <= 2
+        assert all(other.env[name] == task.env[name] for other in tasks for name in shared)
 
 
 def test_trap_no_sleep_for_readiness(group: spec.JobGroup) -> None:
@@ -128,10 +137,10 @@ def test_only_the_topology_makes_names(group: spec.JobGroup) -> None:
 def test_secrets_have_no_value_in_the_file() -> None:
     for document in list(yaml.safe_load_all(TEXT))[1:]:
         assert all(value == "" for value in document.get("secrets", {}).values())
-        assert not any(re.search("TOKEN|KEY|PASSWORD", name) for name in document["envs"])
+        assert not any(re.search("TOKEN|KEY|PASSWORD", name) for name in document.get("envs", {}))
 
 
-@pytest.mark.parametrize("path", sorted(PATH.parent.glob("*-jobgroup.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)
 def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
     """A secret does not reach a task that does not name it, and that service would answer anyone."""
     _, *tasks = yaml.safe_load_all(path.read_text(encoding="utf-8"))
@@ -140,27 +149,48 @@ def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
         assert task["secrets"]["API_TOKEN"] == "", task["name"]
 
 
-def test_the_volumes_can_be_switched_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _volumes() -> dict[str, dict[str, Any]]:
+    """The volumes of the project by name."""
+    contents = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
+    return {volume["name"]: volume for volume in contents}
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    (tmp_path / "volumes.yaml").write_text(_with_volumes())
-    group = spec.load(tmp_path / "volumes.yaml", {}, {}, {})
-    volumes = {}
-    for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml")):
-        volume = yaml.safe_load(path.read_text(encoding="utf-8"))
-        volumes[volume["name"]] = volume
+    group = spec.load(path, {}, {}, {})
     mounting: dict[str, list[spec.Task]] = {}
-    for document in list(yaml.safe_load_all(_with_volumes()))[1:]:
+    for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         task = group.task(document["name"], "")
-        for mount, name in document.get("volumes", {}).items():
-            mounting.setdefault(name, []).append(task)
-            folder = task.env["RUN_DIR" if task.primary else "STATE_DIR"]
-            assert Path(folder).is_relative_to(mount)
-    assert mounting.keys() == {name for name in volumes if "-7b-" not in name}
+        assert task.on_volumes == ("RUN_DIR" if task.primary else "STATE_DIR",)
+        ((_, name),) = document["volumes"].items()
+        mounting.setdefault(name, []).append(task)
     for name, tasks in mounting.items():
+        volume = _volumes()[name]
         several = sum(task.num_nodes for task in tasks) > 1
-        assert volumes[name]["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
-    for name in ("data-server", "replay-buffer"):  # both use SQLite
-        assert any([task.name for task in tasks] == [name] for tasks in mounting.values())
+        if volume["type"] == "k8s-hostpath":  # a folder of the one machine
+            assert all(task.num_nodes == 1 for task in group.tasks)
+        else:
+            assert volume["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
+            # SQLite is not safe on what several machines mount.
+            assert not several or not {"data-server", "replay-buffer"} & {task.name for task in tasks}
+
+
+def test_every_volume_is_mounted_by_a_job_group() -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in ON_GPUS)
+    assert set(_volumes()) == set(re.findall(r"volumes: \{\S+: (\S+)\}", text))
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_the_volumes_can_be_left_out(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    without = tmp_path / "group.yaml"
+    with without.open("w") as file:
+        subprocess.run(["sed", "/# volume$/d", str(path)], stdout=file, check=True)
+    assert "volumes:" not in without.read_text()
+    tasks = spec.load(without, {}, {}, {}).tasks
+    with_volumes = [task.without_volumes() for task in spec.load(path, {}, {}, {}).tasks]
+    assert [(task.run, dict(task.env)) for task in tasks] == [(task.run, dict(task.env)) for task in with_volumes]
 
 
 def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobGroup) -> None:

@@ -1,7 +1,9 @@
-"""transformers and the loader can read a model that is saved in several safetensors files."""
+"""Saved models: in several safetensors files, which transformers and the loader can read, and with checksums."""
 
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -31,3 +33,20 @@ def test_a_large_model_is_saved_in_several_files(tmp_path: Path, monkeypatch: py
     assert SafetensorsReader(tmp_path).shapes().keys() == saving.Contents.of(loaded).tensors.keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_changed_byte_is_found_wherever_it_is_in_a_large_file(tmp_path: Path) -> None:
+    """The file is read in pieces of 4 MiB: 10 MiB have a first, a middle and a last one."""
+    size = 10 << 20
+    content = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    files = saving.checksums(tmp_path)
+    assert files == {file.name: [size, zlib.crc32(content)]}
+    assert saving.damaged(tmp_path, files) is None
+
+    for place in (0, size // 2, size - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert saving.damaged(tmp_path, files) == file.name

@@ -130,8 +130,8 @@ def test_a_kernel_without_gqa_gets_repeated_key_heads(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
     monkeypatch.setattr("learning.attention.varlen_attn", kernel)
-    for knows in {attention._GQA, False}:
-        monkeypatch.setattr("learning.attention._GQA", knows)
+    for knows in {attention.GQA, False}:
+        monkeypatch.setattr("learning.attention.GQA", knows)
         other, theirs = scores(scorer, 0)
         assert ("enable_gqa" in told[-1]) is knows
         torch.testing.assert_close(other, logprobs, atol=1e-5, rtol=0)

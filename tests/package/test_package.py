@@ -36,7 +36,7 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
         ("rlhf-local", "the job group"),
         ("rlhf-doctor", "only what this task needs"),
         ("rlhf-dashboard", "directory of a run"),
-        ("rlhf-gpu-check", "at most nine minutes"),
+        ("rlhf-gpu-check", "parts of at most eight minutes"),
     ],
 )
 def test_every_script_explains_itself_by_its_own_name(installed: Installed, script: str, words: str) -> None:

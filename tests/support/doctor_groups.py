@@ -22,6 +22,16 @@ LARGE = {  # Llama 3 70B
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
+QWEN_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
 QWEN_7B = {
     "model_type": "qwen2",
     "hidden_size": 3584,

@@ -17,7 +17,7 @@ from common.config import Config
 from common.errors import ConfigError, NotFound
 from common.loop_thread import LoopThread
 from common.observe import Metrics
-from common.schemas import WorkerReport
+from common.schemas import WeightManifest, WorkerReport
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
@@ -261,6 +261,34 @@ async def test_waiting_for_a_version_ends_when_the_board_closes(tmp_path: Path) 
     board.close()
     with pytest.raises(NotFound):
         await asyncio.wait_for(waiting, 400)
+
+
+@pytest.mark.parametrize(
+    ("latest", "known"),
+    [
+        (WeightManifest(version=3, run_id="run"), ("run", 2, False)),
+        (WeightManifest(version=0, run_id="another run"), ("run", 9, False)),
+        (WeightManifest(version=3, run_id="run", asleep=True), ("run", 3, False)),
+        (WeightManifest(version=3, run_id="run"), ("run", 3, True)),
+    ],
+    ids=["newer", "of another run", "asleep", "awake"],
+)
+async def test_an_agent_that_knows_something_else_gets_the_latest_version_without_waiting(
+    tmp_path: Path, latest: WeightManifest, known: tuple[str, int, bool]
+) -> None:
+    board = WeightBoard(tmp_path / "weights")
+    run_id, version, asleep = known
+    board.announce(latest)
+    asking = asyncio.create_task(board.latest_after(run_id, version, wait_s=3600, asleep=asleep))
+    await asyncio.sleep(0)
+    assert asking.done()
+    assert await asking == latest
+
+    same = asyncio.create_task(board.latest_after(latest.run_id, latest.version, wait_s=3600, asleep=latest.asleep))
+    await asyncio.sleep(0)
+    assert not same.done(), "one that knows the latest waits for the next"
+    board.close()
+    assert await same == latest
 
 
 @pytest.mark.parametrize("name", ["../config.json", ".hidden", "nothing"])

@@ -138,7 +138,7 @@ WHITENED = ("gae", "batch_normalised")
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), to be added to the rewards.
 
-    0 up to `max_new_tokens - buffer` tokens, then falling linearly to -1 at `max_new_tokens`.
+    0 up to `max_new_tokens - buffer` tokens, then falling linearly to -1 at `max_new_tokens`, and -1 beyond.
     """
     over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
     return -over / buffer

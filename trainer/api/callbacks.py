@@ -169,7 +169,11 @@ class Callbacks(Listener):
         state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
         if event == "train_begin":
             self._taken()  # drops what the trial of the functions logged
-            state.max_steps, state.num_train_epochs = run.total_steps, run.config.trainer.num_epochs
+            settings = run.config.trainer
+            state.max_steps = run.total_steps
+            state.num_train_epochs = settings.num_epochs
+            if settings.max_steps is not None:
+                state.num_train_epochs = -(-run.total_steps * settings.batch_size // self._problems)
         if event in ("log", "evaluate"):
             state.log_history.append({"step": step, "epoch": state.epoch, **about["logs" if event == "log" else "metrics"]})
         if event == "evaluate":

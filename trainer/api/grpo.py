@@ -21,6 +21,7 @@ class GRPOConfig(TrainerConfig):
     """
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
+    assumed: ClassVar[dict[str, Any]] = {"eval_strategy": "no"}
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)

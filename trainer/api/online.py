@@ -1,6 +1,5 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
-import math
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -101,21 +100,20 @@ class OnlineRLTrainer:
         tools: Sequence[Any] | None = None,
     ) -> None:
         config = TrainerConfig() if config is None else config
-        given = config.model_dump(exclude_unset=True) | of_optimizers(optimizers)
+        given = of_optimizers(optimizers)
         self._environment = as_environment(environment_factory, tools, reward_fn)
-        if environment_settings := with_environment(self._environment, config.settings):
-            given["settings"] = environment_settings
+        given["settings"] = with_environment(self._environment, config.settings) | given.get("settings", {})
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
         if peft_config is not None:
-            given["settings"] = dict(given.get("settings") or {}) | of_peft(peft_config)
-        if model is not None and given.get("model_name_or_path", str(model)) != str(model):
+            given["settings"] |= of_peft(peft_config)
+        named = config.model_name_or_path if "model_name_or_path" in config.model_fields_set else str(model)
+        if model is not None and named != str(model):
             remedy = "leave one of them out"
-            named = given["model_name_or_path"]
             raise ConfigError("the argument model names another model", field="model_name_or_path", value=named, remedy=remedy)
         if isinstance(model, str | Path):
             given["model_name_or_path"] = str(model)
-        self.config = type(config)(**given)
+        self.config = config.changed(**given)
         name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.output_dir = self.config.output_dir or Path("outputs") / name
         self._given = GivenModel(model, processing_class, self.output_dir / "initial")
@@ -173,7 +171,7 @@ class OnlineRLTrainer:
         count, per_round = len(self._problems.train), self.config.total_steps(len(self._problems.train))
         newest = checkpoint.newest(self.output_dir / "checkpoints")
         done = int(newest.name.removeprefix("step_")) if newest else 0
-        rounds = max(self._rounds + 1, math.ceil(done / per_round))
+        rounds = max(self._rounds + 1, done // per_round)
         settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._engine)
         settings.reward = settings.reward.model_copy(update={"weights": self._weights, "functions": list(self._weights)})
         self._callbacks.begin(count)
@@ -352,7 +350,7 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
     if config.total_steps(len(problems.train)) == 0:
         data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
         message, field = f"{data} are too few for one step of {step} problems", "gradient_accumulation_steps"
-        remedy = "lower it or per_device_train_batch_size, or give more data or more epochs"
+        remedy = "lower it or per_device_train_batch_size, give more data or more epochs, or set max_steps"
         raise ConfigError(message, field=field, value=config.gradient_accumulation_steps, remedy=remedy)
     if config.eval_steps and not problems.held_out:
         raise ConfigError(

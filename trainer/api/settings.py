@@ -13,6 +13,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     SecretStr,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -58,6 +59,8 @@ _RECIPES = {
 FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
+OWN_NAMES = "own names"
+"""The context of a validation in which no name is TRL's."""
 _DEFAULTS: dict[str, Any] = {"trainer.eval_pass_samples": 0, "trainer.max_failed_groups": 8}
 
 
@@ -87,6 +90,8 @@ class TrainerConfig(BaseModel):
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
     """AdamW's betas, unless set otherwise."""
+    assumed: ClassVar[dict[str, Any]] = {}
+    """TRL's arguments that are not fields, with their defaults."""
 
     trainer_type: Recipe = "grpo"
     """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others compare the answers to one
@@ -105,9 +110,9 @@ class TrainerConfig(BaseModel):
     critic_learning_rate: float | None = Field(None, gt=0)
     """Learning rate of the critic of ppo; 1e-5 when unset."""
     num_train_epochs: int = Field(1, gt=0)
-    """Passes over the training data."""
+    """Passes over the training data; not read with `max_steps`."""
     max_steps: int | None = Field(None, gt=0)
-    """Maximum number of steps, even if data remains; unset, or -1 as in TRL: no limit."""
+    """Steps of the run, over the training data as often as they need; unset, or -1 as in TRL: `num_train_epochs` passes."""
     per_device_train_batch_size: int = Field(8, gt=0)
     """Answers in one forward and backward pass, as in TRL: lower it when memory is short."""
     gradient_accumulation_steps: int = Field(4, gt=0)
@@ -209,6 +214,11 @@ class TrainerConfig(BaseModel):
         """Returns settings of RLOO on a model of half a billion parameters."""
         return cls.preset("rloo_math", **changes)
 
+    def changed(self, **changes: Any) -> Self:
+        """Returns these settings with changes to fields, checked again. Raises ConfigError as the constructor does."""
+        given = self.model_dump(exclude_unset=True) | changes
+        return type(self).model_validate(given, context=OWN_NAMES)
+
     # ------------------------------------------------------------ derived values
 
     @property
@@ -217,8 +227,7 @@ class TrainerConfig(BaseModel):
 
     def total_steps(self, problems: int) -> int:
         """Returns the steps of a run over this number of training problems; 0 if they do not fill one step."""
-        steps = problems * self.num_train_epochs // self.problems_per_step
-        return steps if self.max_steps is None else min(steps, self.max_steps)
+        return self.max_steps or problems * self.num_train_epochs // self.problems_per_step
 
     def to_config(
         self, problems: int, held_out: int, output_dir: Path, rounds: int = 1, engine: str | Sequence[str] = "embedded"
@@ -266,8 +275,7 @@ class TrainerConfig(BaseModel):
         given = {name: getattr(self, field) for name, field in _RECIPES.items() if field in self.model_fields_set}
         if "algorithm.clip_low" in given:
             given = {"algorithm.clip_high": self.clip_range, **given}
-        loss = LOSSES.get(self.loss_type or "", {} if self.loss_type in (None, self.trainer_type) else RECIPES[self.loss_type])
-        same |= {f"algorithm.{name}": value for name, value in loss.items()}
+        same |= {f"algorithm.{name}": value for name, value in self._loss().items()}
         same |= {name: value for name, value in given.items() if value is not None}
         return same | {
             "seed": self.seed,
@@ -279,6 +287,14 @@ class TrainerConfig(BaseModel):
             "trainer.batch_size": self.problems_per_step,
             "trackers.names": [name.strip() for name in self.report_to.split(",") if name.strip()],
         }
+
+    def _loss(self) -> Mapping[str, Any]:
+        """Returns the settings of the algorithm that `loss_type` determines."""
+        if self.loss_type is None:
+            return {}
+        if self.loss_type in LOSSES:
+            return LOSSES[self.loss_type]
+        return {} if self.loss_type == self.trainer_type else RECIPES[self.loss_type]
 
     # ------------------------------------------------------------ checks
 
@@ -296,9 +312,11 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _checked(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _checked(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+        if isinstance(data, dict) and info.context != OWN_NAMES:
+            data = translated(cls.assumed | data, cls.model_fields, cls.betas)
         try:
-            config = handler(translated(data, cls.model_fields, cls.betas) if isinstance(data, dict) else data)
+            config = handler(data)
         except ValidationError as error:
             raise _named(error) from None
         config._check()
@@ -328,6 +346,13 @@ class TrainerConfig(BaseModel):
         if self.loss_type not in (None, kind, *LOSSES) and "advantage" in RECIPES[self.loss_type or kind]:
             message = f"this is a way to compute advantages, and trainer_type is {kind}"
             yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
+        if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
+            message = "TRL's bnpo weighs tokens by the forward pass in which they happen to be, not by the batch"
+            remedy = "set gradient_accumulation_steps=1 and a larger per_device_train_batch_size, or loss_type='dapo'"
+            yield "loss_type", message, remedy
+        level = self.settings.get("algorithm.importance_level", RECIPES[kind].get("importance_level", "token"))
+        if self.loss_type == "luspo" and level != "sequence":
+            yield "loss_type", "luspo compares the probabilities of whole answers", "set importance_sampling_level='sequence'"
         if self.warmup_ratio and self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
         if self.kl_coef == 0 and self.ref_model_name_or_path is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,7 +35,9 @@ class Argument:
     accepted: tuple[Any, ...] = ()
     """Values of a refused argument that match the behaviour here; None, False, 0 and empty values are accepted too."""
     convert: Callable[[Any], Values] | None = None
-    """Converts the value to fields and settings."""
+    """Converts the value to fields and settings. Raises TypeError or ValueError for a value of another type."""
+    choices: Mapping[Any, Values] | None = None
+    """Fields and settings for each possible value, in place of `convert`."""
 
 
 def _same(names: str, remark: str = "") -> dict[str, Argument]:
@@ -53,20 +56,6 @@ def _free(remark: str, names: str) -> dict[str, Argument]:
 def _refused(reason: str, **names: Any) -> dict[str, Argument]:
     """Returns arguments that are refused; the value of each is accepted, or each of a tuple of values."""
     return {name: Argument("", reason, value if isinstance(value, tuple) else (value,)) for name, value in names.items()}
-
-
-def _choice(argument: str, choices: Mapping[Any, Values]) -> Callable[[Any], Values]:
-    def convert(value: Any) -> Values:
-        if value not in choices:
-            names = ", ".join(map(repr, choices))
-            raise ConfigError("this trainer has no such option", field=argument, value=value, remedy=f"use one of {names}")
-        return choices[value]
-
-    return convert
-
-
-def _strategy(what: str) -> Callable[[Any], Values]:
-    return _choice(f"{what}_strategy", {"steps": {}, "no": {f"{what}_steps": 0}})
 
 
 def _warmup(value: Any) -> Values:
@@ -114,13 +103,24 @@ _EVAL = (
     "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, before and after training too"
 )
 
+_SCALES: dict[Any, Values] = {
+    "group": {},
+    True: {},
+    "none": {"algorithm.advantage": "group_centred"},
+    False: {"algorithm.advantage": "group_centred"},
+}
+
 ARGUMENTS: dict[str, Argument] = {
     **_same("output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs"),
     **_same("weight_decay max_grad_norm seed run_name overwrite_output_dir push_to_hub hub_model_id hub_private_repo"),
     **_same("temperature top_p min_p num_generations reward_weights"),
-    "max_steps": Argument("max_steps", "a step is a generation batch with all of its updates"),
+    "max_steps": Argument("max_steps", "overrides num_train_epochs; a step is a generation batch with all of its updates"),
     "num_iterations": Argument("num_iterations", "passes within one step; in TRL each counts as steps"),
-    "loss_type": Argument("loss_type", "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type"),
+    "loss_type": Argument(
+        "loss_type",
+        "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type; bnpo needs gradient_accumulation_steps=1, "
+        "luspo importance_sampling_level='sequence'",
+    ),
     "lr_scheduler_type": Argument("lr_scheduler_type", "constant, linear or cosine; a warm-up does not begin with a rate of 0"),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", convert=_warmup),
     "warmup_ratio": Argument("warmup_ratio"),
@@ -132,16 +132,22 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "report_to": Argument("report_to", "`all`: every tracker that is installed", convert=_report),
     "save_steps": Argument("save_steps"),
-    "save_strategy": Argument("save_steps", "no or steps", convert=_strategy("save")),
+    "save_strategy": Argument(
+        "save_steps", "no, which overrides save_steps, or steps", choices={"steps": {}, "no": {"save_steps": 0}}
+    ),
     "save_total_limit": Argument("save_total_limit", convert=lambda value: {"save_total_limit": value or 1_000_000}),
     "eval_steps": Argument("eval_steps", convert=lambda value: {"eval_steps": value or 0}),
-    "eval_strategy": Argument("eval_steps", "no or steps", convert=_strategy("eval")),
+    "eval_strategy": Argument(
+        "eval_steps", "no, which overrides eval_steps, or steps", choices={"steps": {}, "no": {"eval_steps": 0}}
+    ),
     "hub_token": Argument("hub_token"),
     "resume_from_checkpoint": Argument(
         "train(resume_from_checkpoint=True)", "of the newest checkpoint in output_dir", (None, False)
     ),
     "top_k": Argument("top_k", "0 is None", convert=lambda value: {"top_k": value or None}),
-    "generation_kwargs": Argument("generation_kwargs", "sampling, lengths and ends"),
+    "generation_kwargs": Argument(
+        "generation_kwargs", "sampling, lengths and ends", convert=lambda value: {"generation_kwargs": dict(value)}
+    ),
     "max_completion_length": Argument("max_new_tokens"),
     "max_prompt_length": Argument("max_prompt_length", "a longer problem is refused, not cut"),
     "beta": Argument("kl_coef"),
@@ -177,24 +183,13 @@ ARGUMENTS: dict[str, Argument] = {
     **_free("logits are computed in float32 (model.fp32_head)", "cast_lm_head_to_fp32"),
     "scale_rewards": Argument(
         "algorithm.advantage",
-        "group or none; batch is refused",
-        convert=_choice(
-            "scale_rewards",
-            {
-                "group": {},
-                True: {},
-                "none": {"algorithm.advantage": "group_centred"},
-                False: {"algorithm.advantage": "group_centred"},
-            },
-        ),
+        "group or none; batch is refused; not read with normalize_then_sum, as in TRL",
+        choices=_SCALES,
     ),
     "multi_objective_aggregation": Argument(
         "algorithm.advantage",
         "normalize_then_sum is reward_normalised",
-        convert=_choice(
-            "multi_objective_aggregation",
-            {"sum_then_normalize": {}, "normalize_then_sum": {"algorithm.advantage": "reward_normalised"}},
-        ),
+        choices={"sum_then_normalize": {}, "normalize_then_sum": {"algorithm.advantage": "reward_normalised"}},
     ),
     "sync_ref_model": Argument(
         "algorithm.reference_refresh",
@@ -304,6 +299,7 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     """
     found, settings = Values(), Values()
     given = {name: value for name, value in given.items() if value is not None or name not in ARGUMENTS}
+    given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
     if {"adam_beta1", "adam_beta2"} & given.keys():
         settings["trainer.adam_betas"] = (given.pop("adam_beta1", betas[0]), given.pop("adam_beta2", betas[1]))
     if not given.get("report_to") or given["report_to"] == "none":
@@ -311,15 +307,14 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
         given.pop("use_bias_correction_kl", None)
     _cispo(given)
-    if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
-        given["eval_steps"] = given.get("logging_steps", 10)
+    _overridden(given)
     for name, value in given.items():
         argument = ARGUMENTS.get(name) or Argument(_OTHERS.get(name, name))
         if not argument.ours or argument.accepted:
             refuse(name, argument, value)
             made: Values = {}
-        elif argument.convert is not None:
-            made = argument.convert(value)
+        elif argument.convert is not None or argument.choices is not None:
+            made = _converted(name, argument, value)
         else:
             made = {argument.ours: value}
         for key, wish in made.items():
@@ -329,12 +324,43 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
             (settings if "." in key else found)[key] = wish
     for key, wish in _generation(found.get("generation_kwargs")).items():
         (settings if "." in key else found)[key] = wish
-    if settings:
-        found["settings"] = settings | dict(found.get("settings") or {})
+    own = found.get("settings") or {}
+    if settings and isinstance(own, Mapping):
+        found["settings"] = settings | dict(own)
     loss = found.get("loss_type")
-    if loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
+    if isinstance(loss, str) and loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
         found["trainer_type"] = loss
     return found
+
+
+def _converted(name: str, argument: Argument, value: Any) -> Values:
+    """Returns the fields and settings for a value. Raises ConfigError."""
+    if argument.choices is not None:
+        found = next((made for choice, made in argument.choices.items() if choice == value), None)
+        if found is None:
+            remedy = f"use one of {', '.join(map(repr, argument.choices))}"
+            raise ConfigError("this trainer has no such option", field=name, value=shorten(value), remedy=remedy)
+        return found
+    assert argument.convert is not None
+    try:
+        return argument.convert(value)
+    except (TypeError, ValueError):
+        remedy = "give a value of the type that it has in TRL"
+        raise ConfigError("this is no value for it", field=name, value=shorten(value), remedy=remedy) from None
+
+
+def _overridden(given: Values) -> None:
+    """Leaves out what another argument overrides in TRL, and adds what it implies."""
+    for what in ("eval", "save"):
+        if given.get(f"{what}_strategy") == "no":
+            given.pop(f"{what}_steps", None)
+    if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
+        given["eval_steps"] = given.get("logging_steps", 10)
+        if not given["eval_steps"]:
+            reason = "this and logging_steps are 0, and eval_strategy is steps"
+            raise ConfigError(reason, field="eval_steps", value=0, remedy="set it above 0, or eval_strategy to no")
+    if given.get("multi_objective_aggregation") == "normalize_then_sum" and given.get("scale_rewards") in _SCALES:
+        given.pop("scale_rewards")
 
 
 def _cispo(given: Values) -> None:

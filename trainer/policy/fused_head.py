@@ -1,7 +1,8 @@
 """Triton kernels between the matrix products of a linear head: one pass over a block of logits forwards, one backwards.
 
 With z the logits divided by the temperature, y the target, p the probabilities and H the entropy: log p(y) = z(y) - lse(z),
-d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). See docs/adr/0027-head.md.
+d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). With a cap, z is cap · tanh(logit / cap) divided by the
+temperature, and the gradient is multiplied by 1 - tanh². See docs/adr/0027-head.md.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,21 @@ _BLOCK, _WARPS = 4096, 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
+def _tanh(x):  # type: ignore[no-untyped-def]
+    falling = tl.exp(-2 * tl.abs(x))  # at most 1, so that nothing overflows
+    size = (1 - falling) / (1 + falling)
+    return tl.where(x < 0, -size, size)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
+def _capped(logits, cap):  # type: ignore[no-untyped-def]
+    """Caps logits, except those of excluded tokens and of padding, whose probability must stay 0."""
+    return tl.where(logits > -1e29, cap * _tanh(logits / cap), logits)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
 def _statistics(  # type: ignore[no-untyped-def]
-    logits, targets, logprobs, entropies, normalisers, vocabulary, scale, BLOCK: tl.constexpr
+    logits, targets, logprobs, entropies, normalisers, vocabulary, scale, cap, BLOCK: tl.constexpr
 ):
     """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none overflows or cancels."""
     row = tl.program_id(0).to(tl.int64)
@@ -25,7 +39,10 @@ def _statistics(  # type: ignore[no-untyped-def]
     largest, total, weighted = -1e30, 0.0, 0.0  # finite, like the padding of a row: 0 times it is not NaN
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        z = tl.load(line + columns, mask=columns < vocabulary, other=-1e30) * scale
+        logit = tl.load(line + columns, mask=columns < vocabulary, other=-1e30)
+        if cap is not None:
+            logit = _capped(logit, cap)
+        z = logit * scale
         highest = tl.maximum(largest, tl.max(z, 0))
         shift, factor = largest - highest, tl.exp(largest - highest)
         below = z - highest
@@ -34,35 +51,42 @@ def _statistics(  # type: ignore[no-untyped-def]
         total = factor * total + tl.sum(terms, 0)
         largest = highest
     normaliser = largest + tl.log(total)
-    tl.store(logprobs + row, tl.load(line + tl.load(targets + row)) * scale - normaliser)
+    of_target = tl.load(line + tl.load(targets + row))
+    if cap is not None:
+        of_target = _capped(of_target, cap)
+    tl.store(logprobs + row, of_target * scale - normaliser)
     tl.store(entropies + row, tl.log(total) - weighted / total)
     tl.store(normalisers + row, normaliser)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, targets, normalisers, entropies, by_logprob, by_entropy, gradient, vocabulary, scale, BLOCK: tl.constexpr
+    logits, targets, normalisers, entropies, by_logprob, by_entropy, gradient, vocabulary, scale, cap, BLOCK: tl.constexpr
 ):
     """Writes one block of one row of the gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < vocabulary
     of_logprob = tl.load(by_logprob + row) * scale
-    z = tl.load(logits + row * vocabulary + columns, mask=inside, other=-1e30) * scale
+    logit = tl.load(logits + row * vocabulary + columns, mask=inside, other=-1e30)
+    z = (logit if cap is None else _capped(logit, cap)) * scale
     log_p = z - tl.load(normalisers + row)
     p = tl.exp(log_p)
     slope = of_logprob * (tl.where(columns == tl.load(targets + row), 1.0, 0.0) - p)
     if by_entropy is not None:
         of_entropy = tl.load(by_entropy + row) * scale
         slope -= of_entropy * tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
+    if cap is not None:
+        bent = _tanh(logit / cap)
+        slope *= 1 - bent * bent
     tl.store(gradient + row * vocabulary + columns, slope, mask=inside)
 
 
-def statistics(logits: "Tensor", targets: "Tensor", temperature: float, result: "Tensor") -> None:
+def statistics(logits: "Tensor", targets: "Tensor", temperature: float, cap: float | None, result: "Tensor") -> None:
     """Computes the log-probabilities of `targets`, entropies and normalisers of `logits` [N, V] into `result` [3, N]."""
     count, vocabulary = logits.shape
     if count:
-        _launch(_statistics, (count,), vocabulary, logits, targets, *result.unbind(), vocabulary, 1 / temperature)
+        _launch(_statistics, (count,), vocabulary, logits, targets, *result.unbind(), vocabulary, 1 / temperature, cap)
 
 
 def gradient(
@@ -73,13 +97,14 @@ def gradient(
     by_logprob: "Tensor",
     by_entropy: "Tensor | None",
     temperature: float,
+    cap: float | None,
     result: "Tensor",
 ) -> None:
     """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies, into `result`."""
     count, vocabulary = logits.shape
     if count:
         given = (by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())
-        arguments = (logits, targets, normalisers, entropies, *given, result, vocabulary, 1 / temperature)
+        arguments = (logits, targets, normalisers, entropies, *given, result, vocabulary, 1 / temperature, cap)
         _launch(_gradient, (count, triton.cdiv(vocabulary, _block(vocabulary))), vocabulary, *arguments)
 
 

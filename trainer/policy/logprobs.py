@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from learning.final_logits import FinalLogits
 from learning.head import float32_logits, float32_product
 from learning.kernels import has_triton
 from learning.support import Support
 
+_PLAIN = FinalLogits()
 _CHUNK_BYTES = 1 << 30
 """Maximum size of the float32 logits in memory."""
 _CPU_CHUNK = 512
@@ -28,24 +30,28 @@ def token_scores(
     entropy_gradient: bool,
     float32: bool = True,
     support: Support | None = None,
+    final: FinalLogits = _PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [C] of `targets` [C] under softmax(head(hidden) / temperature), and entropies [C], in nats.
+    """Returns log-probabilities [C] of `targets` [C] under softmax(logits / temperature), and entropies [C], in nats.
 
-    With `support` the distribution is over the tokens that each target was sampled from. Logits are `float32`, or
-    rounded to the precision of the hidden states; everything after that is float32. A plain linear head has a
-    hand-written gradient; other heads use autograd.
+    The logits are what `final` makes of head(hidden). With `support` the distribution is over the tokens that each
+    target was sampled from. Logits are `float32`, or rounded to the precision of the hidden states; everything after
+    that is float32. A plain linear head has a hand-written gradient; other heads use autograd.
     """
+    # Logits are scale · c · tanh(z / c) with c = cap / scale: the scale is part of the temperature.
+    temperature = temperature / final.scale
+    cap = None if final.cap is None else final.cap / final.scale
     if type(head) is nn.Linear:
         weight = head.weight
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-        options = (temperature, entropy_gradient, float32, support, torch.is_grad_enabled())
+        options = (temperature, cap, entropy_gradient, float32, support, torch.is_grad_enabled())
         logprobs, entropy = _LinearScores.apply(hidden, weight, head.bias, targets, *options)
         return logprobs, entropy
     rows = _chunk(hidden, max(parameter.shape[0] for parameter in head.parameters() if parameter.ndim > 1))
     parts = []
     for i in range(0, max(1, len(hidden)), rows):
-        chunk = (head, hidden[i : i + rows], targets[i : i + rows], temperature, entropy_gradient, float32, support, i)
+        chunk = (head, hidden[i : i + rows], targets[i : i + rows], temperature, cap, entropy_gradient, float32, support, i)
         again = len(hidden) > rows and torch.is_grad_enabled()
         parts.append(checkpoint(_called, *chunk, use_reentrant=False) if again else _called(*chunk))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -62,6 +68,7 @@ def _called(
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
+    cap: float | None,
     entropy_gradient: bool,
     float32: bool,
     support: Support | None,
@@ -70,9 +77,10 @@ def _called(
     if float32:
         with torch.autocast(hidden.device.type, enabled=False):
             weights = {name: parameter.float() for name, parameter in head.named_parameters()}
-            logits = functional_call(head, weights, hidden.float()) / temperature
+            output = functional_call(head, weights, hidden.float())
     else:
-        logits = head(hidden).float() / temperature
+        output = head(hidden).float()
+    logits = FinalLogits(cap=cap).of(output) / temperature
     if support is not None:
         logits = support.apply(logits.clone(), first)
     normaliser = logits.logsumexp(dim=-1)
@@ -107,6 +115,7 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        cap: float | None,
         entropy_gradient: bool,
         float32: bool,
         support: Support | None,
@@ -123,13 +132,24 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             chunk = slice(i, i + rows)
             target, slope = targets[chunk], None if kept is None else kept[chunk]
             logits = _logits(hidden[chunk], cast, bias, float32)
+            steepness = None if kernels else _cap(logits, cap, with_steepness=slope is not None)
             if support is not None:
                 support.apply(logits, i)
             if kernels:
-                kernels.statistics(logits, target, temperature, found[:, chunk])
+                kernels.statistics(logits, target, temperature, cap, found[:, chunk])
                 if slope is not None:
                     minus = torch.full_like(found[0, chunk], -temperature)  # leaves the factor to the backward pass
-                    kernels.gradient(logits, target, found[2, chunk], found[1, chunk], minus, None, temperature, slope)
+                    kernels.gradient(
+                        logits,
+                        target,
+                        normalisers=found[2, chunk],
+                        entropies=found[1, chunk],
+                        by_logprob=minus,
+                        by_entropy=None,
+                        temperature=temperature,
+                        cap=cap,
+                        result=slope,
+                    )
                 del logits  # before the next chunk's are computed
                 continue
             logs = _log_probabilities(logits, temperature)
@@ -138,8 +158,11 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             found[1, chunk] = -logs.mul_(p).sum(-1)
             if slope is not None:
                 _less_target(p, target)
+                if steepness is not None:
+                    p.mul_(steepness)
         logprob, entropy, normaliser = (row.clone() for row in found)
         ctx.temperature, ctx.float32, ctx.kernels, ctx.support = temperature, float32, kernels, support
+        ctx.cap = cap
         ctx.rows, ctx.entropy_gradient = rows if kept is None else max(1, len(hidden)), entropy_gradient
         ctx.save_for_backward(hidden, weight, bias, targets, kept, normaliser, entropy)
         if not entropy_gradient:
@@ -161,22 +184,34 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 slope = kept
             else:
                 logits = _logits(hidden[chunk], cast, bias, ctx.float32)
+                steepness = None if ctx.kernels else _cap(logits, ctx.cap, with_steepness=True)
                 if ctx.support is not None:
                     ctx.support.apply(logits, i)
                 given = by_entropy[chunk] if ctx.entropy_gradient else None
                 if ctx.kernels:
-                    slope, numbers = torch.empty_like(logits, dtype=hidden.dtype), (normaliser[chunk], entropy[chunk])
-                    ctx.kernels.gradient(logits, target, *numbers, by_logprob[chunk], given, ctx.temperature, slope)
+                    slope = torch.empty_like(logits, dtype=hidden.dtype)
+                    ctx.kernels.gradient(
+                        logits,
+                        target,
+                        normalisers=normaliser[chunk],
+                        entropies=entropy[chunk],
+                        by_logprob=by_logprob[chunk],
+                        by_entropy=given,
+                        temperature=ctx.temperature,
+                        cap=ctx.cap,
+                        result=slope,
+                    )
                     factor = torch.ones_like(factor)
                 else:
                     logs = _log_probabilities(logits, ctx.temperature)
                     p = logs.exp()
                     if given is not None:  # no common factor for both gradients: compute their sum
                         logs.add_(entropy[chunk, None]).mul_(p).mul_(-given[:, None] / ctx.temperature)
-                        logs.addcmul_(_less_target(p, target), factor)
-                        slope, factor = logs.to(hidden.dtype), torch.ones_like(factor)
+                        exact = logs.addcmul_(_less_target(p, target), factor)
+                        factor = torch.ones_like(factor)
                     else:
-                        slope = _less_target(p, target).to(hidden.dtype)
+                        exact = _less_target(p, target)
+                    slope = (exact if steepness is None else exact.mul_(steepness)).to(hidden.dtype)
             if hidden_gradient is not None:
                 torch.mul(slope @ cast, factor, out=hidden_gradient[chunk])
             if to_weight:
@@ -185,14 +220,14 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 del product
             if bias_gradient is not None:
                 bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
-            slope = logits = None  # before the next chunk's are computed
+            slope = logits = exact = steepness = None  # before the next chunk's are computed
         if to_weight and weight_gradient is None:
             weight_gradient = torch.zeros_like(weight)
         return (
             hidden_gradient,
             None if weight_gradient is None else weight_gradient.to(weight.dtype),
             None if bias_gradient is None else bias_gradient.to(bias.dtype),
-            *[None] * 6,
+            *[None] * 7,
         )
 
 
@@ -203,6 +238,19 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) 
     cast = None if bias is None else bias.to(hidden.dtype)
     with torch.autocast(hidden.device.type, enabled=False):
         return nn.functional.linear(hidden, weight, cast).float()
+
+
+def _cap(logits: Tensor, cap: float | None, with_steepness: bool) -> Tensor | None:
+    """Replaces z by cap · tanh(z / cap) in `logits` [tokens, vocabulary]; returns the derivative if it is asked for.
+
+    Without a cap it does nothing.
+    """
+    if cap is None:
+        return None
+    logits.div_(cap).tanh_()
+    steepness = 1 - logits**2 if with_steepness else None
+    logits.mul_(cap)
+    return steepness
 
 
 def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:

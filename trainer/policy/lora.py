@@ -78,11 +78,12 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
         if bool(saved) != (config.lora.rank > 0):
             raise _other_run(directory, f"the checkpoint is {'an adapter' if saved else 'a whole model'}", "lora.rank", config)
     if config.lora.rank == 0:
-        scorer = load_scorer(config.model, ranks, config.trainer, directory)
+        scorer = load_scorer(config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound)
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
-    scorer = load_scorer(config.model, ranks, config.trainer, added=NewAdapter(config, frozen))
+    added, max_tokens = NewAdapter(config, frozen), config.rollout.context_bound
+    scorer = load_scorer(config.model, ranks, config.trainer, added=added, max_tokens=max_tokens)
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
     if directory is not None:

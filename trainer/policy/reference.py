@@ -43,7 +43,8 @@ class Reference:
         saved = directory / "reference" if directory else None
         directory = self._ranks.broadcast_path(saved if saved and saved.exists() else None)
         named = model.model_copy(update={"name": model.reference or model.name})
-        scorer: Scorer = load_scorer(named, self._ranks, settings, directory, trained=False).eval()
+        max_tokens = self._config.rollout.context_bound
+        scorer: Scorer = load_scorer(named, self._ranks, settings, directory, trained=False, max_tokens=max_tokens).eval()
         return scorer.to("cpu") if settings.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:

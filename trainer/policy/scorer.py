@@ -4,11 +4,11 @@ import json
 import logging
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -18,6 +18,8 @@ from common.chat_templates import OWN
 from common.errors import ConfigError
 from common.hub import check_model
 from common.sections import ModelSection, TrainerSection
+from learning.alone import check_alone, fix_rotary_factors
+from learning.final_logits import final_logits
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
@@ -74,15 +76,24 @@ def load_scorer(
     path: str | Path | None = None,
     trained: bool = True,
     added: AddedModules | None = None,
+    max_tokens: int | None = None,
 ) -> "Scorer":
     """Loads a model for scoring and training on these ranks: sharded, or a full copy on each.
 
     `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen reference. `added` adds an
-    adapter, and only the adapter is trained. Raises ConfigError as `load_model` does.
+    adapter, and only the adapter is trained. `max_tokens` bounds the sequences of the run (`learning.alone`). Raises
+    ConfigError as `load_model` does, and for a model that does not compute a sequence as if alone.
     """
     quiet()
     directory = ranks.broadcast_path(Path(path) if path else None)
-    pretrained = Pretrained(AutoModelForCausalLM, config.name, directory, config.trust_remote_code, added=added)
+    pretrained = Pretrained(
+        AutoModelForCausalLM,
+        config.name,
+        directory,
+        config.trust_remote_code,
+        configure=partial(fix_rotary_factors, max_tokens=max_tokens),
+        added=added,
+    )
     if is_adapter(pretrained.source):
         raise ConfigError(
             "a run must start from a whole model, and this is an adapter",
@@ -100,6 +111,8 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
+    modes = (False, True) if trained else (False,)
+    scorer.dropout = check_alone(scorer.model, scorer.plain_scores, ranks.device, max_tokens, low_precision=low, modes=modes)
     return scorer if trained else scorer.requires_grad_(False)
 
 
@@ -174,28 +187,6 @@ def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> l
     return sorted(ids)
 
 
-class _Decoded(tuple[Tensor]):
-    """The output of a decoder: its hidden states, and None for everything else."""
-
-    def __getattr__(self, name: str) -> Tensor | None:
-        return self[0] if name == "last_hidden_state" else None
-
-
-def _changes_logits(model: Any) -> bool:
-    """Returns whether the model's logits differ from its head's output, as in Gemma 2, Granite and Cohere.
-
-    Runs the code of the model around a made-up decoder and head, so no weights are needed.
-    """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    hidden = torch.tensor([[[-100.0, -1.0, 3.0, 100.0]]])
-    decoder.forward, head.forward = lambda *_, **__: _Decoded((hidden,)), lambda states: states * 2
-    try:
-        logits = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False).logits
-    finally:
-        del decoder.forward, head.forward
-    return not torch.equal(logits, hidden * 2)
-
-
 class TokenScores(NamedTuple):
     """The scores of C tokens."""
 
@@ -205,29 +196,46 @@ class TokenScores(NamedTuple):
     """[C] in nats, of each token's distribution; with gradient on request."""
 
 
+@dataclass
+class _PlainRows:
+    """Rows of T tokens, all of which are scored but the first."""
+
+    input_ids: Tensor
+    positions: Tensor | None
+    """[rows, T], or None for 0 to T - 1."""
+
+    def hidden(self, body: nn.Module) -> Tensor:
+        """Returns [rows · (T - 1), H] final hidden states of `body`."""
+        positions = {} if self.positions is None else {"position_ids": self.positions}
+        states = body(input_ids=self.input_ids, use_cache=False, **positions).last_hidden_state
+        return states[:, :-1].flatten(0, 1)
+
+
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A transformers causal language model that returns log-probabilities of given tokens instead of logits.
 
-    Raises ConfigError for a model that changes logits after its head, and for `packing` `on` if the model does not support it.
+    Raises ConfigError when the model's logits are anything but a scaled and capped output of its head, and for `packing`
+    `on` if the model does not support it.
     """
 
     def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
         super().__init__()
-        if _changes_logits(model):
-            raise ConfigError(
-                "models that scale or cap the logits of their head are not supported",
-                field="model.name",
-                value=model.config.name_or_path,
-                remedy="use another model",
-            )
+        self._final_logits = final_logits(model)
         self._fp32_head = fp32_head
         self.layout = layout_for(model, packing)
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
+        self.dropout: set[float] = set()
+        """The rates of dropout that the model applies in updates, its adapter's too."""
+
+    def plain_scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, at temperature 1."""
+        scores = self(_PlainRows(tokens, positions), tokens[:, 1:].flatten(), 1.0)
+        return scores.logprobs.view(len(tokens), -1)
 
     def forward(
         self,
-        rows: Layout,
+        rows: Layout | _PlainRows,
         targets: Tensor,
         temperature: float,
         entropy_gradient: bool = False,
@@ -243,5 +251,14 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             support: the tokens that each target was sampled from; the distribution is restricted to them.
         """
         hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
-        options = (temperature, entropy_gradient, self._fp32_head, support)
-        return TokenScores(*token_scores(head, hidden, targets, *options))
+        logprobs, entropy = token_scores(
+            head,
+            hidden,
+            targets,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+            float32=self._fp32_head,
+            support=support,
+            final=self._final_logits,
+        )
+        return TokenScores(logprobs, entropy)

@@ -36,7 +36,7 @@ import numpy as np
 
 from common import logs
 from common.config import Config
-from common.errors import ServiceError
+from common.errors import ServiceError, ServiceLost
 from common.prompts import Prompter
 from common.schemas import Completion, Group, Prompt
 from trainer.observe.timing import StageClock
@@ -244,6 +244,8 @@ class Collector:
                     pace=self._prompter.pace(sampling),
                     deadline_s=sampling.request_timeout_s,
                 )
+        except ServiceLost:
+            raise
         except ServiceError as error:
             raise _Failed("generation", str(error)) from error
 
@@ -254,6 +256,8 @@ class Collector:
         try:
             with self._clock.stage("generation"):
                 episodes = await play(self._services, request)
+        except ServiceLost:
+            raise
         except ServiceError as error:
             raise _Failed("generation", str(error)) from error
         for episode in episodes:
@@ -271,6 +275,8 @@ class Collector:
         try:
             with self._clock.stage("reward"):
                 results = await self._grade_batched(reward_items(prompt, completions, self._services.reward.gets_tokens))
+        except ServiceLost:
+            raise
         except ServiceError as error:
             for completion in completions:
                 completion.reward = math.nan

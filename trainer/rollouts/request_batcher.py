@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from common import logs
 from common.clients import Unreachable
+from common.errors import ServiceLost
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -21,8 +22,9 @@ class RequestBatcher(Generic[_T, _R]):
     """Callable like `call` with one item; one call takes all items that come within 3 ms of the first.
 
     Calls do not wait for each other. When a call with several items fails, each item is tried alone, so that only the
-    faulty items fail. A service that did not answer by the deadline is not called again: all items fail. A call with
-    one item keeps that item's request id; one with several gets a new id, and a DEBUG line lists the ids of its items.
+    faulty items fail. A service that did not answer by the deadline, or is lost, is not called again: all items fail. A
+    call with one item keeps that item's request id; one with several gets a new id, and a DEBUG line lists the ids of its
+    items.
 
     Args:
         call: takes items, returns their results in order.
@@ -70,10 +72,13 @@ class RequestBatcher(Generic[_T, _R]):
             for (_, future, _), result in zip(waiting, results, strict=True):
                 if not future.done():  # the caller may have been cancelled
                     future.set_result(result)
-        except Exception as error:
-            if len(waiting) > 1 and not isinstance(error, Unreachable):
+        except BaseException as error:
+            goes_on = isinstance(error, Exception)
+            if len(waiting) > 1 and goes_on and not isinstance(error, Unreachable | ServiceLost):
                 await asyncio.gather(*(self._start([one]) for one in waiting))
                 return
             for _, future, _ in waiting:
                 if not future.done():
                     future.set_exception(error)
+            if not goes_on:
+                raise

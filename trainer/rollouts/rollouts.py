@@ -110,13 +110,13 @@ class ServedRollouts(Rollouts):
         """See `Rollouts`. Raises ConfigError for too little data, or when another run's experience would be reused."""
         settings, replay = self._config.trainer, self._services.replay
         prompts = self._loop.call(self._services.data.total()) * settings.num_epochs
-        self._total_steps = min(prompts // self._fresh_per_step, settings.max_steps or prompts)
+        self._total_steps = settings.max_steps or prompts // self._fresh_per_step
         if self._total_steps == 0:
             raise ConfigError(
                 f"{prompts} prompts over all epochs are too few for one batch",
                 field="trainer.batch_size",
                 value=settings.batch_size,
-                remedy="lower it or raise trainer.num_epochs",
+                remedy="lower it, raise trainer.num_epochs, or set trainer.max_steps",
             )
         reuses, position = self._config.replay.reuse_ratio > 0, self._cursor.progress.position
         stats = self._loop.call(replay.stats())
@@ -181,6 +181,9 @@ class ServedRollouts(Rollouts):
             await self._collector.run(groups, slots)
         except BaseExceptionGroup as group:
             self._failure = self._failure or group.exceptions[0]
+        except (SystemExit, KeyboardInterrupt) as ending:  # of a caller's function: `next` would wait for groups
+            reason = f"collecting was ended by {type(ending).__name__}: {ending}"
+            self._failure = self._failure or CollectFailed(reason, remedy="see the log above")
 
     def next(self, step: int) -> list[TrainingGroup]:
         """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in `trainer.wait_timeout_s`."""

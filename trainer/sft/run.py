@@ -12,6 +12,7 @@ from common import watchdog
 from common.config import Config
 from common.logs import set_run
 from common.prompts import Prompter, PromptStyle
+from common.rotary import switch_length
 from common.run_lock import RunLock
 from common.topology import Topology
 from learning.ranks import Ranks
@@ -98,10 +99,15 @@ class SftRun:
             tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids)
         )
         vocabulary = policy.model.get_input_embeddings().num_embeddings
-        encoder = Encoder(prompter, vocabulary, context_length(config.model))
+        # All rows are within the length up to which LongRoPE computes each as if alone.
+        switches_at = switch_length(policy.model.config.get_text_config().to_dict())
+        bounds = [bound for bound in (context_length(config.model), switches_at) if bound is not None]
+        encoder = Encoder(prompter, vocabulary, min(bounds, default=None))
         train, held_out = ([encoder.rows(each) for each in part] for part in (examples.train, examples.held_out))
         positions = len(train) * settings.num_epochs
-        total = min(-(-positions // settings.batch_size), settings.max_steps or positions)
+        if settings.max_steps is not None:
+            positions = settings.max_steps * settings.batch_size
+        total = -(-positions // settings.batch_size)
         tokens = sum(int(row.learned.sum()) for rows in train for row in rows)
         tell(console, f"{len(train)} examples with {tokens:,} tokens to learn, {len(held_out)} held out; {total} steps")
         recorder = Recorder(run_dir, config, console, policy.step, None, lock.run, ("metrics",))

@@ -46,12 +46,12 @@ class Broadcaster:
         with copy.lock:  # a node that requests the files right after the announcement waits for the copy
             if first := not copy.buckets:
                 copy.fill(weights, version)
-            self._checksums.clear()
+            sent = self._checksums.begin(copy.tensors())
             group = self._group_of([w for w in self._board.workers() if w.state == "ready"])
             broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
-            transfer = Transfer(group, copy.flats) if group else None
+            transfer = Transfer(group, copy.buckets, copy.flats, sent) if group else None
             if not first:
                 copy.fill(weights, version, transfer.put if transfer else lambda _: None)
             elif transfer:
@@ -145,6 +145,6 @@ class Broadcaster:
             return self._checksums.compare(tensors, sums.ranks)
 
     def _prepare(self, version: int) -> None:
-        """Computes checksums while engines still receive this version."""
+        """Computes checksums that sending this version does not, while engines still receive it."""
         with self._copy.reading(version) as tensors:
             self._checksums.prepare(tensors)

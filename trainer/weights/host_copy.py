@@ -111,6 +111,8 @@ class HostCopy:
                     value=version,
                     remedy="ask for the newest version",
                 )
-            yield {
-                name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)
-            }
+            yield self.tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns views of the tensors, whichever version they are of; `reading` says which."""
+        return {name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)}

@@ -123,6 +123,7 @@ class WeightBoard:
         self.directory = directory
         shutil.rmtree(directory, ignore_errors=True)
         self._closed = False
+        self._unserved = False  # whether nobody can fetch or report any more
         self._lock = threading.Condition()
         self._latest: WeightManifest | None = None
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
@@ -195,6 +196,7 @@ class WeightBoard:
             self._latest = self._latest.model_copy(update={"asleep": True})
         self._wake()
         while True:
+            self._check_served()
             with self._lock:
                 alive = [entry for entry in self._workers.values() if time.monotonic() - entry[1] < _SILENT_S]
                 # A report from before `start` may be out of date.
@@ -215,6 +217,18 @@ class WeightBoard:
         """Ends the calls that wait for a new version, so that the HTTP server can end."""
         self._closed = True
         self._wake()
+
+    def server_died(self) -> None:
+        """Ends the calls that wait for nodes: these can no longer fetch versions and report."""
+        with self._lock:
+            self._unserved = True
+            self._lock.notify_all()
+
+    def _check_served(self) -> None:
+        """Raises PublishFailed when the server of this board has died."""
+        if self._unserved:
+            reason = "the trainer's HTTP server, from which the rollout nodes get their weights, has died"
+            raise PublishFailed(reason, field="trainer.port", remedy="see the log above, and start the trainer again")
 
     def latest(self) -> WeightManifest | None:
         return self._latest
@@ -305,6 +319,7 @@ class WeightBoard:
         start = said = time.monotonic()
         say_after_s = 10.0
         while True:
+            self._check_served()
             workers = self.workers()
             current = {
                 w.name for w in workers if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")

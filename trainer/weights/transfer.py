@@ -5,10 +5,11 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from common.schemas import Broadcast, Bucket, WorkerReport
 from learning.staging import Staging
-from learning.weight_group import group_device, join
+from learning.weight_group import group_device, join, views
+from trainer.weights.sent_sums import SentSums
 
 log = logging.getLogger(__name__)
 BackendName = Literal["gloo", "nccl"]
@@ -74,8 +76,12 @@ class EngineGroup:
             buckets=buckets,
         )
 
-    def send(self, flat: Tensor) -> None:
-        """Broadcasts uint8 [bytes] in host memory; joins first. Raises RuntimeError when that fails or takes too long."""
+    def send(self, flat: Tensor, passing: Callable[[Tensor], None] = lambda _: None) -> None:
+        """Broadcasts uint8 [bytes] in host memory; joins first. May return before the bytes have arrived: see `wait`.
+
+        `passing` is called with the bytes on the group's device, on the stream that sends them and before they are sent.
+        Raises RuntimeError when that fails or takes too long.
+        """
         if self._process_group is None:
             with _no_watchdog():
                 place = self.rendezvous.address, self.port, 0, self.world_size, self.name
@@ -83,7 +89,14 @@ class EngineGroup:
         if self._staging is None:  # one for all buckets: GPU memory is cached per stream
             self._staging = Staging(group_device(self.rendezvous.backend))
         there = self._staging.to_device(flat)
+        self._staging.on_stream(lambda: passing(there))
+        # Its memory may be freed at once: whatever takes it over is put on the same stream.
         self._staging.on_stream(lambda: dist.broadcast(there, src=0, group=self._process_group))
+
+    def wait(self) -> None:
+        """Waits until all bytes have arrived."""
+        if self._staging is not None:
+            self._staging.synchronize()
 
     def close(self, stuck: bool = False) -> None:
         """Ends the rendezvous and the connections; `stuck`: aborts a broadcast in progress."""
@@ -114,12 +127,15 @@ def _no_watchdog() -> Iterator[None]:
 
 
 class Transfer:
-    """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's time limit ends."""
+    """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's time limit ends.
 
-    def __init__(self, group: EngineGroup, flats: Sequence[Tensor]) -> None:
-        self.error: Exception | None = None
+    `sent` gets the tensors of every bucket on the device that sends them.
+    """
+
+    def __init__(self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums) -> None:
+        self.error: BaseException | None = None
         self.done = threading.Event()
-        self._group, self._flats = group, flats
+        self._group, self._buckets, self._flats, self._sent = group, buckets, flats, sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="broadcast", daemon=True).start()
 
@@ -134,10 +150,14 @@ class Transfer:
     def _run(self) -> None:
         try:
             for index in iter(self._queue.get, None):
-                self._group.send(self._flats[index])
-        except Exception as error:
+                self._group.send(self._flats[index], partial(self._add, self._buckets[index]))
+            self._group.wait()
+        except BaseException as error:  # the publisher waits for it
             self.error = error
         finally:
             self.done.set()
             if self._group.closed:
                 self._group.close()
+
+    def _add(self, bucket: Bucket, flat: Tensor) -> None:
+        self._sent.add(dict(views(flat, bucket)))

@@ -4,12 +4,13 @@ import asyncio
 import json
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+import weakref
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 from common.errors import ConfigError, InvalidInput
+from common.loop_thread import LoopThread
 from common.schemas import RewardItem
 from common.sections import RewardSection
 from services.reward.answers.exact import same_answer
@@ -18,7 +19,6 @@ from services.reward.functions.base import DetailedRewardFunction, Message, Scor
 from services.reward.hosts import ProcessHost
 from services.reward.pool import CallFailed, WorkerPool, WorkerSpec
 
-_T = TypeVar("_T")
 _YIELD_CHARS = 200_000  # text read before other requests get their turn: a few milliseconds
 MEMORY_MB = 1024
 """Address space of one worker."""
@@ -118,8 +118,8 @@ class MathRewardFunction(DetailedRewardFunction):
             self._config = RewardSection(workers=workers, math_timeout_s=timeout_s)
         except ValueError as error:
             raise ConfigError(str(error), field="workers, timeout_s", remedy="see RewardSection") from None
-        self._host = MathHost(self._config)
-        self._loop: asyncio.AbstractEventLoop | None = None
+        MathHost(self._config)  # raises now what is missing
+        self._graders: _Graders | None = None
         self._lock = threading.Lock()
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
@@ -130,27 +130,33 @@ class MathRewardFunction(DetailedRewardFunction):
             for completion, gold in zip(completions, golds, strict=True)
         ]
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_run_loop, args=(self._loop,), name="math-graders", daemon=True).start()
-                _run(self._loop, self._host.pool.__aenter__())
-            loop = self._loop
-        return _run(loop, self._host.score(items))
+            if self._graders is None:
+                self._graders = _Graders(self._config)
+                self._end = weakref.finalize(self, self._graders.loop.close)
+            graders = self._graders
+        return graders.loop.call(graders.host.score(items))
 
     def close(self) -> None:
-        """Ends the worker processes; the next call starts new ones. They also end with this process."""
+        """Ends the worker processes; the next call starts new ones.
+
+        They also end with this object, and with this process.
+        """
         with self._lock:
-            if self._loop is not None:
-                _run(self._loop, self._host.pool.__aexit__())
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._loop, self._host = None, MathHost(self._config)
+            if self._graders is not None:
+                self._end()
+                self._graders = None
 
 
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    with closing(loop):
-        loop.run_forever()
+class _Graders:
+    """The workers of a `MathRewardFunction`, which live as long as the loop."""
+
+    def __init__(self, config: RewardSection) -> None:
+        self.host = MathHost(config)
+        self.loop = LoopThread("math-graders")
+        self.loop.open()
+        self.loop.start(_keep(self.host.pool))
 
 
-def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _T]) -> _T:
-    """Returns the result of a coroutine in the loop of another thread."""
-    return asyncio.run_coroutine_threadsafe(work, loop).result()
+async def _keep(pool: WorkerPool) -> None:
+    async with pool:
+        await asyncio.Event().wait()

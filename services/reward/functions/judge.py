@@ -8,12 +8,12 @@ import random
 import re
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 
 from common.clients import parse_retry_after
+from common.daemon_threads import DaemonThreads
 from common.errors import ConfigError, shorten
 from common.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
@@ -89,14 +89,14 @@ class JudgeRewardFunction(DetailedRewardFunction):
         limits = httpx.Limits(max_connections=concurrency)
         self._http = httpx.Client(timeout=timeout_s, limits=limits)
         weakref.finalize(self, self._http.close)
-        self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix="judge")
+        self._threads = DaemonThreads(concurrency, "judge")
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1], requested concurrently. Raises InvalidInput without the column `prompt`."""
         prompts = column(kwargs, "prompt", len(completions), self.name)
         golds = kwargs.get("ground_truth") or [None] * len(completions)
         texts = map(text_of, completions)
-        return list(self._threads.map(self._score, prompts, golds, texts))
+        return self._threads.map(self._score, prompts, golds, texts)
 
     def _score(self, prompt: Any, gold: str | None, response: str) -> Score:
         body: dict[str, Any] = {"model": self._model, "messages": self._messages(prompt, gold, response)}

@@ -1,12 +1,12 @@
 """A plain function as a reward function: `f(completions, prompts, **columns) -> list[float | None]`, as in TRL."""
 
-import asyncio
 import functools
 import inspect
-import threading
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+from common.loop_thread import LoopThread
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, WrongScores, text_of
 
 Function = Callable[..., Any]
@@ -49,7 +49,7 @@ class PlainFunction(DetailedRewardFunction):
             each for each in taken if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
         )
         self._needed = [each.name for each in plain]
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: LoopThread | None = None
 
     @property
     def name(self) -> str:
@@ -106,13 +106,17 @@ class PlainFunction(DetailedRewardFunction):
     def _awaited(self, values: Awaitable[Any]) -> Any:
         """Waits in this function's loop, because a judge's client, for example, belongs to the loop that created it."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name=f"reward-{self.name}", daemon=True).start()
+            self._loop = LoopThread(f"reward-{self.name}")
+            self._loop.open()
+            weakref.finalize(self, self._loop.close)
 
         async def result() -> Any:
-            return await values
+            try:
+                return await values
+            except (SystemExit, KeyboardInterrupt) as ending:  # it would end the loop, and nobody would get a result
+                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
-        return asyncio.run_coroutine_threadsafe(result(), self._loop).result()
+        return self._loop.call(result())
 
 
 def name_of(function: Function) -> str:

@@ -3,9 +3,9 @@
 import os
 import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from common.daemon_threads import DaemonThreads
 from services.reward.answers.extract import without_thoughts
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 from services.sandbox.cases import Case, CaseResult, parse_cases
@@ -64,13 +64,13 @@ class CodeRewardFunction(DetailedRewardFunction):
         check_positive(timeout=timeout, slots=slots, memory_mb=memory_mb, output_kb=output_kb)
         self.partial_credit = partial_credit
         self._sandbox = Sandbox(Limits(timeout, memory_mb, output_kb), slots, sandbox, python)
-        self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
+        self._threads = DaemonThreads(slots, "sandbox")
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1]; `answer` is the outcome of every case. Raises InvalidInput for invalid `test_cases`."""
         columns = column(kwargs, "test_cases", len(completions), self.name)
         cases = [parse_cases(column, f"test_cases[{i}]") for i, column in enumerate(columns)]
-        return list(self._threads.map(self._score, map(text_of, completions), cases))
+        return self._threads.map(self._score, map(text_of, completions), cases)
 
     def results(self, source: str, test_cases: Any) -> list[CaseResult]:
         """Returns the result of every case of a program. Raises InvalidInput for a bad case, or SandboxFault."""

@@ -59,6 +59,33 @@ async def test_run_equals_one_with_a_critic_in_process(client: CriticClient, con
     assert await client.unhealthy_reason() is None
 
 
+async def test_values_and_updates_are_computed_in_one_thread_beside_the_event_loop(
+    client: CriticClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So `/health` answers meanwhile, and no value is computed from half-updated weights."""
+    threads: list[threading.Thread] = []
+    evaluate = Critic.values
+    compute = Critic.update
+
+    def noted_values(critic: Critic, sequences: Sequence[TokenSequence]) -> list[Any]:
+        threads.append(threading.current_thread())
+        return evaluate(critic, sequences)
+
+    def noted_update(critic: Critic, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
+        threads.append(threading.current_thread())
+        return compute(critic, rows, seed)
+
+    monkeypatch.setattr(Critic, "values", noted_values)
+    monkeypatch.setattr(Critic, "update", noted_update)
+    await client.restore("a", 0)
+    await client.values(SEQUENCES, "a", 0)
+    await client.update("a", 0, seed=0, rows=make_rows(2))
+
+    assert len(threads) == 2
+    assert threads[0] is threads[1]
+    assert threads[0] is not threading.current_thread()
+
+
 async def test_flush_answers_after_the_running_update(client: CriticClient, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
     compute = Critic.update
@@ -130,9 +157,10 @@ async def test_call_meant_for_another_critic_is_a_conflict(client: CriticClient)
         with pytest.raises(ServiceError, match=r"the critic is at step 1 of run a, not at step \d of run a") as error:
             await call()
         assert (error.value.status, error.value.field) == (409, "step")
-    with pytest.raises(ServiceError, match=r"at step 1 of run a, not at step 1 of run b") as error:
-        await client.update("b", 1, seed=0, rows=make_rows(2))
-    assert error.value.field == "run_id"
+    for step in (0, 1):  # the last update of run a was at step 0
+        with pytest.raises(ServiceError, match=rf"at step 1 of run a, not at step {step} of run b") as error:
+            await client.update("b", step, seed=0, rows=make_rows(2))
+        assert error.value.field == "run_id"
     assert len(await client.values(SEQUENCES, "a", 1)) == len(SEQUENCES)
 
 

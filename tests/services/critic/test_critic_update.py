@@ -180,6 +180,24 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
     )
 
 
+def test_a_models_own_dropout_plays_no_role(config: Config, policy_dir: Path, tmp_path: Path) -> None:
+    """Values of the same tokens are compared, so an update and the values after it are those of the model without it."""
+    without = trained(config)
+    shape = AutoConfig.from_pretrained(policy_dir)
+    shape.attention_dropout = 0.5
+    model = AutoModelForCausalLM.from_pretrained(policy_dir, config=shape)
+    model.save_pretrained(tmp_path / "dropout")
+    config.critic.model = str(tmp_path / "dropout")
+
+    critic = trained(config)
+
+    assert critic.model.module.config.attention_dropout == 0.5
+    assert_same(parameters(critic), parameters(without), 2e-5)
+    for value, expected in zip(critic.values(make_sequences(4)), without.values(make_sequences(4)), strict=True):
+        np.testing.assert_allclose(value, expected, atol=2e-5)
+        assert value.any()
+
+
 @pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "opt"])
 def test_a_decoder_without_a_token_classifier_can_be_a_critic(kind: str, config: Config, tmp_path: Path) -> None:
     """We add the value head; the body is the language model's, and the checkpoint uses other critics' names."""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.errors import ConfigError, NotReady, ServiceError
+from common.errors import ConfigError, NotReady, ServiceError, ServiceLost
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
@@ -280,7 +280,7 @@ def test_embedded_crash_answers_every_caller_and_is_reported(model_dir: Path) ->
     with pytest.raises(ServiceError, match="died"):
         waiting.done.result(LIMIT_S)
     until(lambda: bool(crashed))
-    with pytest.raises(NotReady):
+    with pytest.raises(ServiceLost, match="NoneType"):
         broken.submit([job([20])])
 
 

@@ -148,6 +148,17 @@ async def test_a_call_that_failed_is_sampled_again() -> None:
     assert (len(engine.asked), session.turns) == (2, 1)
 
 
+async def test_a_call_that_failed_takes_none_of_the_episodes_tokens() -> None:
+    limits = EpisodeLimits(sampled_tokens=5)
+    session, _, _ = trap_session([GenerationFailed("gone"), "abab"], limits=limits)
+    with pytest.raises(GenerationFailed):
+        await ask(session, [user("x")])
+
+    answer = await ask(session, [user("x")])
+
+    assert (answer.message.content, answer.finish_reason, answer.sampled_tokens) == ("abab", "stop", 5)
+
+
 async def test_a_client_that_went_away_gets_its_answer_later() -> None:
     release = asyncio.Event()
 

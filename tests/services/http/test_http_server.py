@@ -16,8 +16,8 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.types import Message
 
-from common.clients import Client
-from common.errors import ConfigError, NotFound, shorten
+from common.clients import Client, wait_healthy
+from common.errors import ConfigError, NotFound, NotReady, ServiceLost, shorten
 from common.schemas import Wire
 from services.http.app import Server, create_app, listen, read_json, serving
 from tests.support.paths import ROOT
@@ -360,3 +360,22 @@ async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(capl
     assert sent[0]["status"] == 499
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "POST /raw: 499" in caplog.text
+
+
+async def test_an_app_that_does_not_start_is_not_served_in_this_process() -> None:
+    @asynccontextmanager
+    async def lifespan() -> AsyncIterator[None]:
+        raise OSError("no disk")
+        yield
+
+    with pytest.raises(NotReady, match="thing-server did not start"):
+        async with serving(make_app(lifespan=lifespan), listen("127.0.0.1", 0)):
+            pass
+
+
+async def test_a_service_that_will_never_be_healthy_is_not_waited_for() -> None:
+    reason = ServiceLost("its disk has gone", remedy="find it")
+    transport = httpx.ASGITransport(make_app(not_ready=lambda: reason))
+    async with Client("thing-server", "http://thing", transport=transport) as client:
+        with pytest.raises(ServiceLost, match="thing-server: its disk has gone · remedy: find it"):
+            await wait_healthy([client], 3600.0)

@@ -75,6 +75,30 @@ async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(client:
     assert 72 <= rewards[True] <= 97  # expected: 1.1 / 1.3
 
 
+async def test_after_groups_of_any_size_are_gone_the_others_keep_their_completions(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
+    """The rewards say which completion is meant: 10.0 and 10.5 are the first and second of the group at position 1."""
+    sizes = {"a": 2, "b": 5, "c": 3, "d": 4}
+    groups = [
+        make_group(name, position=position, rewards=tuple(10.0 * position + i / 2 for i in range(size)))
+        for position, (name, size) in enumerate(sizes.items())
+    ]
+    expected = {c.reward: c.text for group in groups if group.id != "b" for c in group.completions}
+
+    async def sampled() -> dict[float, str]:
+        found = (await client.request("POST", "/sample", json={"batch_size": 99})).json()["experiences"]
+        return {item["reward"]: item["response"] for item in found}
+
+    await client.add(groups)
+    assert len(await sampled()) == sum(sizes.values())
+    taken = await client.take(TakeRequest(count=4, request_id="r"))
+    await client.ack([group.id for group in taken.groups if group.id != "b"])
+    await client.reset_fresh()
+
+    assert await sampled() == expected
+
+
 async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, make_group: MakeGroup) -> None:
     items = [{"prompt": "p", "response": "r", "reward": 1.0}] * 5
     await client.request("POST", "/add", json={"experiences": items})

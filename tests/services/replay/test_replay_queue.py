@@ -16,7 +16,7 @@ from common.clients import ReplayClient, Unreachable
 from common.errors import ConfigError, ServiceError
 from common.schemas import Group, SampleRequest, TakeRequest
 from common.sections import ReplaySection
-from services.replay.buffer import ReplayBuffer
+from services.replay.buffer import ReplayBuffer, unpack_groups
 from tests.support.replay_groups import MakeGroup
 
 
@@ -301,6 +301,30 @@ def test_lease_counts_from_process_start_whatever_the_clocks_say(tmp_path: Path,
     assert buffer.take(take(1, "s")) is None
     now = 605.1
     assert buffer.take(take(1, "s")) is not None
+    buffer.close()
+
+
+def test_a_retry_after_the_end_of_its_lease_is_a_new_request(tmp_path: Path, make_group: MakeGroup) -> None:
+    now = 0.0
+    buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db", clock=lambda: now)
+    buffer.add([make_group("a"), make_group("b")])
+    assert buffer.take(take(2, "r")) is not None
+    now = 601.0
+    assert buffer.take(take(1, "s")) is not None, "the first group is free again"
+    assert buffer.take(take(2, "r")) is None, "only one is left"
+    buffer.add([make_group("c")])
+
+    lease = buffer.take(take(2, "r"))
+
+    assert lease is not None
+    assert ids(unpack_groups(lease.blobs)) == ["b", "c"]
+    buffer.close()
+
+
+def test_every_change_is_synced_to_the_disk(tmp_path: Path) -> None:
+    """SQLite syncs its log after each transaction only at the level FULL (2); no test here can cut the power."""
+    buffer = ReplayBuffer(ReplaySection(), tmp_path / "replay.db")
+    assert buffer.store.db.execute("PRAGMA synchronous").fetchone() == (2,)
     buffer.close()
 
 

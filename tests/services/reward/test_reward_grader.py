@@ -3,15 +3,17 @@
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from common.errors import NotReady, TooLarge
+from common.errors import NotReady, ServiceLost, TooLarge
 from common.schemas import MAX_BATCH_ITEMS, RewardItem
 from common.sections import RewardSection
 from services.reward.pool import CallFailed
@@ -250,6 +252,34 @@ async def test_the_process_that_forks_graders_is_replaced_too(grader: RewardScor
     await asyncio.sleep(0.5)
     results = await grader.score([boxed("x+1", "1+x")] * 2)
     assert all(result.correct for result in results)
+
+
+async def test_graders_lost_while_no_file_can_be_opened_are_replaced_afterwards(
+    grader: RewardScorer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task that starts them must outlive the fault: every later answer waits for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    (pool,) = grader._pools
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        pool._missing.release()  # as if one had died; closing its connection would make room for another file
+        await until(lambda: "no grader can be started" in caplog.text)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert pool._filling is not None
+    assert not pool._filling.done()
+    await until(lambda: pool._missing.locked())
+
+
+async def test_graders_that_never_start_fail_every_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "worker.py"
+    broken.write_text("raise SystemExit('no math-verify here')\n")
+    monkeypatch.setattr("services.reward.pool._SCRIPT", broken)
+    monkeypatch.setattr("services.reward.pool._RETRY_S", 0.01)
+    async with RewardScorer(RewardSection(workers=1)) as scorer:
+        results = await scorer.score([boxed("x+1", "1+x"), boxed("x+2", "1+x")])
+        assert isinstance(scorer.not_ready(), ServiceLost)
+    assert [(result.status, result.reward) for result in results] == [("died", None)] * 2
 
 
 @pytest.mark.slow

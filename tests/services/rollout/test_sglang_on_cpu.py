@@ -91,6 +91,39 @@ def test_a_window_that_sglang_does_not_have_bounds_the_context(tmp_path: Path, s
         engine_command(config, Topology(), str(tmp_path), "3")
 
 
+LONG = {"short_factor": [1.0, 1.0], "long_factor": [1.0, 4.0]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "bound"),
+    [
+        # Phi-3.5, as published before and after transformers 5, and MiniCPM
+        ({"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 4096, "model_type": "phi3"}, 4096),
+        ({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 4096, **LONG}}, 4096),
+        ({"rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": 32768, **LONG}}, 32768),
+        ({"rope_scaling": {"type": "longrope", **LONG, "short_factor": LONG["long_factor"]}}, None),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {"rope_type": "default"}}}, None),
+    ],
+)
+def test_factors_that_sglang_chooses_by_the_batch_bound_the_context(tmp_path: Path, shape: object, bound: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    config = Config(rollout=rollout(tmp_path), sampling=SamplingSection(max_new_tokens=(bound or 5000) - 1))
+    command = engine_command(config, Topology(), str(tmp_path), "3")
+    assert ("--context-length" in command) == (bound is not None)
+    if bound is None:
+        return
+    assert command[command.index("--context-length") + 1] == str(bound)
+    config.sampling.max_new_tokens = bound
+    with pytest.raises(ConfigError, match=rf"exceeds {bound} tokens.*sampling\.max_new_tokens.*less than"):
+        engine_command(config, Topology(), str(tmp_path), "3")
+
+
+def test_dynamic_positions_are_refused_with_sglang(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_scaling": {"type": "dynamic", "factor": 2.0}}))
+    with pytest.raises(ConfigError, match=r"dynamic rotary positions.*rollout\.engine=embedded"):
+        engine_command(Config(rollout=rollout(tmp_path)), Topology(), str(tmp_path), "3")
+
+
 def test_tensor_parallelism_on_a_cpu_and_a_missing_python_are_refused_with_the_remedy(tmp_path: Path) -> None:
     parallel = Config(rollout=rollout(tmp_path, device="cpu", tensor_parallel_size=2))
     with pytest.raises(ConfigError, match=r"rollout\.tensor_parallel_size"):

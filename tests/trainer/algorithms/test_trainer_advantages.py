@@ -103,9 +103,10 @@ def test_every_advantage_orders_completions_by_reward(name: str) -> None:
 
 
 def test_overlong_penalty_hand_computed() -> None:
-    """DAPO with L_max 100 and a buffer of 20: no penalty up to 80, half of it at 90, all of it at 100."""
-    lengths = torch.tensor([10, 80, 90, 100])
-    torch.testing.assert_close(overlong_penalty(lengths, 100, 20), torch.tensor([0.0, 0.0, -0.5, -1.0]), check_dtype=False)
+    """DAPO with L_max 100 and a buffer of 20: no penalty up to 80, half of it at 90, all of it from 100 on."""
+    lengths = torch.tensor([10, 80, 90, 100, 130])
+    expected = torch.tensor([0.0, 0.0, -0.5, -1.0, -1.0])
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20), expected, check_dtype=False)
 
 
 def test_gae_hand_computed() -> None:

@@ -57,6 +57,22 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     assert gradient.item() == pytest.approx(loss, abs=1e-6)  # the gradient of ρ is ρ; a masked token has none
 
 
+def test_dppo_measures_from_the_policy_that_sampled_even_if_the_ratio_refers_to_another(config: Config) -> None:
+    """The first token moved by 0.25 from the policy that sampled it, the second by as much from the old one."""
+    algorithm = with_algorithm(config, name="dppo", rollout_correction="truncate").algorithm
+    result = policy_loss(
+        algorithm,
+        logprobs=logs(0.5, 0.5),
+        old_logprobs=logs(0.45, 0.25),
+        rollout_logprobs=logs(0.25, 0.45),
+        advantages=torch.ones(2),
+        rows=torch.zeros(2, dtype=torch.long),
+        count=1,
+    )
+    np.testing.assert_allclose(result.loss, [0.0, -0.5 / 0.25], rtol=1e-6)
+    assert result.clipped.tolist() == [1.0, 0.0]
+
+
 def test_sapo_hand_computed() -> None:
     """4/τ · σ(τ(ρ − 1)) has the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where ρ is 1."""
     logprobs, advantages = logs(0.5, 0.8, 0.8).requires_grad_(), torch.tensor([2.0, 1.0, -1.0])

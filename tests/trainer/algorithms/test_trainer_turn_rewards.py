@@ -111,6 +111,28 @@ def test_without_rewards_of_turns_the_setting_changes_nothing(advantage: str, ba
         np.testing.assert_allclose(row, other, rtol=1e-6, atol=1e-6)
 
 
+def test_opo_weighs_an_episode_by_the_tokens_of_all_its_sequences(base_model: Path) -> None:
+    """The baseline of a group is Σ l·r / Σ l over its episodes, where l counts the sampled tokens of an episode."""
+    made = config(base_model, algorithm__name="opo")
+    items = groups(3, 4, with_rewards=False)
+    assert any(len(item.group.completions) > SIZE for item in items), "some episodes have two sequences"
+
+    advantages, _ = compute_advantages(Batch.of(items, made), made, 0.0)
+
+    rows = iter(advantages)
+    for item in items:
+        lengths = [0] * SIZE
+        rewards = [0.0] * SIZE
+        for each in item.group.completions:
+            assert each.episode is not None
+            assert each.mask is not None
+            lengths[each.episode] += int(each.mask.sum())
+            rewards[each.episode] = each.reward
+        baseline = sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)
+        for each in item.group.completions:
+            np.testing.assert_allclose(next(rows), each.reward - baseline, rtol=1e-5, atol=1e-6)
+
+
 def test_a_turn_that_earned_a_reward_is_credited_and_later_turns_are_not(base_model: Path) -> None:
     rng = np.random.default_rng(0)
     completions = [sequence(rng, [1.0 if i == 0 else 0.0, 0.0], 1.0 if i == 0 else 0.0, i) for i in range(SIZE)]

@@ -190,6 +190,17 @@ def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., 
         train_in_process(config, quiet(), lambda app: Faulty(app, set(range(1, 1000)), response))
 
 
+def test_failures_between_successes_do_not_stop_the_run(settings: Callable[..., Config]) -> None:
+    """One group at a time: every second one fails, so there are never two failures in a row."""
+    words = ("--trainer.batch_size", "1", "--trainer.max_steps", "3", "--trainer.max_failed_groups", "2")
+    config = settings(*words)
+
+    train_in_process(config, quiet(), lambda app: Faulty(app, {1, 3, 5}, lambda: httpx.Response(500)))
+
+    assert [line["step"] for line in metrics(config)] == [1, 2, 3]
+    assert metrics(config)[-1]["dropped"] == {"generation": 3}
+
+
 def test_trap_tokens_are_kept_and_never_retokenised(settings: Callable[..., Config]) -> None:
     """Trap: text tokenised again, log-probabilities lost. The stored tokens are the engine's, with the end token."""
     answers: dict[tuple[int, ...], list[float]] = {}  # prompt and completion -> logprobs

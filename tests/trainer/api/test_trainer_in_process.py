@@ -229,6 +229,7 @@ def test_the_group_size_is_used(settings: Callable[..., Config]) -> None:
 
 def test_a_batch_larger_than_the_data_is_refused(settings: Callable[..., Config]) -> None:
     config = settings("--data.num_samples", "3", "--trainer.num_epochs", "1")
+    config.trainer.max_steps = None
     with pytest.raises(ConfigError, match=r"3 prompts over all epochs are too few for one batch.*trainer\.batch_size"):
         train_in_process(config, quiet())
 

@@ -161,7 +161,7 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     assert sum(len(group["completions"]) for group in samples(more)) == 4
     assert result.history[0]["zero_variance_groups"] <= 2
     with pytest.raises(ConfigError, match=r"8 problems × 1 epochs are too few for one step of 16 problems.*gradient_acc"):
-        run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes)
+        run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes, max_steps=None)
 
 
 def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> None:

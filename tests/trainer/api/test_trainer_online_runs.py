@@ -1,6 +1,7 @@
 """OnlineRLTrainer: what the reward function sees, training again, output directories, saving, endings."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,35 @@ def test_training_again_adds_the_same_number_of_steps(base_model: Path, tmp_path
     assert (second.global_step, [line["step"] for line in second.history]) == (4, [1, 2, 3, 4])
     unbroken = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=4, output_dir=tmp_path / "long"), Short(), ROWS).train()
     assert [line["reward"] for line in second.history] == pytest.approx([line["reward"] for line in unbroken.history])
+
+
+class Watching:
+    """A callback that keeps the number of epochs that the run announces."""
+
+    epochs = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any) -> None:
+        self.epochs = state.num_train_epochs
+
+
+@pytest.mark.parametrize("problems", [1, 3])
+def test_max_steps_goes_round_the_data_as_often_as_it_needs(base_model: Path, tmp_path: Path, problems: int) -> None:
+    """Two groups a step; a data set may even be smaller than a step."""
+    watching = Watching()
+    reward = Short()
+    config = fields(base_model, tmp_path, max_steps=4, num_train_epochs=1)
+    result = OnlineRLTrainer(config, reward, ROWS[:problems], callbacks=[watching]).train()
+    assert [line["step"] for line in result.history] == [1, 2, 3, 4]
+    assert watching.epochs == -(-4 * 2 // problems)
+    asked = Counter(kwargs["prompt"][0] for _, kwargs in reward.calls[1:])  # the first call is a trial
+    assert len(asked) == problems
+    assert max(asked.values()) - min(asked.values()) <= 1, "every problem as often as the others"
+
+
+def test_a_resumed_run_does_not_go_beyond_a_lower_max_steps(base_model: Path, tmp_path: Path) -> None:
+    OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS).train()
+    lower = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=2), Short(), ROWS)
+    assert lower.train(resume_from_checkpoint=True).global_step == 3
 
 
 def test_an_output_directory_with_a_run_is_not_reused_silently(base_model: Path, tmp_path: Path) -> None:
@@ -202,7 +232,7 @@ def test_unsuitable_data_is_refused_before_anything_is_loaded(base_model: Path, 
     with pytest.raises(ConfigError, match=r"the data set is empty.*field: train_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
     with pytest.raises(ConfigError, match=r"1 problems × 1 epochs are too few for one step of 2 problems"):
-        OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS[:1])
+        OnlineRLTrainer(fields(base_model, tmp_path, max_steps=None), Short(), ROWS[:1])
     with pytest.raises(ConfigError, match=r"field: eval_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS, [])
     assert list(tmp_path.iterdir()) == []

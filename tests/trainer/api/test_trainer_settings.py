@@ -74,7 +74,7 @@ def test_minus_one_means_all_steps_as_in_trl() -> None:
     assert TrainerConfig(max_steps=-1).max_steps is None
 
 
-@pytest.mark.parametrize(("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 12)])
+@pytest.mark.parametrize(("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 50)])
 def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
     """100 problems, 8 per step."""
     assert TrainerConfig(num_train_epochs=epochs, max_steps=max_steps).total_steps(100) == steps

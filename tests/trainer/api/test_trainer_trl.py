@@ -99,6 +99,27 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
         ({"adam_beta2": 0.95}, "trainer.adam_betas", (0.9, 0.95)),
         ({"warmup_steps": 7}, "trainer.warmup_steps", 7),
         ({"warmup_steps": 0.5}, "trainer.warmup_steps", 6),
+        ({"warmup_steps": 0.5, "max_steps": 40}, "trainer.warmup_steps", 20),
+        ({"warmup_steps": 0, "warmup_ratio": 0.5}, "trainer.warmup_steps", 6),
+        ({"max_steps": 40, "num_train_epochs": 2}, "trainer.max_steps", 40),
+        ({"max_steps": -1, "num_train_epochs": 2}, "trainer.max_steps", None),
+        ({"save_strategy": "no", "save_steps": 5}, "trainer.checkpoint_every", 0),
+        ({"save_strategy": "steps", "save_steps": 5}, "trainer.checkpoint_every", 5),
+        ({"eval_strategy": "no", "eval_steps": 5}, "trainer.eval_every", 0),
+        ({"eval_strategy": "steps", "eval_steps": 5}, "trainer.eval_every", 5),
+        ({"eval_strategy": "steps", "logging_steps": 7}, "trainer.eval_every", 7),
+        ({"gradient_checkpointing": True, "activation_checkpointing": None}, "trainer.activation_checkpointing", True),
+        ({"loss_type": "bnpo", "gradient_accumulation_steps": 1}, "algorithm.aggregation", "token_mean"),
+        (
+            {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
+            "algorithm.advantage",
+            "reward_normalised",
+        ),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": False},
+            "algorithm.advantage",
+            "reward_normalised",
+        ),
         ({"save_strategy": "no"}, "trainer.checkpoint_every", 0),
         ({"eval_strategy": "steps"}, "trainer.eval_every", 10),
         ({"report_to": ["tensorboard"]}, "trackers.names", ["tensorboard"]),
@@ -108,6 +129,54 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
 def test_an_argument_sets_what_it_says(given: dict[str, Any], setting: str, value: Any) -> None:
     section, _, name = setting.partition(".")
     assert getattr(getattr(mapped(**given), section), name) == value
+
+
+@pytest.mark.parametrize("kind", [GRPOConfig, RLOOConfig])
+def test_eval_steps_alone_evaluate_nothing_as_in_transformers(kind: type[GRPOConfig]) -> None:
+    alone = kind(eval_steps=5, use_cpu=True)
+    assert alone.to_config(100, 8, OUT).trainer.eval_every == 0
+    every = kind(eval_strategy="steps", eval_steps=5, use_cpu=True)
+    assert every.to_config(100, 8, OUT).trainer.eval_every == 5
+    assert every.changed(seed=1).to_config(100, 8, OUT).trainer.eval_every == 5
+
+
+PAIRS = [
+    {"max_steps": 10, "num_train_epochs": 1},
+    {"max_steps": 10, "num_train_epochs": 1, "warmup_steps": 0.3},
+    {"num_train_epochs": 2, "warmup_steps": 0.3},
+    {"num_train_epochs": 2, "warmup_steps": 3},
+    {"eval_strategy": "no", "eval_steps": 4},
+    {"eval_strategy": "steps", "eval_steps": 4},
+    {"eval_strategy": "steps", "logging_steps": 4},
+    {"save_strategy": "no", "save_steps": 4},
+    {"save_strategy": "steps", "save_steps": 4},
+    {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 6},
+]
+"""Arguments of which one overrides or completes another."""
+
+
+@pytest.mark.parametrize("given", PAIRS, ids=str)
+def test_pairs_of_arguments_mean_what_they_mean_in_transformers(given: dict[str, Any], tmp_path: Path) -> None:
+    """Compares with transformers' own arguments and trainer, on a data set that fills its batches."""
+    import torch
+    from transformers import Trainer, TrainingArguments
+
+    plain = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 8}
+    theirs = TrainingArguments(**plain | given)
+    answers = theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
+    rows = [{"x": i} for i in range(5 * answers)]
+    trainer = Trainer(torch.nn.Linear(1, 1), theirs, train_dataset=rows, eval_dataset=rows)
+    counts = trainer.set_initial_training_values(theirs, trainer.get_train_dataloader())
+    steps = counts[-1]
+
+    ours = GRPOConfig(**plain | given, num_generations=8)
+    problems = 5 * answers // 8
+    settings = ours.to_config(problems, 8, OUT).trainer
+    assert ours.problems_per_step * 8 == answers
+    assert ours.total_steps(problems) == steps
+    assert settings.warmup_steps == theirs.get_warmup_steps(steps)
+    assert settings.eval_every == (theirs.eval_steps if theirs.eval_strategy == "steps" else 0)
+    assert settings.checkpoint_every == (theirs.save_steps if theirs.save_strategy == "steps" else 0)
 
 
 def test_all_trackers_are_those_that_are_installed() -> None:
@@ -126,6 +195,12 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ({"scale_rewards": "batch"}, r"this trainer has no such option.*field: scale_rewards"),
         ({"eval_strategy": "epoch"}, r"this trainer has no such option.*field: eval_strategy.*'steps', 'no'"),
         ({"generation_kwargs": {"num_beams": 4}}, r"plain sampling.*field: generation_kwargs\['num_beams'\]"),
+        ({"loss_type": "bnpo"}, r"not by the batch.*field: loss_type.*gradient_accumulation_steps=1.*loss_type='dapo'"),
+        ({"loss_type": "luspo"}, r"whole answers.*field: loss_type.*set importance_sampling_level='sequence'"),
+        ({"eval_strategy": "steps", "logging_steps": 0}, r"are 0.*field: eval_steps.*above 0, or eval_strategy to no"),
+        ({"activation_checkpointing": True, "gradient_checkpointing": False}, r"gradient_checkpointing has another value"),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, r"field: eval_steps"),
+        ({"generation_kwargs": "stop"}, r"no value for it.*field: generation_kwargs"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"warmup_steps is 3.*field: warmup_ratio"),
         ({"reward_weight": [1]}, r"no field reward_weight.*did you mean reward_weights"),
         ({"top_p": 0}, r"field: top_p"),

@@ -86,6 +86,18 @@ def test_updates_of_other_models_use_the_estimated_memory(
     assert 0.7 < found.peak / (estimate.total - estimate.overhead) <= 1
 
 
+def test_a_kernel_that_needs_repeated_heads_uses_the_estimated_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.11, whose kernel has no `enable_gqa`."""
+    monkeypatch.setattr("learning.attention.GQA", False)
+    config = written(tmp_path, (896, 4864, 6, 14, 2, 8192), tie_word_embeddings=True)
+    shape = ModelShape.of(json.loads((tmp_path / "config.json").read_text()))
+    peak = rehearse(config, 1).peak
+    estimate = trainer_memory(shape, config, ranks=1, repeats_heads=True)
+    assert 0.9 < peak / (estimate.total - estimate.overhead) <= 1
+    fewer_heads = trainer_memory(shape, config, ranks=1)
+    assert peak > fewer_heads.total - fewer_heads.overhead, "the repeated heads are the difference"
+
+
 def test_the_profile_matches_the_shapes(tmp_path: Path) -> None:
     """Six FLOPs per parameter and token: each matrix takes part in three products, with its input and the gradients."""
     tokens, layers = 2048, 4

@@ -7,6 +7,7 @@ import pytest
 
 from common import logs
 from common.clients import Unreachable
+from common.errors import ServiceLost
 from trainer.rollouts.request_batcher import RequestBatcher
 
 
@@ -74,6 +75,21 @@ async def test_a_call_that_timed_out_is_not_repeated_for_each_item() -> None:
     results = await asyncio.gather(*map(batched, [1, 2, 3]), return_exceptions=True)
     assert calls == [[1, 2, 3]]
     assert all(isinstance(result, Unreachable) for result in results)
+
+
+@pytest.mark.parametrize("error", [ServiceLost("it has died"), asyncio.CancelledError()])
+async def test_a_call_that_no_other_could_replace_fails_for_every_item(error: BaseException) -> None:
+    calls = 0
+
+    async def call(items: list[int]) -> list[int]:
+        nonlocal calls
+        calls += 1
+        raise error
+
+    batched = RequestBatcher(call, most=10)
+    found = await asyncio.gather(batched(1), batched(2), return_exceptions=True)
+    assert [type(each) for each in found] == [type(error)] * 2
+    assert calls == 1
 
 
 async def test_a_single_call_has_the_id_of_its_item_and_a_shared_one_logs_the_ids(

@@ -63,6 +63,14 @@ def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(policy_dir: Path, 
     assert tuple(model.get_input_embeddings().weight.shape) == tuple(weights(saved)["model.embed_tokens.weight"].shape)
 
 
+def test_max_steps_goes_round_the_examples_as_often_as_it_needs(policy_dir: Path, tmp_path: Path) -> None:
+    config = settings(policy_dir, tmp_path / "run", "--trainer.num_epochs", "1", "--trainer.max_steps", "5")
+    fine_tune(config, load_examples(config), QUIET)
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [(line["step"], line["total_steps"], line["examples"]) for line in lines] == [(step, 5, 4) for step in range(1, 6)]
+    assert lines[-1]["epoch"] == pytest.approx(5 / 3)
+
+
 def test_an_interrupted_run_goes_on_to_the_very_same_weights(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,12 @@
 """The host copy of published weights, the comparison with engines' checksums, and files on demand."""
 
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -9,15 +16,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.config import Config
-from common.errors import NotFound, ServiceError
+from common.errors import Conflict, NotFound, ServiceError
 from common.observe import Metrics
-from common.schemas import WorkerReport
+from common.schemas import Bucket, WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, views
-from trainer.server import create_trainer_app
+from services.http.app import Server
+from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import WeightBoard
-from trainer.weights.transfer import Rendezvous
+from trainer.weights.publisher import PublishFailed, WeightBoard
+from trainer.weights.sent_sums import Plan, SentSums
+from trainer.weights.tensor_hash import gpu_digest
+from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
 
 
 def mixed() -> dict[str, Tensor]:
@@ -90,6 +100,71 @@ async def test_files_are_written_on_request_and_checksums_are_compared(tmp_path:
         assert (await http.post("/weights/1/verify", json=body | {"ranks": [good]})).status_code == 404
 
 
+RECEIVER = """
+import json, sys
+import torch, torch.distributed as dist
+from common.schemas import Bucket
+from learning.weight_group import join, size_of, views
+from trainer.weights.sent_sums import Plan, SentSums
+from trainer.weights.tensor_hash import gpu_digest
+
+group = None
+for line in sys.stdin:
+    sent = json.loads(line)
+    if group is None:
+        group = join(sent["master_address"], sent["master_port"], 1, 2, sent["group"], "gloo", 60.0)
+    sums = {}
+    for body in sent["buckets"]:
+        bucket = Bucket(**body)
+        flat = torch.empty(size_of(bucket), dtype=torch.uint8)
+        dist.broadcast(flat, src=0, group=group)
+        sums |= {name: gpu_digest(tensor) for name, tensor in views(flat, bucket)}
+    print(json.dumps(sums), flush=True)
+"""
+"""An engine that receives over gloo, and computes checksums as SGLang does on a GPU."""
+
+
+def received(process: "subprocess.Popen[str]", board: WeightBoard, version: int) -> dict[str, str]:
+    """Lets the engine take part in the broadcast of a version; returns its checksums."""
+    while (latest := board.latest()) is None or latest.version != version or latest.broadcast is None:
+        time.sleep(0.01)
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(latest.broadcast.model_dump_json() + "\n")
+    process.stdin.flush()
+    sums: dict[str, str] = json.loads(process.stdout.readline())
+    return sums
+
+
+@pytest.mark.integration
+def test_checksums_for_gpus_are_computed_while_weights_are_sent(tmp_path: Path) -> None:
+    board = WeightBoard(tmp_path / "weights")
+    board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
+    sender = Broadcaster(board, [], "run", 300.0, Rendezvous("127.0.0.1", gpu_checksums=True), bucket_bytes=250)
+    words = [sys.executable, "-c", RECEIVER]
+    with (
+        subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for version in (1, 2, 3):
+            answer = pool.submit(received, process, board, version)
+            weights = mixed()
+            sender.publish(weights.items(), version)
+            engine = answer.result(300)
+            assert engine == {name: gpu_digest(tensor) for name, tensor in weights.items()}
+            if version == 3:  # by now the checksums come from what is sent, and the copy is not read
+                for flat in sender._copy.flats:
+                    flat.zero_()
+            sums = WeightChecksums(worker="rollout-server-0", ranks=[engine])
+            assert asyncio.run(sender.verify(version, sums)).compared == "5 of 5 tensors with the trainer's"
+            wrong = WeightChecksums(worker="rollout-server-0", ranks=[engine | {"c": "0" * 16}])
+            with pytest.raises(Conflict, match=r"differ from what was sent: c"):
+                asyncio.run(sender.verify(version, wrong))
+        assert process.stdin
+        process.stdin.close()
+    sender.close()
+
+
 def test_an_unknown_address_is_logged_and_weights_go_as_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     board = WeightBoard(tmp_path / "weights")
     board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
@@ -99,9 +174,60 @@ def test_an_unknown_address_is_logged_and_weights_go_as_files(tmp_path: Path, ca
     assert "no group can be formed at nobody.invalid" in caplog.text
 
 
-def test_an_engine_has_as_many_ranks_as_the_settings_say() -> None:
-    for words in (["--dp-size", "2"], ["--tp=2"], ["--nnodes", "2"]):
-        settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
-        with pytest.raises(ValueError, match=r"rollout\.engine_args has --.*distributed"):
-            Config.model_validate(settings)
-        Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})
+class Exiting(EngineGroup):
+    """Leaves the interpreter where others raise an error."""
+
+    def send(self, flat: Tensor, passing: Callable[[Tensor], None] = lambda _: None) -> None:
+        sys.exit("in the middle of a broadcast")
+
+
+def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
+    """The publisher would take it for sent, and wait until `trainer.publish_timeout_s` for engines to confirm it."""
+    worker = WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
+    bucket = Bucket(names=["w"], dtypes=["uint8"], shapes=[[1]])
+    flat = torch.zeros(1, dtype=torch.uint8)
+    transfer = Transfer(group, [bucket], [flat], SentSums(Plan({}, {})))
+    transfer.put(0)
+    transfer.done.wait()
+    assert str(transfer.error) == "in the middle of a broadcast"
+
+
+def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No node could fetch the version or report, and the publisher would wait for `trainer.publish_timeout_s`."""
+    board = WeightBoard(tmp_path / "weights")
+    app = create_trainer_app(board, Metrics("trainer"))
+
+    async def breaks(*_: object) -> bool:
+        raise ZeroDivisionError("no such tick")
+
+    with BackgroundServer(app, "127.0.0.1", 0, died=board.server_died):
+        monkeypatch.setattr(Server, "on_tick", breaks)
+        with pytest.raises(PublishFailed, match=r"the trainer's HTTP server, .*, has died"):
+            board.wait_confirmed(WeightManifest(version=1, run_id="run"), 3600.0, print)
+    assert "ZeroDivisionError: no such tick" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--dp-size", "2"], ["--tp=2"], ["--pipeline-parallel-size", "2"]),
+        *(["--ep-size", "2"], ["--ep=2"], ["--moe-a2a-backend", "deepep"], ["--enable-dp-attention"]),
+        *(["--quantization", "fp8"], ["--quantization=w8a8_int8"], ["--quantize-and-serve"]),
+    ],
+    ids=" ".join,
+)
+def test_arguments_with_which_sglang_holds_other_weights_than_it_is_sent_are_refused(words: list[str]) -> None:
+    settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
+    with pytest.raises(ValueError, match=rf"rollout\.engine_args has {words[0].partition('=')[0]},.*distributed"):
+        Config.model_validate(settings)
+    Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})
+
+
+@pytest.mark.parametrize("weight_sync", ["http", "distributed"])
+def test_an_engine_on_several_nodes_is_refused(weight_sync: str) -> None:
+    settings = {"trainer": {"weight_sync": weight_sync}, "rollout": {"engine_args": ["--nnodes", "2"]}}
+    with pytest.raises(ValueError, match=r"rollout\.engine_args has --nnodes.*every node"):
+        Config.model_validate(settings)

@@ -1,0 +1,55 @@
+"""Threads that cannot delay the end of the process, nor report that it cut them off."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+
+
+class DaemonThreads:
+    """Calls a function with many arguments, in at most `limit` threads at once.
+
+    Unlike those of a ThreadPoolExecutor, whose every accepted call Python waits for, they end with the process.
+    """
+
+    def __init__(self, limit: int, name: str) -> None:
+        self._name = name
+        self._free = threading.Semaphore(limit)
+
+    def map(self, function: Callable[..., _T], *columns: Iterable[Any]) -> list[_T]:
+        """Returns the result for each row of `columns`. Raises the error of the first row that has one."""
+        futures = [self._begin(function, row) for row in zip(*columns, strict=True)]
+        return [future.result() for future in futures]
+
+    def _begin(self, function: Callable[..., _T], row: tuple[Any, ...]) -> Future[_T]:
+        future = Future[_T]()
+
+        def work() -> None:
+            try:
+                future.set_result(function(*row))
+            except BaseException as error:
+                future.set_exception(error)
+            finally:
+                self._free.release()
+
+        self._free.acquire()
+        try:
+            wait_if_process_ends()
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except RuntimeError:  # no thread is left
+            self._free.release()
+            raise
+        return future
+
+
+def process_ends() -> bool:
+    """Returns whether the main thread has ended, so that daemon threads will be cut off at any time."""
+    return not threading.main_thread().is_alive()
+
+
+def wait_if_process_ends() -> None:
+    """Waits forever in a daemon thread of a process that is ending, which would otherwise report that it was cut off."""
+    if threading.current_thread().daemon and process_ends():
+        threading.Event().wait()

@@ -1,0 +1,140 @@
+"""A sequence is computed as if alone: LongRoPE gets one set of factors, and other dependence on the batch is found.
+
+Transformers chooses the factors of LongRoPE once per pass, by the longest sequence in it. An engine could not even sample
+from a policy that chooses them for each sequence: the keys in its cache have the factors of a shorter sequence. So a run
+has one set, by the longest sequence that it permits (docs/adr/0055-a-sequence-is-computed-alone.md).
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from common.errors import ConfigError
+from common.rotary import rotations, switch_length
+
+log = logging.getLogger(__name__)
+_SHORT, _LONG = 6, 20
+"""Tokens of the two made-up sequences."""
+_ROUNDING, _COARSE_ROUNDING = 1e-3, 0.1
+"""Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum in another order."""
+Score = Callable[[Tensor, Tensor | None], Tensor]
+"""(tokens [rows, T], their positions [rows, T] or None for 0 to T - 1) -> log-probabilities [rows, T - 1] after the first."""
+
+
+def fix_rotary_factors(config: Any, max_tokens: int | None) -> None:
+    """Makes LongRoPE use its long factors for every sequence if those of a run may have up to `max_tokens` and need them.
+
+    Sequences up to the length at which the factors change need nothing: transformers uses the short ones. `config` is the
+    configuration of a transformers model that is not built yet; None for `max_tokens` changes nothing.
+    """
+    text = config.get_text_config()
+    switches_at = switch_length(text.to_dict())
+    if switches_at is None or max_tokens is None or longest_sequence(text, max_tokens) <= switches_at:
+        return
+    log.info("sequences may be longer than %d tokens, so all of them get the long factors of LongRoPE", switches_at)
+    for each in rotations(text.rope_parameters):
+        for name in ("factor", "mscale"):
+            if f"long_{name}" in each:
+                each[f"short_{name}"] = each[f"long_{name}"]
+
+
+def longest_sequence(text: Any, max_tokens: int | None) -> int:
+    """Returns the length in tokens of the longest sequence of a run with a model of this text configuration."""
+    positions = getattr(text, "max_position_embeddings", None)
+    bounds = [each for each in (positions, max_tokens) if each is not None]
+    return min(bounds) if bounds else _LONG
+
+
+def check_alone(
+    model: Any,
+    score: Score,
+    device: torch.device,
+    max_tokens: int | None,
+    low_precision: bool = False,
+    modes: Sequence[bool] = (False,),
+) -> set[float]:
+    """Checks that nothing beside a sequence changes its log-probabilities; returns the rates of dropout in these modes.
+
+    `score` is called with a short sequence, and with it and a longer one, which has the last positions that the run
+    permits if the model can be told positions. Nothing is dropped, and random numbers, buffers and mode of the model stay
+    as they are. A collective if the model is sharded.
+
+    Args:
+        model: a transformers model.
+        score: computes log-probabilities with it.
+        device: where the tokens belong.
+        max_tokens: the bound on a sequence of the run; None for the model's own.
+        low_precision: whether it computes in less than float32.
+        modes: the modes to check, training or not.
+
+    Raises ConfigError when a log-probability changes.
+    """
+    text, vocabulary = model.config.get_text_config(), model.get_input_embeddings().num_embeddings
+    longest = longest_sequence(text, switch_length(text.to_dict()) if max_tokens is None else max_tokens)
+    size = max(2, min(_LONG, longest))
+    short = min(_SHORT, size)
+    tokens = (torch.arange(2 * size, device=device).view(2, size) * 7 + 3) % vocabulary
+    positions: Tensor | None = None
+    if "position_ids" in inspect.signature(model.get_decoder().forward).parameters:
+        positions = torch.arange(size, device=device).repeat(2, 1)
+        positions[1] += longest - size
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = model.training
+    whole = NoDropout()
+    changed: list[float] = []
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), whole:
+        for mode in modes:
+            model.train(mode)
+            alone = score(tokens[:1, :short], None if positions is None else positions[:1, :short])
+            beside = score(tokens, positions)[:1, : short - 1]
+            changed.append((beside - alone).abs().mean().item())
+    model.train(before)
+    for buffer, value in buffers:
+        buffer.copy_(value)
+    # `not <=` so that NaN counts as a change.
+    if not max(changed) <= (_COARSE_ROUNDING if low_precision else _ROUNDING):
+        in_training = " in training mode" if modes[changed.index(max(changed))] else ""
+        raise ConfigError(
+            f"a sequence of this model changes by {max(changed):.2g} nats per token{in_training} when another one is computed "
+            "beside it, so samples and scores would not be those of one policy",
+            field="model.name",
+            value=model.config.name_or_path,
+            remedy="use a model that computes every sequence by itself",
+        )
+    return whole.rates
+
+
+def next_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, of logits [rows, T, V]."""
+    logs = logits[:, :-1].float().log_softmax(-1)
+    return logs.gather(2, tokens[:, 1:, None])[..., 0]
+
+
+class NoDropout(TorchFunctionMode):
+    """Inside this context nothing is dropped, also in training mode; `rates` are those that would have been used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: set[float] = set()
+
+    def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = dict(options or {})
+        if function is torch.nn.functional.dropout:
+            bound = inspect.signature(torch.nn.functional.dropout).bind(*arguments, **options)
+            bound.apply_defaults()
+            if bound.arguments["training"]:
+                self._note(bound.arguments["p"])
+            return bound.arguments["input"]
+        if options.get("dropout_p"):
+            self._note(options["dropout_p"])
+            options["dropout_p"] = 0.0
+        return function(*arguments, **options)
+
+    def _note(self, rate: float) -> None:
+        if rate > 0:
+            self.rates.add(rate)
