@@ -70,7 +70,7 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
     found.claim(text, "", f"{_rate(size, min(parked))} (the first time, with its memory, {_rate(size, parked[0])})")
     found.claim("restoring them", "", _rate(size, min(restored)))
     if setting.on_gpu:
-        limit = 0.02 * held
+        limit = 0.05 * held
         text = "memory of the GPU that parking leaves in use"
         found.claim(text, f"≤ {limit / 1e9:.2f} GB", f"{left / 1e9:.2f} of {held / 1e9:.2f} GB", left <= limit)
     after = _state(policy)

@@ -122,7 +122,10 @@ async def _calls(run: _Run) -> None:
             await _generate(run, client)
             await _load(run, api)
             await _broadcast(run, api)
-            await _sleep(run, api, client, before=before)
+            if run.setting.on_gpu:
+                await _sleep(run, api, client, before=before)
+            else:
+                run.found.not_reached("SGLang's sleep during an update", "SGLang can release only the memory of GPUs")
     finally:
         await child.end(5)
 
@@ -237,9 +240,6 @@ async def _broadcast(run: _Run, api: EngineClient) -> None:
 async def _sleep(run: _Run, api: EngineClient, client: RolloutClient, *, before: int) -> None:
     """Releases SGLang's memory as for an update on the same GPU, and wakes it with other weights."""
     text = "SGLang releases its memory for an update"
-    if not run.setting.on_gpu:
-        run.found.not_reached(text, "SGLang can release only the memory of GPUs")
-        return
     awake = _free_bytes(run.setting)
     start = time.perf_counter()
     await api.sleep(["kv_cache", "weights"], _TIMEOUT_S)

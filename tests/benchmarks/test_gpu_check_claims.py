@@ -1,5 +1,6 @@
 """The claims of single sections of `benchmarks.gpu_check`: they hold for the real parts and fail for broken ones."""
 
+import asyncio
 import importlib.util
 import subprocess
 import sys
@@ -10,16 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.gpu_check import given, head_kernels, lengths, moe
+from benchmarks.gpu_check import given, head_kernels, lengths, moe, sglang_calls
 from benchmarks.gpu_check.__main__ import parse
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.sections import Given, command
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import make_model, random_group, required_flops
+from common.config import Config
+from common.rollout_client import RolloutClient
+from common.sections import ModelSection, RolloutSection
+from services.rollout.engine_client import EngineClient
+from tests.support.engines import engine_process, write_model
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -137,6 +144,32 @@ def test_every_length_fits_into_a_micro_batch_and_most_differ(mixture: Path, tmp
         sizes.append(sum(len(group.prompt_token_ids) + lengths._completed(group) for group in groups))
     assert max(sizes) <= 512
     assert len(set(sizes)) > 9
+
+
+@pytest.mark.integration
+@pytest.mark.slow
+def test_an_engine_sleeps_and_wakes_up_with_the_weights_it_is_given(tmp_path: Path) -> None:
+    """On a CPU, the embedded engine takes the calls that SGLang can answer only on a GPU."""
+    model = write_model(tmp_path / "model", seed=0)
+    other = write_model(tmp_path / "other", seed=1)
+    found = Findings()
+    with engine_process(other, tmp_path / "engine.log", "--weight-version", "3") as (url, _):
+        rollout = RolloutSection(engine="embedded", engine_port=int(url.rpartition(":")[2]))
+        config = Config(model=ModelSection(name=str(model)), rollout=rollout)
+        weights = load_file(model / "model.safetensors")
+        run = sglang_calls._Run(found, on_cpu(tmp_path), config, model=model, weights=weights, other=other, changed={})
+        asyncio.run(_sleep(run))
+    assert [claim.text for claim in found.claims if claim.verdict == "holds"] == [
+        "checksums of the weights that SGLang got after sleep",
+        "SGLang generates after its sleep",
+    ]
+    # A CPU reports no memory, so nothing seems to be released.
+    assert failed(found) == ["SGLang releases its memory for an update"]
+
+
+async def _sleep(run: sglang_calls._Run) -> None:
+    async with EngineClient("engine", run.url) as api, RolloutClient("engine", run.url) as client:
+        await sglang_calls._sleep(run, api, client, before=0)
 
 
 @pytest.mark.integration
