@@ -84,8 +84,7 @@ class Task:
             "RUN_DIR": directory,
             "STATE_DIR": directory / "state",
         }
-        empty = dict.fromkeys(("MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE"), "")
-        words = [word for name, value in {**fixed, **own, **empty}.items() for word in ("--env", f"{name}={value}")]
+        words = [word for name, value in {**fixed, **own}.items() for word in ("--env", f"{name}={value}")]
         command = ["-m", "jobgroup.local", self.jobgroup, "--log-dir", str(directory / "logs")]
         command += [*words, "--env", f"OMP_NUM_THREADS={self.threads}"]
         run(directory / "output.txt", sys.executable, *command, OMP_NUM_THREADS=str(self.threads))

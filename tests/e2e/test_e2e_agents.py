@@ -23,7 +23,6 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
-        "NUM_EPOCHS": "",
         "BATCH_SIZE": "4",
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),

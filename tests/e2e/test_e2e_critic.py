@@ -24,7 +24,6 @@ def test_a_run_never_goes_on_with_another_critic_than_it_trained(base_model: Pat
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-ppo-cpu.yaml",
         "MODEL_NAME": str(base_model),
-        "NUM_EPOCHS": "",
         "BATCH_SIZE": "8",
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),

@@ -48,8 +48,6 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
-        "NUM_EPOCHS": "",
-        "BATCH_SIZE": "",
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(directory / "run"),
         "STATE_DIR": str(directory / "state"),

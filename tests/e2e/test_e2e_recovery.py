@@ -29,7 +29,6 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
-        "NUM_EPOCHS": "",
         "BATCH_SIZE": "8",
         "MAX_STEPS": str(STEPS),
         "RUN_DIR": str(run_dir),

@@ -28,7 +28,7 @@ class Group:
         self.journey, self.mark, self.output = journey, uuid.uuid4().hex, journey.folder / "output.txt"
         place = journey.folder
         settings = {
-            **{"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml", "MODEL_NAME": str(model), "NUM_EPOCHS": "", "BATCH_SIZE": ""},
+            **{"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml", "MODEL_NAME": str(model)},
             **{"MAX_STEPS": str(STEPS), "RUN_DIR": str(place / "run"), "STATE_DIR": str(place / "state")},
             **{"RLHF_TRAINER__CHECKPOINT_EVERY": "10", "OMP_NUM_THREADS": "1"},
         }
