@@ -181,7 +181,7 @@ class Run:
             def gpus() -> int | None:
                 return None if (more := backend.engine_gpus()) is None else own + more
 
-            about = (run.listener.measured, gpus, run.collecting_cpu)
+            about = (run.listener.measured, gpus, run.collecting_cpu, policy.scorer.dropout)
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
                 remedy = "name another RUN_DIR for a new run, or raise trainer.max_steps or trainer.num_epochs to continue"
