@@ -147,7 +147,7 @@ def next_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return logs.gather(2, tokens[:, 1:, None])[..., 0]
 
 
-class NoDropout(TorchFunctionMode):
+class NoDropout(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed for mypy here
     """Inside this context nothing is dropped, also in training mode; `rates` are those that would have been used."""
 
     def __init__(self) -> None:

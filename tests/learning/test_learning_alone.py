@@ -18,6 +18,7 @@ from learning.alone import check_alone, fix_rotary_factors
 from learning.attention import unpackable
 from learning.layout import Padded
 from learning.ranks import Ranks
+from services.critic.model import load_value_model
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
@@ -124,6 +125,8 @@ def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_mode
         short = Policy(settings(directory, ORIGINAL), Ranks()).model.eval()
         torch.testing.assert_close(short(sequence).logits, own)
         assert short.config.to_dict()["rope_parameters"] == plain.config.to_dict()["rope_parameters"]
+        critic = load_value_model(settings(directory, ORIGINAL + 1), Ranks())
+        assert critic.module.config.rope_parameters["short_factor"] == FACTORS["long_factor"]
 
         long = Policy(settings(directory, ORIGINAL + 1), Ranks()).model.eval()
         assert (long(sequence).logits - own).abs().max() > 1e-2

@@ -11,12 +11,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
+from common.sections import ModelSection, TrainerSection
 from learning.attention import unpackable
 from learning.final_logits import final_logits
+from learning.layout import Packed
+from learning.ranks import Ranks
 from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 from tests.support.tiny_models import SIZES
 from tests.support.two_updates import two_updates
+from trainer.policy.scorer import load_scorer
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 
@@ -93,16 +97,22 @@ def _is_derived(config: Any, name: str) -> bool:
     return isinstance(getattr(type(config), name, None), property)
 
 
-def line_of(kind: str, model: Any, outcome: str) -> str:
+def line_of(kind: str, model: Any, directory: Path, outcome: str) -> str:
     """Returns the line of the table."""
-    reason = unpackable(model)
     final = final_logits(model)
     scale = f"{final.scale:.4g}"
     logits = [] if scale == "1" else [f"× {scale}"]
     logits += [] if final.cap is None else [f"capped at {final.cap:.4g}"]
-    packs = "packed" if kind not in ("nemotron",) else "padded: its layers pass no options on to their attention"
-    layout = packs if reason is None else f"padded: {reason}"
-    return f"| `{kind}` | {layout} | {', '.join(logits) or 'as they are'} | {outcome} |"
+    return f"| `{kind}` | {layout_of(model, directory)} | {', '.join(logits) or 'as they are'} | {outcome} |"
+
+
+def layout_of(model: Any, directory: Path) -> str:
+    """Returns how the trainer lays out the rows of the model, and why not packed."""
+    try:
+        layout = load_scorer(ModelSection(name=str(directory)), Ranks(), TrainerSection()).layout
+    except ConfigError:
+        return "–"
+    return "packed" if layout is Packed else f"padded: {unpackable(model) or 'packed rows would change one another'}"
 
 
 async def outcome_of(directory: Path, workplace: Path) -> str:
@@ -110,7 +120,7 @@ async def outcome_of(directory: Path, workplace: Path) -> str:
     try:
         updates = await two_updates(directory, workplace, {"data.prompt_template": "{question}"})
     except ConfigError as error:
-        return f"refused: {error.message}"
+        return f"refused: {error.message.partition(': ')[0]}"
     for metrics in updates:
         assert metrics.delta_logprob < NEAR
         assert metrics.grad_norm > 0
@@ -120,7 +130,7 @@ async def outcome_of(directory: Path, workplace: Path) -> str:
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 async def test_an_architecture_is_trained_or_refused_as_the_table_says(kind: str, tmp_path: Path) -> None:
     model = written(kind, tmp_path / "model")
-    line = line_of(kind, model, await outcome_of(tmp_path / "model", tmp_path))
+    line = line_of(kind, model, tmp_path / "model", await outcome_of(tmp_path / "model", tmp_path))
     assert line in PAGE.read_text().splitlines()
 
 
