@@ -151,7 +151,7 @@ def check(model: Any, max_tokens: int | None = None, modes: tuple[bool, ...] = (
     return check_alone(model, scorer.next_scores, torch.device("cpu"), max_tokens, modes=modes)
 
 
-class Mixed(nn.Module):
+class Mixed(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A layer of a made-up model that mixes the tokens of a batch."""
 
     def __init__(self, layer: nn.Module, how: str) -> None:
