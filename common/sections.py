@@ -365,7 +365,8 @@ class RolloutSection(Section):
     """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its KV cache, with
     `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
     max_context_tokens: int = Field(2048, gt=1)
-    """Longest prompt plus completion of the embedded engine, in tokens. For SGLang on a CPU, this times `max_running_requests`
+    """Longest prompt plus completion of the embedded engine, in tokens. It decides the factors of a model with LongRoPE
+    (docs/reference/models.md). For SGLang on a CPU, this times `max_running_requests`
     is the size of the KV cache in tokens (at most 30 % of the free memory)."""
     router: Literal["sglang-router", "smg"] = "sglang-router"
     """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""

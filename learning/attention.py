@@ -15,6 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common.errors import ConfigError
+
 _Array = NDArray[np.int64]
 
 NAME = "packed"
@@ -131,6 +133,12 @@ def _attention(
     """
     segments: Segments | None = options.pop("segments", None)
     if segments is None:
+        if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
+            raise ConfigError(  # the placeholder of a packed line
+                "the layers of this model pass no options on to their attention, so its rows cannot be packed",
+                field="trainer.packing",
+                remedy="set it to off",
+            )
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return plain
     kind = query.device.type

@@ -181,7 +181,7 @@ class Run:
             def gpus() -> int | None:
                 return None if (more := backend.engine_gpus()) is None else own + more
 
-            about = (run.listener.measured, gpus, run.collecting_cpu)
+            about = (run.listener.measured, gpus, run.collecting_cpu, policy.scorer.dropout)
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
                 raised = "trainer.num_epochs" if config.trainer.max_steps is None else "trainer.max_steps"

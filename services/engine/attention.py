@@ -47,7 +47,7 @@ def _attend(
     value: Tensor,
     __: Tensor | None,
     *,
-    slots: SlotCache,
+    slots: SlotCache | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -58,6 +58,8 @@ def _attend(
 
     Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are sinks (GPT-OSS).
     """
+    if slots is None:
+        raise RuntimeError("its layers pass no options on to their attention")
     if options.get("position_bias") is not None:
         raise RuntimeError("the embedded engine does not support attention with a position bias")
     heads, length, size = query.shape[1:]

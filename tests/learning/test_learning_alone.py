@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.config import Config, from_mapping
 from common.errors import ConfigError
 from learning.alone import check_alone, fix_rotary_factors
+from learning.attention import unpackable
 from learning.layout import Padded
 from learning.ranks import Ranks
+from services.critic.model import load_value_model
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams
 from services.engine.model import Model
@@ -35,14 +37,13 @@ LONGROPE: dict[str, Any] = {
 MINICPM: dict[str, Any] = {
     "rope_parameters": LONGROPE["rope_parameters"] | {"original_max_position_embeddings": ORIGINAL},
     "max_position_embeddings": POSITIONS,
-    **{
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 8,
-        "dim_model_base": 32,
-    },
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "dim_model_base": 32,
 }
 DYNAMIC: dict[str, Any] = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
@@ -124,6 +125,8 @@ def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_mode
         short = Policy(settings(directory, ORIGINAL), Ranks()).model.eval()
         torch.testing.assert_close(short(sequence).logits, own)
         assert short.config.to_dict()["rope_parameters"] == plain.config.to_dict()["rope_parameters"]
+        critic = load_value_model(settings(directory, ORIGINAL + 1), Ranks())
+        assert critic.module.config.rope_parameters["short_factor"] == FACTORS["long_factor"]
 
         long = Policy(settings(directory, ORIGINAL + 1), Ranks()).model.eval()
         assert (long(sequence).logits - own).abs().max() > 1e-2
@@ -145,10 +148,10 @@ def test_without_fixed_factors_the_check_finds_the_dependence(tmp_path: Path) ->
 
 def check(model: Any, max_tokens: int | None = None, modes: tuple[bool, ...] = (False, True)) -> set[float]:
     scorer = Scorer(model)
-    return check_alone(model, scorer.plain_scores, torch.device("cpu"), max_tokens, modes=modes)
+    return check_alone(model, scorer.next_scores, torch.device("cpu"), max_tokens, modes=modes)
 
 
-class Mixed(nn.Module):
+class Mixed(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A layer of a made-up model that mixes the tokens of a batch."""
 
     def __init__(self, layer: nn.Module, how: str) -> None:
@@ -166,10 +169,10 @@ class Mixed(nn.Module):
             flat = states.flatten(0, 1)
             room = torch.arange(len(flat)) >= len(flat) // 2
             return torch.where(room[:, None], flat, 2 * flat).view_as(states)
-        return states / states.abs().amax()
+        return states - states.mean((0, 1))
 
 
-@pytest.mark.parametrize("how", ["norm", "capacity", "largest"])
+@pytest.mark.parametrize("how", ["norm", "capacity", "mean"])
 def test_made_up_models_that_mix_a_batch_are_refused(how: str) -> None:
     model = make("llama")
     model.model.layers[0] = Mixed(model.model.layers[0], how)
@@ -179,6 +182,7 @@ def test_made_up_models_that_mix_a_batch_are_refused(how: str) -> None:
         check(model)
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, before[name], rtol=0, atol=0)
+    assert not model.training
     if how == "norm":  # a batch norm mixes nothing in evaluation mode
         check(model, modes=(False,))
 
@@ -190,6 +194,28 @@ def test_families_pass_the_check_which_leaves_no_trace(kind: str) -> None:
     assert check(model) == set()
     assert torch.equal(torch.get_rng_state(), state)
     assert not model.training
+
+
+def test_a_model_that_routes_at_random_in_training_is_refused_with_that_reason() -> None:
+    model = make("phimoe", num_local_experts=4, input_jitter_noise=0.01)  # as Phi-3.5-MoE
+    state = torch.get_rng_state()
+    with pytest.raises(ConfigError, match="draws random numbers in training mode, not only for dropout"):
+        check(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    check(model, modes=(False,))
+
+
+def test_a_model_whose_layers_pass_no_options_on_is_padded(tmp_path: Path) -> None:
+    directory = written(tmp_path, "nemotron", {})
+    model = make("nemotron", vocab_size=400)
+    assert unpackable(model) is None
+    with pytest.raises(ConfigError, match=r"pass no options on to their attention.*trainer\.packing"):
+        check(model)
+    config = settings(directory, 100)
+    assert Policy(config, Ranks()).scorer.layout is Padded
+    config.trainer.packing = "on"
+    with pytest.raises(ConfigError, match=r"trainer\.packing"):
+        Policy(config, Ranks())
 
 
 def test_the_check_names_the_rates_of_dropout_in_updates() -> None:

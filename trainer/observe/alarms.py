@@ -1,5 +1,6 @@
 """Alarms: measurements of an update that are out of bounds, with the likely cause. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,20 +42,35 @@ def limits(old: bool) -> dict[str, Limit]:
     }
 
 
-def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[str, str]:
+def alarms(metrics: "UpdateMetrics", staleness: float, config: Config, dropout: Collection[str] = ()) -> dict[str, str]:
     """Returns the texts of raised alarms by name; empty when there are none.
 
-    `staleness` is the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
+    Args:
+        metrics: of the update.
+        staleness: the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
+        config: the settings of the run.
+        dropout: the settings of the model that make updates, and nothing else, drop some of its numbers.
     """
     old = staleness > 0
     bounds = limits(old)
-    cause = _age(staleness, config) if old else "the engine's numbers differ from the trainer's: see its precision and filters"
+    mismatch = (
+        _dropout(dropout)
+        if dropout
+        else (
+            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a "
+            "sampling filter in the engine that the trainer does not know, or weights that did not arrive whole"
+        )
+    )
+    if old:
+        cause = _age(staleness, config)
+    elif dropout:
+        cause = _dropout(dropout)
+    else:
+        cause = "the engine's numbers differ from the trainer's: see its precision and filters"
     texts = {
         "delta_logprob": (
             f"mean |Δ logprob| between rollout engine and trainer is {metrics.delta_logprob_current:.3g} on the same weights "
-            f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: another precision or a "
-            f"quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a sampling filter in the "
-            "engine that the trainer does not know, or weights that did not arrive whole"
+            f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: {mismatch}"
         ),
         "kl_rollout": f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above "
         f"{bounds['kl_rollout'].value}). Likely: {cause}",
@@ -64,6 +80,15 @@ def alarms(metrics: "UpdateMetrics", staleness: float, config: Config) -> dict[s
         ),
     }
     return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
+
+
+def _dropout(settings: Collection[str]) -> str:
+    """Explains that dropout makes the updated policy differ from the one that samples."""
+    names = ", ".join(settings)
+    return (
+        f"dropout ({names}), which applies in updates and not in the engine. Set it to 0: `lora.dropout` in the settings, "
+        "the others in the model's config.json"
+    )
 
 
 def _age(staleness: float, config: Config) -> str:

@@ -1,6 +1,6 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -50,7 +50,7 @@ class RunLog:
 class RecordedRun(RunLog):
     """Log of rank 0 for a run that continues after `step`; records include the results of `measured` and `gpus`.
 
-    `collecting_cpu` returns the CPU seconds of the collecting thread.
+    `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's settings of dropout.
     """
 
     def __init__(
@@ -63,11 +63,13 @@ class RecordedRun(RunLog):
         measured: Callable[[int], dict[str, float]] = lambda step: {},
         gpus: Callable[[], int | None] = lambda: None,
         collecting_cpu: Callable[[], float] = lambda: 0.0,
+        dropout: Collection[str] = (),
     ) -> None:
         self._config, self._recorder, self._metrics, self._clock = config, recorder, metrics, clock
         self._cpu, self._collecting_cpu = CpuClock(), CpuClock(collecting_cpu)
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
         self._step, self._measured, self._gpus = step, measured, gpus
+        self._dropout = dropout
 
     @contextmanager
     def training(self, step: int, total_steps: int, drops: Drops) -> Iterator[None]:
@@ -127,7 +129,7 @@ class RecordedRun(RunLog):
             verified=verified,
             rewards=_rewards(answers),
             logged=self._measured(step),
-            alarms=alarms(update.metrics, float(np.mean(ages)), self._config),
+            alarms=alarms(update.metrics, float(np.mean(ages)), self._config, self._dropout),
         )
 
     @contextmanager

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 _BLOCK, _WARPS = 4096, 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _tanh(x):  # type: ignore[no-untyped-def]
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]  # triton is not typed for mypy here
     falling = tl.exp(-2 * tl.abs(x))  # at most 1, so that nothing overflows
     size = (1 - falling) / (1 + falling)
     return tl.where(x < 0, -size, size)
 
 
-@triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _capped(logits, cap):  # type: ignore[no-untyped-def]
+@triton.jit
+def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed for mypy here
     """Caps logits, except those of excluded tokens and of padding, whose probability must stay 0."""
     return tl.where(logits > -1e29, cap * _tanh(logits / cap), logits)
 

@@ -3,12 +3,13 @@
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -20,13 +21,15 @@ from common.hub import check_model
 from common.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
 from learning.final_logits import final_logits
-from learning.layout import Layout, Packing, layout_for
+from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved
 from learning.loading import AddedModules, Pretrained, load
 from learning.ranks import Ranks
+from learning.sharding import reshard
 from learning.support import Support
 from trainer.policy import checkpoint
 from trainer.policy.logprobs import token_scores
 
+log = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 """PEFT's counterpart of a model's `config.json`."""
 
@@ -111,9 +114,34 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
-    modes = (False, True) if trained else (False,)
-    scorer.dropout = check_alone(scorer.model, scorer.plain_scores, ranks.device, max_tokens, low_precision=low, modes=modes)
+
+    def score(tokens: Tensor, positions: Tensor | None) -> Tensor:
+        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low and not ranks.sharded):
+            return scorer.next_scores(tokens, positions)
+
+    def check() -> set[float]:
+        modes = (False, True) if trained else (False,)
+        return check_alone(scorer.model, score, ranks.device, max_tokens, low_precision=low, modes=modes)
+
+    try:
+        rates = check()
+    except ConfigError as error:
+        if scorer.layout is Padded or settings.packing == "on":
+            raise
+        log.info("rows are padded, because packed ones do not suit this model: %s", error.message)
+        scorer.layout = Padded
+        rates = check()
+    reshard(scorer)
+    scorer.dropout = _dropout_settings(scorer.model, rates)
     return scorer if trained else scorer.requires_grad_(False)
+
+
+def _dropout_settings(model: Any, rates: Collection[float]) -> list[str]:
+    """Returns the model's settings of dropout with one of these rates, its adapter's among them."""
+    settings = model.config.get_text_config().to_dict()
+    found = [f"{name} {value}" for name, value in settings.items() if "drop" in name and value in rates]
+    adapters = getattr(model, "peft_config", {}).values()
+    return found + [f"lora.dropout {each.lora_dropout}" for each in adapters if each.lora_dropout in rates]
 
 
 def load_tokenizer(config: ModelSection) -> Any:
@@ -197,17 +225,16 @@ class TokenScores(NamedTuple):
 
 
 @dataclass
-class _PlainRows:
-    """Rows of T tokens, all of which are scored but the first."""
+class _PlacedRows:
+    """Padded rows of T tokens at given positions, all of which are scored but the first."""
 
     input_ids: Tensor
-    positions: Tensor | None
-    """[rows, T], or None for 0 to T - 1."""
+    positions: Tensor
+    """[rows, T]"""
 
     def hidden(self, body: nn.Module) -> Tensor:
         """Returns [rows · (T - 1), H] final hidden states of `body`."""
-        positions = {} if self.positions is None else {"position_ids": self.positions}
-        states = body(input_ids=self.input_ids, use_cache=False, **positions).last_hidden_state
+        states = body(input_ids=self.input_ids, position_ids=self.positions, use_cache=False).last_hidden_state
         return states[:, :-1].flatten(0, 1)
 
 
@@ -222,20 +249,30 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         super().__init__()
         self._final_logits = final_logits(model)
         self._fp32_head = fp32_head
-        self.layout = layout_for(model, packing)
+        self.layout: type[Layout] = layout_for(model, packing)
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
-        self.dropout: set[float] = set()
-        """The rates of dropout that the model applies in updates, its adapter's too."""
+        self.dropout: list[str] = []
+        """The settings that make updates drop some of the model's numbers, such as `attention_dropout 0.1`."""
 
-    def plain_scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, at temperature 1."""
-        scores = self(_PlainRows(tokens, positions), tokens[:, 1:].flatten(), 1.0)
-        return scores.logprobs.view(len(tokens), -1)
+    def next_scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, at temperature 1.
+
+        Args:
+            tokens: of rows of one length, which are laid out as in an update.
+            positions: [rows, T], consecutive in a row; None for 0 to T - 1.
+        """
+        ids = list(tokens.cpu().numpy())
+        rows: Layout | _PlacedRows = moved(self.layout.of([row[:1] for row in ids], [row[1:] for row in ids]), tokens.device)
+        if positions is not None and isinstance(rows, Packed):
+            rows.position_ids = positions[:, :-1].reshape(1, -1)
+        elif positions is not None:
+            rows = _PlacedRows(tokens, positions)
+        return self(rows, tokens[:, 1:].flatten(), 1.0).logprobs.view(len(tokens), -1)
 
     def forward(
         self,
-        rows: Layout | _PlainRows,
+        rows: Layout | _PlacedRows,
         targets: Tensor,
         temperature: float,
         entropy_gradient: bool = False,

@@ -1,92 +1,33 @@
 """Model families with tiny random weights: prompt, generate, train, publish, generate again, and score equally."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
-from msgspec.structs import replace
 from rich.console import Console
 
-from common.config import Config, from_mapping, load
+from common.config import from_mapping, load
 from common.prompts import Prompter, PromptStyle
-from common.rollout_client import RolloutClient
-from common.schemas import Group, Prompt
-from learning.ranks import Ranks
-from services.data.tiny import problems
-from services.engine.app import make_app
-from services.engine.engine import Engine
-from services.engine.model import Model
-from services.rollout.engine_client import EngineClient
 from tests.support.families import FAMILIES
-from tests.support.groups import prepared
 from tests.support.paths import ROOT
+from tests.support.two_updates import PROMPTS, two_updates
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
-from trainer.policy.policy import Policy
-from trainer.policy.scorer import load_tokenizer, stop_token_ids
-from trainer.weights.adapters import static_files
-from trainer.weights.publisher import version_name, write_version
+from trainer.policy.scorer import load_tokenizer
 
 pytestmark = pytest.mark.integration
 
 NEAR = 1e-5
 CASES = [*((name, {}) for name in FAMILIES), ("Qwen3", {"sampling.chat_template_kwargs": {"enable_thinking": False}})]
 NAMES = [f"{name}{' without thinking' if settings else ''}" for name, settings in CASES]
-PROMPTS = [
-    Prompt(id=f"p{number}", prompt=problem.question, ground_truth=str(problem.answer))
-    for number, problem in enumerate(itertools.islice(problems("train"), 3))
-]
-
-
-async def sampled(client: RolloutClient, prompter: Prompter, config: Config) -> list[Group]:
-    """Generates a group for every prompt, as the collector does."""
-    groups = []
-    for number, ids in enumerate(prompter.all_token_ids(PROMPTS)):
-        sampling = config.sampling
-        completions = await client.generate(
-            ids,
-            n=4,
-            max_new_tokens=16,
-            temperature=sampling.temperature,
-            stop_token_ids=prompter.stop_token_ids,
-            sampling_seed=number,
-            shape=sampling.bounded_cuts() | sampling.ends(),
-        )
-        rewarded = [replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)]
-        prompt = np.array(ids, np.int32)
-        groups.append(Group(f"g{number}", f"p{number}", "", "", prompt, rewarded, position=number))
-    return groups
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 async def test_a_family_is_trained_published_and_generated(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    directory = FAMILIES[name].write(tmp_path / "hub")
-    training = {"trainer.learning_rate": 1e-2, "trainer.warmup_steps": 0, "sampling.temperature": 0.9}
-    shape = {"sampling.top_p": 0.95, "rollout.engine": "embedded", "rollout.device": "cpu"}
-    config = from_mapping({"model.name": str(directory), **training, **shape, **settings})
-    policy, tokenizer = Policy(config, Ranks()), load_tokenizer(config.model)
-    prompter = Prompter(tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer))
-    static = static_files(config, policy.model, tokenizer, tmp_path / "static")
-    write_version(policy.weights(), static, tmp_path / "weights", "run", 0)
-    app = make_app(Engine(Model(tmp_path / "weights" / version_name(0), 256), weight_version="0"))
-    transport = httpx.ASGITransport(app)
-    async with (
-        app.router.lifespan_context(app),
-        RolloutClient("engine", "http://in-process", transport=transport) as client,
-        EngineClient("engine", "http://in-process", transport=transport) as control,
-    ):
-        for version in range(2):
-            groups = await sampled(client, prompter, config)
-            assert {completion.weight_version for group in groups for completion in group.completions} == {version}
-            metrics = policy.update(prepared(policy, groups)).metrics
-            assert metrics.trained_tokens > 30
-            assert metrics.delta_logprob < NEAR
-            assert metrics.grad_norm > 0
-            write_version(policy.weights(), static, tmp_path / "weights", "run", version + 1)
-            await control.load(tmp_path / "weights" / version_name(version + 1), str(version + 1), 60)
+    for metrics in await two_updates(FAMILIES[name].write(tmp_path / "hub"), tmp_path, settings):
+        assert metrics.trained_tokens > 30
+        assert metrics.delta_logprob < NEAR
+        assert metrics.grad_norm > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -27,6 +27,17 @@ def test_on_policy_the_cause_of_a_difference_is_the_engine() -> None:
     assert "precision" in found["kl_rollout"]
 
 
+def test_dropout_of_the_model_is_the_cause_that_is_named() -> None:
+    measured = replace(WELL, delta_logprob_current=0.1, kl_rollout=0.02)
+    found = alarms(measured, 0.0, Config(), ["attn_pdrop 0.1", "lora.dropout 0.05"])
+    for text in found.values():
+        assert "dropout (attn_pdrop 0.1, lora.dropout 0.05), which applies in updates and not in the engine" in text
+        assert "config.json" in text
+        assert "precision" not in text
+    old = alarms(measured, 1.5, Config(), ["attn_pdrop 0.1"])
+    assert "weight versions old" in old["kl_rollout"]
+
+
 @pytest.mark.parametrize("reuse", [0.0, 0.5])
 def test_off_policy_the_cause_is_the_age_and_the_remedy_names_the_settings(reuse: float) -> None:
     config = Config(algorithm=AlgorithmSection(rollout_correction="none"))

@@ -90,7 +90,7 @@ def test_scaled_and_capped_logits_are_scored_as_the_model_computes_them(name: st
         torch.testing.assert_close(ours[key], gradient, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
 
 
-class Head(nn.Module):
+class Head(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """A head that is not a plain linear layer, as an adapter's."""
 
     def __init__(self, linear: nn.Linear) -> None:

@@ -1,0 +1,82 @@
+"""Prompt, generate, train, publish, generate again: a run with its real parts and without its services."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from msgspec.structs import replace
+
+from common.config import Config, from_mapping
+from common.prompts import Prompter, PromptStyle
+from common.rollout_client import RolloutClient
+from common.schemas import Group, Prompt
+from learning.ranks import Ranks
+from services.data.tiny import problems
+from services.engine.app import make_app
+from services.engine.engine import Engine
+from services.engine.model import Model
+from services.rollout.engine_client import EngineClient
+from tests.support.groups import prepared
+from trainer.policy.policy import Policy
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.policy.update_metrics import UpdateMetrics
+from trainer.weights.adapters import static_files
+from trainer.weights.publisher import version_name, write_version
+
+PROMPTS = [
+    Prompt(id=f"p{number}", prompt=problem.question, ground_truth=str(problem.answer))
+    for number, problem in enumerate(itertools.islice(problems("train"), 3))
+]
+_CONTEXT = 256
+
+
+async def two_updates(directory: Path, workplace: Path, settings: dict[str, Any]) -> list[UpdateMetrics]:
+    """Returns the metrics of two updates of the model in `directory` on answers that the embedded engine sampled.
+
+    Every answer must be of the newest weights. Raises ConfigError when the trainer or the engine refuses the model.
+    """
+    training = {"trainer.learning_rate": 1e-2, "trainer.warmup_steps": 0, "sampling.temperature": 0.9}
+    shape = {"sampling.top_p": 0.95, "rollout.engine": "embedded", "rollout.device": "cpu"}
+    context = {"rollout.max_context_tokens": _CONTEXT, "sampling.max_new_tokens": 16}
+    config = from_mapping({"model.name": str(directory), **training, **shape, **context, **settings})
+    policy, tokenizer = Policy(config, Ranks()), load_tokenizer(config.model)
+    prompter = Prompter(tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer))
+    static = static_files(config, policy.model, tokenizer, workplace / "static")
+    write_version(policy.weights(), static, workplace / "weights", "run", 0)
+    app = make_app(Engine(Model(workplace / "weights" / version_name(0), _CONTEXT), weight_version="0"))
+    transport = httpx.ASGITransport(app)
+    found = []
+    async with (
+        app.router.lifespan_context(app),
+        RolloutClient("engine", "http://in-process", transport=transport) as client,
+        EngineClient("engine", "http://in-process", transport=transport) as control,
+    ):
+        for version in range(2):
+            groups = await _sampled(client, prompter, config)
+            assert {completion.weight_version for group in groups for completion in group.completions} == {version}
+            found.append(policy.update(prepared(policy, groups)).metrics)
+            write_version(policy.weights(), static, workplace / "weights", "run", version + 1)
+            await control.load(workplace / "weights" / version_name(version + 1), str(version + 1), 60)
+    return found
+
+
+async def _sampled(client: RolloutClient, prompter: Prompter, config: Config) -> list[Group]:
+    """Generates a group for every prompt, as the collector does."""
+    groups = []
+    for number, ids in enumerate(prompter.all_token_ids(PROMPTS)):
+        sampling = config.sampling
+        completions = await client.generate(
+            ids,
+            n=4,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            stop_token_ids=prompter.stop_token_ids,
+            sampling_seed=number,
+            shape=sampling.bounded_cuts() | sampling.ends(),
+        )
+        rewarded = [replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)]
+        prompt = np.array(ids, np.int32)
+        groups.append(Group(f"g{number}", f"p{number}", "", "", prompt, rewarded, position=number))
+    return groups
