@@ -23,11 +23,11 @@ import psutil
 from aiohttp import web
 
 from benchmarks.processes import free_port, processes
-from common.environment_client import EnvironmentClient
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
-from common.sections import EnvironmentSection
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.template import Template

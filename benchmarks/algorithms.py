@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.learning import Curve, mean_curve, train
-from common.algorithm import RECIPES
+from common.settings.algorithm import RECIPES
 
 mpl.use("Agg")  # must precede pyplot; needs no display
 

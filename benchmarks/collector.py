@@ -25,12 +25,12 @@ import orjson
 from aiohttp import web
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients import DataClient, ReplayClient, RewardClient
-from common.config import Config, load
-from common.loop_thread import LoopThread
-from common.prompts import Prompter, PromptStyle
-from common.rollout_client import RolloutClient, completion_from_answer
-from common.wire import decode_groups
+from common.clients.base import DataClient, ReplayClient, RewardClient
+from common.clients.rollout import RolloutClient, completion_from_answer
+from common.process.loop_thread import LoopThread
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config, load
+from common.wire.codec import decode_groups
 from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector

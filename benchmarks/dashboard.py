@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.groups import write_lines
-from common.schemas import Completion, Group
+from common.wire.schemas import Completion, Group
 from tests.support.browser import Page, chromium
 from tests.support.viewer_page import served
 from trainer.cli.tiny_base import make_tokenizer

@@ -11,7 +11,7 @@ from statistics import mean
 
 from rich.console import Console
 
-from common.config import Config, load
+from common.settings.config import Config, load
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 

@@ -34,11 +34,11 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config, load
-from common.loop_thread import LoopThread
-from common.rollout_client import RolloutClient
-from common.run_lock import RunLock
+from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.rollout import RolloutClient
+from common.process.loop_thread import LoopThread
+from common.process.run_lock import RunLock
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
@@ -290,7 +290,7 @@ def main() -> None:
         port, token_s, load_s = json.loads(arguments.engine)
         web.run_app(SimulatedEngine(token_s, load_s).app(), host="127.0.0.1", port=port, print=None)
         return
-    for name in ("httpx", "trainer.rollouts.collector", "common.clients"):
+    for name in ("httpx", "trainer.rollouts.collector", "common.clients.base"):
         logging.getLogger(name).setLevel(logging.ERROR)
     table = Table(
         title=f"median step (and mean) as a multiple of the larger of generation and training ({arguments.steps} steps)"

@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.loop_thread import LoopThread
-from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightManifest, WorkerReport
-from common.topology import Topology
+from common.process.loop_thread import LoopThread
+from common.process.metrics import Metrics
+from common.process.topology import Topology
+from common.wire.schemas import WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, join
 from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.weights import copy_tensors, load_into, own_tensors

@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from benchmarks.update import GROUPS, full_groups
-from common.config import Config, fail, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
+from common.settings.config import Config, fail, load
 from learning import attention, head
 from learning.final_logits import FinalLogits
 from learning.loading import Pretrained, materialise

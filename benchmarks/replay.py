@@ -18,10 +18,10 @@ import numpy as np
 import orjson
 
 from benchmarks.processes import free_port, processes
-from common import wire
-from common.clients import ReplayClient
-from common.schemas import Completion, Group, Groups, SampleRequest, TakeRequest
-from common.sections import ReplaySection
+from common.clients.base import ReplayClient
+from common.settings.sections import ReplaySection
+from common.wire import codec
+from common.wire.schemas import Completion, Group, Groups, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer
 from services.replay.reuse import ReuseIndex
 
@@ -62,17 +62,17 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
     json_headers = {"content-type": "application/json", "accept": "application/json"}
 
     async def add_json(groups: list[Group]) -> None:
-        body = orjson.dumps({"groups": [wire.group_json(group) for group in groups]})
+        body = orjson.dumps({"groups": [codec.group_json(group) for group in groups]})
         sizes["JSON add"] = sizes["JSON take"] = len(body) / MEGABYTE
         await client.request("POST", "/groups", content=body, headers=json_headers)
 
     async def take_json(request: TakeRequest) -> None:
         answer = await client.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": "application/json"})
-        assert len(wire.decode_json(answer.content, Groups).groups) == GROUPS
+        assert len(codec.decode_json(answer.content, Groups).groups) == GROUPS
 
     for i in range(rounds):
         first, second = make_groups(f"m{i}", rng), make_groups(f"j{i}", rng)
-        sizes["msgpack add"] = sizes["msgpack take"] = len(wire.encode_groups(first)) / MEGABYTE
+        sizes["msgpack add"] = sizes["msgpack take"] = len(codec.encode_groups(first)) / MEGABYTE
         take_first, take_second = (TakeRequest(count=GROUPS, request_id=f"{kind}{i}") for kind in "mj")
         seconds["msgpack add"].append(await timed(lambda groups=first: client.add(groups)))  # type: ignore[misc]
         seconds["msgpack take"].append(await timed(lambda request=take_first: client.take(request)))  # type: ignore[misc]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from math_verify import parse, verify
 
 from benchmarks.processes import ROOT
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.scorer import RewardScorer
 
 GOLDEN = ROOT / "tests" / "golden" / "rewards.jsonl"

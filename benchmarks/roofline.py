@@ -39,7 +39,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.rehearsal import PEAK, Cost
 from benchmarks.update import SHAPES
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning import attention, sharding
 from learning.layout import Packed, layout_for
 

@@ -31,11 +31,11 @@ from aiohttp import web
 
 from benchmarks.engine import build
 from benchmarks.processes import free_port, processes
-from common.config import Config
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.rollout_client import RolloutClient
-from common.sections import RolloutSection
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import Config
+from common.settings.sections import RolloutSection
 from services.rollout.router import router_command
 
 GROUPS, ROUNDS, IN_FLIGHT, DOWN_S = 256, 300, 16, 10.0

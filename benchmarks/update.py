@@ -28,9 +28,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.processes import TRL_PYTHON, require_trl, run
-from common.config import Config, fail, load
 from common.errors import ConfigError
-from common.schemas import Completion, Group
+from common.settings.config import Config, fail, load
+from common.wire.schemas import Completion, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages

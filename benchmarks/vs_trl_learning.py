@@ -26,10 +26,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.trl_side import Job, grade
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
-from common.config import Config, fail, load
 from common.errors import ConfigError
-from common.prompts import Prompter, PromptStyle
-from common.schemas import Group, Prompt
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config, fail, load
+from common.wire.schemas import Group, Prompt
 from services.data.loaders import load_split
 from services.data.stream import PromptStream
 from services.replay.buffer import unpack_groups

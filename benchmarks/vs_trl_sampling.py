@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from benchmarks.vs_trl_learning import padded, recorded, settings
-from common.config import Config
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from learning.layout import Padded
 from trainer.algorithms.losses import row_sum
 from trainer.policy.scorer import Scorer, load_tokenizer, quiet, stop_token_ids

@@ -22,7 +22,7 @@ class ServiceError(Exception):
     """An error with a code for programs, and a message, field, value and remedy for users.
 
     Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the status and
-    `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients` turns that body back into this exception, with
+    `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients.base` turns that body back into this exception, with
     the id of the `request` that both sides log.
     """
 

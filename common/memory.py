@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from common.config import Config
 from common.errors import ConfigError
+from common.settings.config import Config
 
 _KNOWN = {
     **{"llama": "no", "mistral": "no", "phi3": "no", "qwen2": "qkv", "qwen3": "norm"},

@@ -103,13 +103,13 @@ def _outside() -> dict[str, str]:
 
 def settings() -> str:
     """A table of every setting by section, from its declaration."""
-    from common.config import Config
-    from common.config_sources import SHORT_NAMES
+    from common.settings.config import Config
+    from common.settings.sources import SHORT_NAMES
 
     short = {".".join(keys): name for name, keys in SHORT_NAMES.items()}
     lines = [
         "# Settings\n",
-        "Generated from the declarations in `common/sections.py`, `common/algorithm.py` and `common/config.py`.",
+        "Generated from the declarations in `common/settings/sections.py`, `common/settings/algorithm.py` and `common/settings/config.py`.",
         "A later source wins: defaults, the file of `--config` (or `RUN_CONFIG`), the environment",
         "(`RLHF_SECTION__FIELD` and the short names below), the command line (`--section.field`).",
         "A name that does not exist is refused, and so is a setting that the other settings make pointless.\n",

@@ -27,9 +27,9 @@ from typing import Any
 
 import yaml
 
-from common.cli import CommandParser
-from common.config import fail
 from common.errors import ConfigError
+from common.process.cli import CommandParser
+from common.settings.config import fail
 from jobgroup.fit import Placed, missing, problems, warnings
 from jobgroup.spec import assignment, known_variable
 

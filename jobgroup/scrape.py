@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from common.cli import CommandParser
-from common.config import fail
 from common.errors import ConfigError
-from common.security import tls
-from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
+from common.process.cli import CommandParser
+from common.process.security import tls
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
+from common.settings.config import fail
 from jobgroup import spec
 
 INTERVAL_S = 10

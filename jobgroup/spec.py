@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common import config
-from common.config_sources import yaml_problem
 from common.errors import ConfigError
-from common.explain import did_you_mean, explained
+from common.settings import config
+from common.settings.explain import did_you_mean, explained
+from common.settings.sources import yaml_problem
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

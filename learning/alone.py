@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from common.errors import ConfigError
-from common.rotary import rotations, switch_length
+from common.models.rotary import rotations, switch_length
 
 log = logging.getLogger(__name__)
 _SHORT, _LONG = 12, 24

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.schemas import Float32, Int32
+from common.wire.schemas import Float32, Int32
 from learning.ranks import Ranks
 
 Indices = NDArray[np.int64]

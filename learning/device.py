@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from common.errors import ConfigError
-from common.topology import assigned_gpus, hidden_gpus
+from common.process.topology import assigned_gpus, hidden_gpus
 
 DeviceKind = Literal["auto", "cpu", "cuda"]
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from common.errors import ConfigError
-from common.schemas import Int32
+from common.wire.schemas import Int32
 from learning.attention import NAME, Segments, register, unpackable
 
 Packing = Literal["auto", "on", "off"]

@@ -20,10 +20,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
-from common import watchdog
 from common.errors import shorten
-from common.security import is_loopback
-from common.topology import LOST, TRAINER, Topology
+from common.process import watchdog
+from common.process.security import is_loopback
+from common.process.topology import LOST, TRAINER, Topology
 from learning.ranks import Ranks
 
 log = logging.getLogger(__name__)

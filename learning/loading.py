@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, GenerationConfig
 
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning.hub_names import hub_shapes, learn, stacks, to_hub
 from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard

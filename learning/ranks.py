@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from common.errors import ConfigError
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning.allocator import configure_allocators
 from learning.device import DeviceKind, choose_device
 

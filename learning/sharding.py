@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from common.errors import ConfigError
 from common.memory import sums_once
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning.kernels import has_triton
 from learning.ranks import Ranks
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from common.schemas import Completion, Group, Int32
+from common.wire.schemas import Completion, Group, Int32
 
 _NOTHING = -1e30
 """A logit with probability 0; unlike infinity, it cannot turn a sum into NaN."""

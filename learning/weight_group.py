@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from common.schemas import Bucket
+from common.wire.schemas import Bucket
 
 
 def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:

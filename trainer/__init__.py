@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from common.schemas import Prompt as Prompt
+    from common.wire.schemas import Prompt as Prompt
     from services.data.loaders import CustomDatasetLoader as CustomDatasetLoader
     from services.data.loaders import GSM8KLoader as GSM8KLoader
     from services.data.loaders import MATHLoader as MATHLoader
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __path__.append(str(Path(__file__).with_name("cli")))  # `python -m trainer.train_math` is trainer/cli/train_math.py
 
 _HOMES = {
-    "common.schemas": "Prompt",
+    "common.wire.schemas": "Prompt",
     "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
     "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction JudgeRewardFunction "
     "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction RewardModelFunction",

@@ -4,13 +4,13 @@ import os
 import signal
 
 from common import VERSION
-from common.config import fail, load, program
 from common.errors import ConfigError, ServiceError
-from common.hub import check_models
-from common.imports import heavy_imports
-from common.logs import last_words, wants_json
-from common.storing import make_directory
-from common.topology import Topology, setting_status
+from common.models.hub import check_models
+from common.process.imports import heavy_imports
+from common.process.logs import last_words, wants_json
+from common.process.storage import make_directory
+from common.process.topology import Topology, setting_status
+from common.settings.config import fail, load, program
 from trainer.trackers.thread import prompt_exit
 
 

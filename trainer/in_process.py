@@ -12,15 +12,15 @@ import torch
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config
-from common.critic_client import CriticClient
-from common.environment_client import EnvironmentClient
+from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.critic import CriticClient
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.rollout_client import RolloutClient
-from common.run_lock import RunLock
-from common.schemas import Prompt
-from common.security import tls
+from common.process.run_lock import RunLock
+from common.process.security import tls
+from common.settings.config import Config
+from common.wire.schemas import Prompt
 from learning.device import choose_device
 from learning.ranks import Ranks
 from services.critic.app import create_critic_app

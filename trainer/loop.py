@@ -6,7 +6,7 @@ Rank 0 takes the groups from the replay buffer and shares them; every rank compu
 the weights. One process is a group of one.
 """
 
-from common import watchdog
+from common.process import watchdog
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.run import Run

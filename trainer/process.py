@@ -3,14 +3,14 @@
 import gc
 from contextlib import ExitStack
 
-from common import topology as names
-from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config
-from common.critic_client import CriticClient
-from common.environment_client import EnvironmentClient
-from common.rollout_client import RolloutClient
-from common.schemas import WorkerReport
-from common.topology import Topology
+from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.critic import CriticClient
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
+from common.process import topology as names
+from common.process.topology import Topology
+from common.settings.config import Config
+from common.wire.schemas import WorkerReport
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
 from trainer.loop import train

@@ -6,11 +6,12 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from common import VERSION, watchdog
-from common.config import Config
-from common.observe import setup_logging
-from common.run_lock import RunLock
-from common.topology import Topology
+from common import VERSION
+from common.process import watchdog
+from common.process.metrics import setup_logging
+from common.process.run_lock import RunLock
+from common.process.topology import Topology
+from common.settings.config import Config
 from learning.liveness import Liveness
 from learning.ranks import Ranks
 

@@ -23,15 +23,15 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from common import watchdog
-from common.clients import Client, wait_healthy
-from common.config import Config
-from common.logs import set_run
-from common.loop_thread import LoopThread
-from common.observe import Metrics
-from common.prompts import Prompter, PromptStyle
-from common.run_lock import RunLock
-from common.topology import TRAINER
+from common.clients.base import Client, wait_healthy
+from common.process import watchdog
+from common.process.logs import set_run
+from common.process.loop_thread import LoopThread
+from common.process.metrics import Metrics
+from common.process.run_lock import RunLock
+from common.process.topology import TRAINER
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config
 from learning.ranks import Ranks
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell

@@ -11,8 +11,8 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
-from common.observe import Metrics
-from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
+from common.process.metrics import Metrics
+from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
 from trainer.dashboard.app import PAGES, add_dashboard

@@ -25,9 +25,9 @@ from rich.console import Console
 from benchmarks.gpu_check import harness, report
 from benchmarks.gpu_check.harness import Outcome
 from benchmarks.gpu_check.sections import PARTS, SECTIONS, Given, command
-from common.cli import CommandParser
-from common.config import fail
 from common.errors import ConfigError
+from common.process.cli import CommandParser
+from common.settings.config import fail
 
 _MINUTES = 8.0
 """The time of a part."""

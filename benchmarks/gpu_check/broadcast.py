@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from common.schemas import Broadcast, WorkerReport
-from common.topology import Topology
+from common.process.topology import Topology
+from common.wire.schemas import Broadcast, WorkerReport
 from learning.weight_group import join, size_of, views
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.transfer import BackendName, EngineGroup, Rendezvous

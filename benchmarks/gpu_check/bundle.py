@@ -20,9 +20,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from benchmarks.gpu_check.sections import PARTS
-from common.cli import CommandParser
-from common.config import fail
 from common.errors import ConfigError
+from common.process.cli import CommandParser
+from common.settings.config import fail
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DISTRIBUTION = "rlhf-math"

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from common.schemas import Int32
+from common.wire.schemas import Int32
 from learning.layout import moved
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from common.config import load
+from common.settings.config import load
 from services.data.tiny import problems
 from trainer.cli import tiny_base
 from trainer.in_process import train_in_process

@@ -15,9 +15,9 @@ from torch._dynamo.utils import counters
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import learn, random_group
-from common.config import Config
 from common.memory import ModelShape, trainer_memory
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 

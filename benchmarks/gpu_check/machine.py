@@ -10,7 +10,7 @@ from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting, seconds
 from benchmarks.update import peak
 from common.errors import ConfigError
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 
 _REACHED = 0.6
 """Minimum share of the data sheet's rate expected of a large matrix product."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.update import make_model
-from common.config import Config, load
-from common.sections import TrainerSection
+from common.settings.config import Config, load
+from common.settings.sections import TrainerSection
 from learning.ranks import Ranks
 
 

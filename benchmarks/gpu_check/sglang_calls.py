@@ -18,12 +18,12 @@ from torch import Tensor
 from benchmarks.gpu_check.generation import scored
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
-from common.config import Config
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.rollout_client import RolloutClient
-from common.schemas import Completion, WorkerReport
-from common.sections import ModelSection, RolloutSection
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import Config
+from common.settings.sections import ModelSection, RolloutSection
+from common.wire.schemas import Completion, WorkerReport
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Child
 from trainer.weights.comparison import Checksums

@@ -16,9 +16,9 @@ from benchmarks.gpu_check.harness import Findings, peak_host_bytes
 from benchmarks.gpu_check.sections import TORCH_HEAD
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import full_groups, learn, peak, required_flops, tokens_of
-from common.config import Config
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
+from common.settings.config import Config
 from learning import attention
 from trainer.policy import logprobs
 from trainer.policy.policy import Policy

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from common.cli import CommandParser, positive
-from common.config import fail
 from common.errors import ConfigError
-from common.security import SecretRedactor
+from common.process.cli import CommandParser, positive
+from common.process.security import SecretRedactor
+from common.settings.config import fail
 from jobgroup.doctor import hub, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform

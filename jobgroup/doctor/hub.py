@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from common.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect

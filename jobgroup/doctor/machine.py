@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from common.errors import ConfigError
-from common.topology import CRITIC, ENVIRONMENT, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.topology import CRITIC, ENVIRONMENT, REWARD, ROLLOUT, TRAINER, Topology
 from jobgroup.doctor.plan import ROOT, Gpu, Plan, PlannedTask
 from jobgroup.doctor.report import Result, ask, expect, gb
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import fields
 
-from common.config import Config
 from common.errors import ConfigError
 from common.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
-from common.sections import LoraSection
-from common.topology import CRITIC, ROLLOUT, TRAINER
+from common.process.topology import CRITIC, ROLLOUT, TRAINER
+from common.settings.config import Config
+from common.settings.sections import LoraSection
 from jobgroup.doctor.machine import available_memory, needs_cuda
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, failed, fits, gb

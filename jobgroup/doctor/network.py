@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import psutil
 
-from common.security import authorization, trusted
-from common.topology import ENVIRONMENT, ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
+from common.process.security import authorization, trusted
+from common.process.topology import ENVIRONMENT, ROLLOUT, TORCHRUN_PORT, TRAINER, Topology
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Check, Result, expect
 from jobgroup.scrape import SECTIONS

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.config import Config
-from common.config_sources import packaged
 from common.errors import ConfigError
-from common.explain import did_you_mean
-from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.settings.config import Config
+from common.settings.explain import did_you_mean
+from common.settings.sources import packaged
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed
 

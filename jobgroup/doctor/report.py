@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from common.errors import ConfigError, ServiceError
-from common.security import SecretRedactor
+from common.process.security import SecretRedactor
 
 State = Literal["ok", "warn", "fail"]
 _SLOW = "whatever it queries does not answer, or this machine is overloaded"

@@ -9,9 +9,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import Config, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_host_bytes, trainer_memory
+from common.settings.config import Config, load
 from jobgroup.doctor.memory import judge_engine
 from jobgroup.doctor.report import Result, fits, gb
 

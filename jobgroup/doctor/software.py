@@ -10,8 +10,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common.security import TOKEN, token
-from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.process.security import TOKEN, token
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub
 from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect

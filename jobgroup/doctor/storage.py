@@ -13,7 +13,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.memory import ModelShape
-from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub, models
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb

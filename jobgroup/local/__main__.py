@@ -1,7 +1,7 @@
 """`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
 
 Every node of every task is a process group with the `SKYPILOT_*` variables of its pod. Its name
-(`reward-server-0.rlhf-math`) maps to its own loopback address, through `common.topology` (`JOBGROUP_HOSTS`).
+(`reward-server-0.rlhf-math`) maps to its own loopback address, through `common.process.topology` (`JOBGROUP_HOSTS`).
 Primary tasks decide when the group ends and with which status. No process survives the group.
 """
 
@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from common.cli import CommandParser
-from common.config import fail
-from common.config_sources import packaged
 from common.errors import ConfigError, ServiceError
-from common.run_lock import LOCK, RunLock
-from common.security import TOKEN, token
-from common.storing import make_directory
+from common.process.cli import CommandParser
+from common.process.run_lock import LOCK, RunLock
+from common.process.security import TOKEN, token
+from common.process.storage import make_directory
+from common.settings.config import fail
+from common.settings.sources import packaged
 from jobgroup import scrape, spec
 from jobgroup.local.launcher import SIGNALLED
 from jobgroup.local.node import Node

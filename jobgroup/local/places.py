@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from common.errors import ConfigError
-from common.topology import LocalHost, format_hosts
+from common.process.topology import LocalHost, format_hosts
 from jobgroup.spec import JobGroup, Task
 
 _LOCK_PORT = 29499

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from common.topology import LOST, WRONG_SETTING
+from common.process.topology import LOST, WRONG_SETTING
 from jobgroup.local import launcher
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen

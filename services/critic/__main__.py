@@ -1,9 +1,9 @@
 """`python -m services.critic`: the critic-server task."""
 
-from common.config import Config, main
-from common.hub import check_model
-from common.observe import setup_logging
-from common.topology import CRITIC, Topology
+from common.models.hub import check_model
+from common.process.metrics import setup_logging
+from common.process.topology import CRITIC, Topology
+from common.settings.config import Config, main
 
 
 def run(config: Config) -> None:

@@ -7,16 +7,16 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 
-from common import wire
-from common.config import Config
-from common.observe import Metrics, critic_gauges
-from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
+from common.process.metrics import Metrics, critic_gauges
+from common.settings.config import Config
+from common.wire import codec
+from common.wire.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from services.critic.service import CriticService
 from services.http.app import create_app
 from services.http.one_thread import OneThread
 from services.http.openapi import described, errors, struct_schema
 
-_KINDS = (wire.MSGPACK,)
+_KINDS = (codec.MSGPACK,)
 _VALUE_REQUEST = struct_schema(ValueRequest) | {
     "dependentRequired": {"run_id": ["step"], "step": ["run_id"]},
     "examples": [{"sequences": [{"prompt_ids": [5, 6], "completion_ids": [7, 2]}]}],
@@ -57,13 +57,13 @@ def create_critic_app(config: Config) -> FastAPI:
     @app.post("/values", **described(_VALUE_REQUEST, struct_schema(Values), reads=_KINDS, writes=_KINDS, fails=(409,)))
     async def values(request: Request) -> Response:
         """Returns the values of the states before the completion tokens of token sequences; msgpack in and out."""
-        wanted = await asyncio.to_thread(wire.decode, await request.body(), ValueRequest)
-        return Response(wire.encode(await thread.call(service.values, wanted)), media_type=wire.MSGPACK)
+        wanted = await asyncio.to_thread(codec.decode, await request.body(), ValueRequest)
+        return Response(codec.encode(await thread.call(service.values, wanted)), media_type=codec.MSGPACK)
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
         """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
-        wanted = await asyncio.to_thread(wire.decode, await request.body(), UpdateRequest)
+        wanted = await asyncio.to_thread(codec.decode, await request.body(), UpdateRequest)
         result = await thread.call(service.update, wanted)
         skipped.inc(result.skipped)
         for name, gauge in gauges.items():

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import Config
 from common.errors import ConfigError, InvalidInput
-from common.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
+from common.settings.config import Config
+from common.wire.schemas import CriticMetrics, Float32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes, mini_batches, score_shared
 from learning.layout import Layout, moved
 from learning.optimizer import Optimizer

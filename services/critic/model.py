@@ -12,9 +12,9 @@ from transformers.modeling_layers import GenericForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from common.config import Config
 from common.errors import ConfigError
-from common.hub import check_model
+from common.models.hub import check_model
+from common.settings.config import Config
 from learning.alone import fix_rotary_factors
 from learning.layout import Layout, Packing, layout_for
 from learning.loading import AddedModules, Pretrained, load

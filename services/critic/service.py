@@ -6,10 +6,10 @@ import re
 import shutil
 from pathlib import Path
 
-from common.config import Config
 from common.errors import Conflict, InvalidInput, NotFound
-from common.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
-from common.storing import storing
+from common.process.storage import storing
+from common.settings.config import Config
+from common.wire.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
 from learning.ranks import Ranks
 from learning.saving import checksums, damaged
 from services.critic.critic import Critic

@@ -1,8 +1,8 @@
 """`python -m services.data`: loads the data set, then serves it. A data set that does not load ends it with status 2."""
 
-from common.config import Config, main
-from common.observe import setup_logging
-from common.topology import DATA, Topology
+from common.process.metrics import setup_logging
+from common.process.topology import DATA, Topology
+from common.settings.config import Config, main
 from services.data.app import create_data_app
 from services.data.loaders import load_split
 from services.http.app import serve

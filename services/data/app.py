@@ -8,10 +8,10 @@ from typing import Annotated
 from fastapi import FastAPI, Query
 from pydantic import Field
 
-from common.config import Config
 from common.errors import ConfigError, NotFound
-from common.observe import Metrics
-from common.schemas import MAX_LISTED, MAX_NAMES, AtMost, PassRateReport, Prompt, PromptBatch, Wire
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.wire.schemas import MAX_LISTED, MAX_NAMES, AtMost, PassRateReport, Prompt, PromptBatch, Wire
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import InvalidInput
-from common.schemas import Wire
+from common.wire.schemas import Wire
 
 Float64 = NDArray[np.float64]
 _STREAM = 1  # distinguishes these random numbers from those of the plain order

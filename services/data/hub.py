@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, shorten
-from common.hub import REACH_S, patiently
+from common.models.hub import REACH_S, patiently
 from services.data.files import known_format
 from services.data.rows import Row
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import ConfigError
-from common.imports import import_callable
-from common.prompt_templates import check_prompts
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.process.imports import import_callable
+from common.prompts.templates import check_prompts
+from common.settings.sections import DataSection
+from common.wire.schemas import Prompt
 from services.data import tiny
 from services.data.loaders_base import Loader, check_enough
 from services.data.loaders_custom import CustomDatasetLoader

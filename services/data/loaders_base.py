@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.files import file_of_split, read_file
 from services.data.hub import hub_rows, is_hub_name
 from services.data.rows import Row, refuse_same_ids, stop

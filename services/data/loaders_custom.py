@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import final_answer, further_columns, id_of, read_chat, stated_answer, stop_at, text_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.final_answers import last_box
-from common.schemas import Prompt
+from common.prompts.final_answers import last_box
+from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
 from services.data.rows import final_answer, further_columns, id_of, stop, stop_at, text_of
 

@@ -9,8 +9,8 @@ from decimal import Decimal
 from typing import Any, NoReturn
 
 from common.errors import ConfigError
-from common.final_answers import last_box
-from common.schemas import Prompt
+from common.prompts.final_answers import last_box
+from common.wire.schemas import Prompt
 
 Row = tuple[str, dict[str, Any]]
 """Location of the row, for errors (`train.jsonl, line 3`), and its columns."""

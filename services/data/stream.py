@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.schemas import Prompt, PromptBatch, Wire
-from common.storing import cure, damage
+from common.process.storage import cure, damage
+from common.wire.schemas import Prompt, PromptBatch, Wire
 from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common.config import Config
-from common.imports import import_callable
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.process.imports import import_callable
+from common.settings.config import Config
+from common.settings.sections import DataSection
+from common.wire.schemas import Prompt
 from services.data import tiny
 from services.data.loaders import Loader, TinyLoader, load_split, loader_of
 from services.data.loaders_base import RowLoader

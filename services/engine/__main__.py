@@ -5,12 +5,12 @@ import logging
 import os
 from pathlib import Path
 
-from common.cli import CommandParser, positive
-from common.config import fail
 from common.errors import ConfigError, NotReady
-from common.imports import heavy_imports
-from common.observe import setup_logging
-from common.topology import setting_status
+from common.process.cli import CommandParser, positive
+from common.process.imports import heavy_imports
+from common.process.metrics import setup_logging
+from common.process.topology import setting_status
+from common.settings.config import fail
 
 _CRASHED = 70  # EX_SOFTWARE
 

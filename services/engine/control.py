@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from fastapi import FastAPI, Request, Response
 
 from common.errors import NotReady, ServiceError
-from common.schemas import AtMost
+from common.wire.schemas import AtMost
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import MemoryKind, PauseMode

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from common.errors import ServiceError
-from common.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
+from common.wire.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
 from learning.weight_group import digest, digest_all, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from common.errors import NotReady, Overloaded, ServiceError, ServiceLost
-from common.observe import Metrics
+from common.process.metrics import Metrics
 from services.engine.failures import described, remedy
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.sections import MAX_KEPT
+from common.settings.sections import MAX_KEPT
 from services.engine.sampling import IDLE, Inputs
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.schemas import Int32
+from common.wire.schemas import Int32
 from services.engine.sampling import sample_seed, stream_key
 
 ABORTED = "Aborted"

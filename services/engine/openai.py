@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field
 
-from common.schemas import MAX_NAMES, AtMost, Columns
+from common.wire.schemas import MAX_NAMES, AtMost, Columns
 from services.engine.jobs import GenerationJob
 from services.engine.model import Model
 from services.engine.protocol import MAX_N, NOTHING, BadRequest, SamplingFields, check_prompt, refuse_unsupported

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import ServiceError
-from common.schemas import MAX_NAMES, AtMost, Columns
-from common.sections import MAX_KEPT
-from common.wire import MAX_JSON_ITEMS
+from common.settings.sections import MAX_KEPT
+from common.wire.codec import MAX_JSON_ITEMS
+from common.wire.schemas import MAX_NAMES, AtMost, Columns
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence
 from services.engine.model import Model
 

@@ -3,10 +3,11 @@
 import os
 import sys
 
-from common import config, topology
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.observe import Metrics, setup_logging
-from common.rollout_client import RolloutClient
+from common.process import topology
+from common.process.metrics import Metrics, setup_logging
+from common.settings import config
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.supervisor import VARIABLE, end_with_parent, keep_alive

@@ -17,8 +17,8 @@ import httpx
 import orjson
 
 from common.errors import ConfigError
-from common.schemas import EpisodeLimits, EpisodeTask
-from common.security import trusted
+from common.process.security import trusted
+from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
 from services.environment.programs import RunningProgram, words_of
 from services.environment.session import Session

@@ -10,9 +10,9 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from common import wire
 from common.errors import InvalidInput, Unauthorized
-from common.schemas import EpisodeRequest, Episodes
+from common.wire import codec
+from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
@@ -49,16 +49,16 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
-    @app.post("/episodes", **described(answer=struct_schema(Episodes), writes=(JSON, wire.MSGPACK), fails=(409,)))
+    @app.post("/episodes", **described(answer=struct_schema(Episodes), writes=(JSON, codec.MSGPACK), fails=(409,)))
     async def episodes(body: EpisodeRequest, request: Request) -> Response:
         """Runs n episodes of a task; a repeated request gets the same episodes.
 
         `Accept: application/msgpack` for msgpack.
         """
         found = Episodes(await service.episodes(body))
-        if wire.MSGPACK in request.headers.get("accept", ""):
-            return Response(wire.encode(found), media_type=wire.MSGPACK)
-        return Response(orjson.dumps(wire.plain(found)), media_type=JSON)
+        if codec.MSGPACK in request.headers.get("accept", ""):
+            return Response(codec.encode(found), media_type=codec.MSGPACK)
+        return Response(orjson.dumps(codec.plain(found)), media_type=JSON)
 
     @app.delete("/episodes/{request_id}", **described(fails=(404,)))
     async def delete(request_id: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import ConfigError
-from common.imports import import_callable
+from common.process.imports import import_callable
 
 FIELD = "environment.name"
 BUILT_IN = {"python": "services.environment.python_tool:PythonEnvironment"}

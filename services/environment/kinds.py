@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
-from common.schemas import EpisodeLimits, EpisodeTask
-from common.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.agent import AgentRunner
 from services.environment.environments import FIELD, Environment
 from services.environment.openenv import OpenEnv

@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 
 from common.errors import ConfigError, ServiceLost, shorten
-from common.schemas import EpisodeLimits, EpisodeTask
-from common.security import trusted
+from common.process.security import trusted
+from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import FIELD, Environment
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.programs import RunningProgram, free_port, words_of

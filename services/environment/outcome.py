@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import InvalidInput, ServiceError, shorten
-from common.schemas import EpisodeLimits, EpisodeStatus, StopReason
+from common.wire.schemas import EpisodeLimits, EpisodeStatus, StopReason
 from services.environment.session import Session
 
 

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common import child
 from common.errors import ConfigError
-from common.security import SecretRedactor, tls
+from common.process import child
+from common.process.security import SecretRedactor, tls
 from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")

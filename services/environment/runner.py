@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.errors import InvalidInput, shorten
-from common.schemas import EpisodeLimits, EpisodeTask
+from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import Message, parse_messages
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle

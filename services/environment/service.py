@@ -7,11 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any, get_args
 
+from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import ConfigError, Conflict, InvalidInput, NotFound, NotReady, Overloaded, ServiceLost
-from common.observe import Metrics
-from common.rollout_client import RolloutClient, completion_from_answer
-from common.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
-from common.sections import EnvironmentSection
+from common.process.metrics import Metrics
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from services.environment.environments import Environment
 from services.environment.kinds import load_kind, of_class
 from services.environment.session import Session, SessionSettings, session_closed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.errors import Conflict, InvalidInput, ServiceError
-from common.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
+from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, FinishReason, StopReason
 from services.environment.messages import Message, tools_key
 from services.environment.parsing import parse_answer
 from services.environment.template import Template

@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 
-from common.topology import WRONG_SETTING
+from common.process.topology import WRONG_SETTING
 
 log = logging.getLogger(__name__)
 VARIABLE = "ENVIRONMENT_SUPERVISED"

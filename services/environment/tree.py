@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from common.schemas import Completion, EpisodeSequence, Turn
+from common.wire.schemas import Completion, EpisodeSequence, Turn
 from services.environment.messages import Message, tools_key
 
 

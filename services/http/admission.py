@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, field
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.errors import Overloaded, ServiceError, TooLarge, Unauthorized
-from common.observe import Metrics
-from common.security import accepts, token
+from common.process.metrics import Metrics
+from common.process.security import accepts, token
 from services.http.callers import CallerCheck
 from services.http.errors import error_response
 

@@ -20,10 +20,12 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
-from common import VERSION, watchdog, wire
+from common import VERSION
 from common.errors import ConfigError, NotReady, ServiceError, ServiceLost
-from common.observe import Metrics
-from common.security import check_certificate, is_loopback, tls, token
+from common.process import watchdog
+from common.process.metrics import Metrics
+from common.process.security import check_certificate, is_loopback, tls, token
+from common.wire import codec
 from services.http.admission import BODIES_AT_ONCE, Admission, CallerAuth, Load
 from services.http.connections import BoundedConnection
 from services.http.ending import DrainMiddleware, InFlight
@@ -156,7 +158,7 @@ class _JsonRequest(Request):
 
 
 class _JsonRoute(APIRoute):
-    """A route whose JSON body is bounded (`common.wire.parse_json`)."""
+    """A route whose JSON body is bounded (`common.wire.codec.parse_json`)."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()
@@ -190,7 +192,7 @@ class BareRoute(APIRoute):
 async def read_json(request: Request) -> Any:
     """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8, or TooLarge."""
     body = await request.body()
-    return wire.parse_json(body) if len(body) < SMALL_BYTES else await asyncio.to_thread(wire.parse_json, body)
+    return codec.parse_json(body) if len(body) < SMALL_BYTES else await asyncio.to_thread(codec.parse_json, body)
 
 
 class Server(uvicorn.Server):

@@ -12,9 +12,9 @@ from functools import lru_cache
 
 from starlette.types import Scope
 
-from common import logs
 from common.errors import ServiceError
-from common.topology import Topology
+from common.process import logs
+from common.process.topology import Topology
 
 _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 """Paths that links on other pages may open, because reading them changes nothing."""

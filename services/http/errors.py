@@ -11,8 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from common import logs
 from common.errors import InvalidInput, ServiceError, TooLarge
+from common.process import logs
 from services.http.disconnect import ClientGone
 
 log = logging.getLogger(__name__)

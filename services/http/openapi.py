@@ -18,7 +18,7 @@ def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
 
 
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Returns the schema of a struct of `common.schemas` without references, which OpenAPI resolves elsewhere."""
+    """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI resolves elsewhere."""
     content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
     definitions = content["$defs"]
 

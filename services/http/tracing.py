@@ -7,9 +7,9 @@ from urllib.parse import quote
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common import logs
 from common.errors import ServiceError, shorten
-from common.observe import Metrics
+from common.process import logs
+from common.process.metrics import Metrics
 
 log = logging.getLogger(__name__)
 _POLLED = frozenset(("/health", "/ready", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
@@ -23,7 +23,7 @@ _WINDOW_S = 60.0
 class RequestTracing:
     """Gives every request an id, logs it, and measures it by route.
 
-    A client may send the id, which proves nothing; an unusable id (`common.logs.usable_id`) is replaced.
+    A client may send the id, which proves nothing; an unusable id (`common.process.logs.usable_id`) is replaced.
 
     Args:
         metrics: counts requests and their latency.

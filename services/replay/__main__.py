@@ -1,8 +1,8 @@
 """`python -m services.replay`: the replay-buffer task."""
 
-from common.config import Config, main
-from common.observe import setup_logging
-from common.topology import REPLAY, Topology
+from common.process.metrics import setup_logging
+from common.process.topology import REPLAY, Topology
+from common.settings.config import Config, main
 from services.http.app import serve
 from services.replay.app import create_replay_app
 

@@ -12,10 +12,12 @@ import orjson
 from fastapi import FastAPI, Query, Request, Response
 from pydantic import Field
 
-from common import logs, wire
 from common.errors import ServiceError
-from common.observe import Metrics
-from common.schemas import (
+from common.process import logs
+from common.process.metrics import Metrics
+from common.settings.sections import ReplaySection
+from common.wire import codec
+from common.wire.schemas import (
     MAX_LISTED,
     AtMost,
     Group,
@@ -28,7 +30,6 @@ from common.schemas import (
     TakeRequest,
     Wire,
 )
-from common.sections import ReplaySection
 from services.http.app import create_app
 from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import JSON, described, errors, struct_schema
@@ -36,7 +37,7 @@ from services.replay.buffer import Experience, ReplayBuffer, join, unpack_groups
 from services.replay.worker import Worker
 
 log = logging.getLogger(__name__)
-_KINDS = (JSON, wire.MSGPACK)
+_KINDS = (JSON, codec.MSGPACK)
 """In msgpack, arrays of numbers are raw little-endian bytes, 4 bytes per number."""
 _EXAMPLE = {
     "id": "run-1-000017",
@@ -182,7 +183,7 @@ def _inspection_routes(app: FastAPI, worker: Worker) -> None:
     async def group(group_id: str) -> Response:
         """One group, arrays as lists."""
         found = await worker.call(buffer.group, group_id)
-        return Response(orjson.dumps(wire.group_json(found)), media_type=JSON)
+        return Response(orjson.dumps(codec.group_json(found)), media_type=JSON)
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -233,21 +234,21 @@ async def _read_groups(request: Request) -> list[Group]:
             status=415,
             field="content-type",
             value=kind,
-            remedy=f"send {wire.MSGPACK} or {JSON}",
+            remedy=f"send {codec.MSGPACK} or {JSON}",
         )
-    decode = wire.decode if kind == wire.MSGPACK else wire.decode_json
+    decode = codec.decode if kind == codec.MSGPACK else codec.decode_json
     return (await asyncio.to_thread(decode, await request.body(), Groups)).groups
 
 
 async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Response:
     """Returns groups as msgpack for clients that accept it, else as JSON."""
-    if wire.MSGPACK in request.headers.get("accept", ""):
-        return Response(join(blobs, **extra), media_type=wire.MSGPACK)
+    if codec.MSGPACK in request.headers.get("accept", ""):
+        return Response(join(blobs, **extra), media_type=codec.MSGPACK)
     return Response(await asyncio.to_thread(_as_json, blobs, extra), media_type=JSON)
 
 
 def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
-    groups = [wire.group_json(group) for group in unpack_groups(blobs)]
+    groups = [codec.group_json(group) for group in unpack_groups(blobs)]
     return orjson.dumps({"groups": groups, **extra}, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -21,11 +21,11 @@ import numpy as np
 from msgspec import Raw
 from pydantic import Field
 
-from common import wire
 from common.errors import InvalidInput, TooLarge
-from common.schemas import FLOAT32_MAX, Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
-from common.sections import ReplaySection
-from common.storing import StorageFailed
+from common.process.storage import StorageFailed
+from common.settings.sections import ReplaySection
+from common.wire import codec
+from common.wire.schemas import FLOAT32_MAX, Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
 from services.replay import sampling
 from services.replay.reuse import ReuseIndex
 from services.replay.store import AddResult, GroupRow, Lease, Store
@@ -54,12 +54,12 @@ class SampledBlobs:
 
 def join(blobs: list[bytes], **extra: object) -> bytes:
     """Returns a msgpack document with the encoded groups, which are not decoded, and the extra fields."""
-    return wire.encode({"groups": [Raw(blob) for blob in blobs], **extra})
+    return codec.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
 def unpack_groups(blobs: list[bytes]) -> list[Group]:
     """Decodes stored groups."""
-    return wire.decode_groups(join(blobs))
+    return codec.decode_groups(join(blobs))
 
 
 class ReplayBuffer:
@@ -271,5 +271,5 @@ def _row(group: Group, where: str) -> GroupRow:
         positive=int((rewards > 0).sum()),
         correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # unknown
         created=group.created_at,
-        data=wire.encode(group),
+        data=codec.encode(group),
     )

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.storing import StorageFailed, cure, damage
+from common.process.storage import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")

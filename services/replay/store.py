@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.errors import InvalidInput
-from common.schemas import TakeRequest
+from common.wire.schemas import TakeRequest
 from services.replay.database import ORDERS, Full
 from services.replay.reading import Reading, unknown
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 
-from common.schemas import Group, TakeRequest
+from common.wire.schemas import Group, TakeRequest
 from services.http.one_thread import OneThread
 from services.replay.buffer import ReplayBuffer
 from services.replay.store import AddResult, Lease

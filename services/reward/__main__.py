@@ -1,7 +1,8 @@
 """`python -m services.reward`: the reward-server of a job group, or of this machine."""
 
-from common import config, topology
-from common.observe import setup_logging
+from common.process import topology
+from common.process.metrics import setup_logging
+from common.settings import config
 from services.http.app import serve
 from services.reward.app import create_reward_app
 

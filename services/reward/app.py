@@ -6,9 +6,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from common.observe import Metrics
-from common.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
-from common.sections import RewardSection
+from common.process.metrics import Metrics
+from common.settings.sections import RewardSection
+from common.wire.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 from services.http.app import create_app
 from services.http.disconnect import cancel_on_disconnect
 from services.reward.functions.base import RewardFunction

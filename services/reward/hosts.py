@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
-from common.schemas import MAX_BATCH_ITEMS, RewardItem
+from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
 from services.reward.pool import CallFailed, WorkerPool
 from services.reward.turns import FairSlots

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import ServiceLost
-from common.schemas import RewardStatus
-from common.security import TOKEN
+from common.process.security import TOKEN
+from common.wire.schemas import RewardStatus
 from services.reward.turns import FairSlots
 from services.sandbox.meter import WALL_TIMES, Meter
 

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 from typing import Any, Self, get_args
 
 from common.errors import ConfigError, InvalidInput, ServiceLost, TooLarge
-from common.hub import check_model
-from common.observe import Metrics
-from common.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
-from common.sections import RewardSection
-from common.topology import assigned_gpus
+from common.models.hub import check_model
+from common.process.metrics import Metrics
+from common.process.topology import assigned_gpus
+from common.settings.sections import RewardSection
+from common.wire.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine

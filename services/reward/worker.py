@@ -27,7 +27,7 @@ Make = Callable[[], Callable[[str], str]]
 def _prepared(spec: dict[str, Any]) -> Make:
     sys.path[:] = spec["path"]
     os.environ.setdefault("TQDM_DISABLE", "1")  # a model that a function loads must not draw bars into the log
-    importlib.import_module("common.logs").to_stderr("reward-server")
+    importlib.import_module("common.process.logs").to_stderr("reward-server")
     make: Make = importlib.import_module(spec["module"]).prepare(spec["arguments"])
     return make
 

@@ -4,12 +4,12 @@ Exit status `setting_status()` means a wrong setting, including one that the eng
 failed several times in a row, at its start or soon after it.
 """
 
-from common.config import Config, fail, main
+from common.clients.rollout import BASE_VERSION
 from common.errors import ConfigError
-from common.hub import text_config
-from common.observe import Metrics, setup_logging
-from common.rollout_client import BASE_VERSION
-from common.topology import ROLLOUT, Topology, setting_status
+from common.models.hub import text_config
+from common.process.metrics import Metrics, setup_logging
+from common.process.topology import ROLLOUT, Topology, setting_status
+from common.settings.config import Config, fail, main
 from services.http.app import serve
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app

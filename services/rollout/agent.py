@@ -14,13 +14,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from common.config import Config
+from common.clients.rollout import BASE_VERSION
 from common.errors import ServiceError, shorten
-from common.observe import Metrics
-from common.rollout_client import BASE_VERSION
-from common.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
-from common.sections import RolloutSection
-from common.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
+from common.process.metrics import Metrics
+from common.process.topology import ROLLOUT, TRAINER, Topology, assigned_gpus
+from common.settings.config import Config
+from common.settings.sections import RolloutSection
+from common.wire.schemas import MAX_DETAIL_CHARS, WeightManifest, WorkerReport
 from services.http.app import listen
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Supervised, Timing

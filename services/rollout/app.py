@@ -2,7 +2,7 @@
 
 from fastapi import FastAPI
 
-from common.observe import Metrics
+from common.process.metrics import Metrics
 from services.http.app import create_app
 from services.rollout.agent import Agent, AgentStatus
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import httpx
 
-from common.clients import Client
-from common.config import Config
+from common.clients.base import Client
+from common.clients.rollout import OTHER_ENGINE
 from common.errors import ConfigError, ServiceError, shorten
-from common.hub import text_config
-from common.rollout_client import OTHER_ENGINE
-from common.rotary import is_dynamic, switch_length
-from common.schemas import WeightManifest, adapter_name
-from common.sections import RolloutSection
-from common.security import tls
-from common.topology import ROLLOUT, Topology
+from common.models.hub import text_config
+from common.models.rotary import is_dynamic, switch_length
+from common.process.security import tls
+from common.process.topology import ROLLOUT, Topology
+from common.settings.config import Config
+from common.settings.sections import RolloutSection
+from common.wire.schemas import WeightManifest, adapter_name
 from services.rollout.keyed import run_module
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from common import child
 from common.errors import ConfigError, ServiceError
-from common.logs import structured
-from common.security import SecretRedactor
-from common.topology import WRONG_SETTING
+from common.process import child
+from common.process.logs import structured
+from common.process.security import SecretRedactor
+from common.process.topology import WRONG_SETTING
 
 log = logging.getLogger(__name__)
 _TAIL_BYTES = 4000

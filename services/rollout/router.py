@@ -4,11 +4,11 @@ import importlib.util
 import math
 import sys
 
-from common.clients import Client
-from common.config import Config
+from common.clients.base import Client
 from common.errors import ConfigError, ServiceError
-from common.security import tls, token
-from common.topology import ROLLOUT, Topology
+from common.process.security import tls, token
+from common.process.topology import ROLLOUT, Topology
+from common.settings.config import Config
 from services.rollout.engine_client import to_options
 from services.rollout.keyed import run_module
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from common.schemas import WorkerState
+from common.wire.schemas import WorkerState
 from services.rollout.weights.store import WeightId
 
 UPDATES_BEFORE_RESTART = 3

@@ -22,9 +22,9 @@ from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.sections import Given, command
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import make_model, random_group, required_flops
-from common.config import Config
-from common.rollout_client import RolloutClient
-from common.sections import ModelSection, RolloutSection
+from common.clients.rollout import RolloutClient
+from common.settings.config import Config
+from common.settings.sections import ModelSection, RolloutSection
 from services.rollout.engine_client import EngineClient
 from tests.support.engines import engine_process, write_model
 

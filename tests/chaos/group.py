@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.config import Config
+from common.settings.config import Config
 from tests.chaos.targets import Process, processes, start_of
 from trainer.observe.run_dir import read_lines
 

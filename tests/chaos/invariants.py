@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.schemas import Group
-from common.wire import decode
+from common.wire.codec import decode
+from common.wire.schemas import Group
 from trainer.observe.run_dir import read_lines
 
 _LEFT_OUT = re.compile(r"prompt (\S+) at (\d+) is skipped after")

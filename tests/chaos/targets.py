@@ -9,8 +9,8 @@ import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from common.config import Config
-from common.topology import parse_hosts
+from common.process.topology import parse_hosts
+from common.settings.config import Config
 
 _PIDFD_GETFD = 438  # the same on every architecture
 _ESTABLISHED = "01"

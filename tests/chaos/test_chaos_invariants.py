@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.schemas import Completion, Group, Turn
+from common.wire.schemas import Completion, Group, Turn
 from tests.chaos.invariants import Evidence, violations
 
 STEPS, BATCH = 4, 2

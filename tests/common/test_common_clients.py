@@ -13,11 +13,12 @@ import uvicorn
 from aiohttp import web
 from fastapi import FastAPI, Response
 
-from common import clients, logs
-from common.clients import Client, DataClient, RewardClient, Unreachable, wait_healthy
+from common.clients import base
+from common.clients.base import Client, DataClient, RewardClient, Unreachable, wait_healthy
+from common.clients.rollout import GenerationFailed, completion_from_answer
 from common.errors import InvalidInput, ServiceError
-from common.rollout_client import GenerationFailed, completion_from_answer
-from common.schemas import RewardItem
+from common.process import logs
+from common.wire.schemas import RewardItem
 from services.http.app import create_app, listen
 from tests.support.ports import free_port
 
@@ -253,11 +254,11 @@ def test_an_unusable_answer_is_an_error_not_an_empty_completion(changes: dict[st
 async def test_many_calls_waiting_for_one_service_log_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(clients, "_WARN_EVERY_S", 0.3)
+    monkeypatch.setattr(base, "_WARN_EVERY_S", 0.3)
     start = time.monotonic()
     async with Client("reward-server", f"http://127.0.0.1:{free_port()}", deadline_s=1.5) as client:
         waits = [client.request("GET", "/stats") for _ in range(20)]
-        assert all(isinstance(each, clients.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))
+        assert all(isinstance(each, base.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))
     said = [record.getMessage() for record in caplog.records if "so far for" in record.getMessage()]
     assert 1 <= len(said) <= (time.monotonic() - start) / 0.3  # for all 20 calls
     assert "for reward-server to answer GET /stats" in said[0]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, load, names
-from common.config_sources import SHORT_NAMES
 from common.errors import ConfigError
 from common.removed import REMOVED
+from common.settings.config import Config, load, names
+from common.settings.sources import SHORT_NAMES
 
 
 def refused(argv: list[str] | None = None, env: dict[str, str] | None = None) -> ConfigError:

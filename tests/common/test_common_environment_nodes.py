@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import httpx
 import pytest
 
-from common import clients, environment_client
-from common.clients import Client
-from common.environment_client import EnvironmentClient
-from common.rollout_client import RolloutClient
-from common.schemas import EpisodeRequest
-from common.sections import EnvironmentSection
+from common.clients import base, environment
+from common.clients.base import Client
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import EpisodeRequest
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.template import Template
@@ -110,7 +110,7 @@ async def test_episodes_are_spread_over_the_nodes() -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_client, "_PROBE_S", 0.01)
+    monkeypatch.setattr(environment, "_PROBE_S", 0.01)
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
         calls = [asyncio.create_task(nodes.client.episodes(numbered(i))) for i in range(4)]
@@ -132,7 +132,7 @@ async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, m
 
 
 async def test_the_client_waits_when_all_nodes_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_client, "_PROBE_S", 0.01)
+    monkeypatch.setattr(environment, "_PROBE_S", 0.01)
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
         nodes.open.set()
@@ -153,11 +153,11 @@ async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(
     async def reason(client: Client) -> str | None:
         return health.pop(0)
 
-    monkeypatch.setattr(environment_client, "_SLACK_S", 0.05 - 3 * numbered(0).limits.deadline_s)
-    monkeypatch.setattr(clients, "_GRACE_S", 0.0)
+    monkeypatch.setattr(environment, "_SLACK_S", 0.05 - 3 * numbered(0).limits.deadline_s)
+    monkeypatch.setattr(base, "_GRACE_S", 0.0)
     monkeypatch.setattr(Client, "unhealthy_reason", reason)
     async with serving(1) as nodes:
-        with pytest.raises(clients.Unreachable):
+        with pytest.raises(base.Unreachable):
             await nodes.client.episodes(numbered(0))
         await until(lambda: nodes.running() == [0])
         call = asyncio.create_task(nodes.client.episodes(numbered(1)))

@@ -13,13 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from common.clients import DataClient, ReplayClient
-from common.config import Config
+from common.clients.base import DataClient, ReplayClient
 from common.errors import ServiceError
-from common.observe import Metrics, setup_logging
-from common.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, WeightManifest
-from common.sections import ReplaySection
-from common.storing import StorageFailed
+from common.process.metrics import Metrics, setup_logging
+from common.process.storage import StorageFailed
+from common.settings.config import Config
+from common.settings.sections import ReplaySection
+from common.wire.schemas import Completion, Group, Prompt, TakeRequest, WeightFile, WeightManifest
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.data.app import create_data_app

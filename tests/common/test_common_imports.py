@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from common.imports import heavy_imports
+from common.process.imports import heavy_imports
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.integration

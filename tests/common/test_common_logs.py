@@ -17,10 +17,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common import VERSION, logs
-from common.clients import Client, Unreachable
+from common import VERSION
+from common.clients.base import Client, Unreachable
 from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceError
-from common.observe import setup_logging
+from common.process import logs
+from common.process.metrics import setup_logging
 from services.http.app import create_app
 from tests.support.paths import ROOT
 from tests.support.ports import free_port

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from common.errors import ServiceError
-from common.loop_thread import LoopThread
+from common.process.loop_thread import LoopThread
 
 
 async def exits() -> None:

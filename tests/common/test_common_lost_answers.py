@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.config import Config
-from common.observe import Metrics
-from common.schemas import Completion, Group, Prompt, RewardItem, SampleRequest, TakeRequest, WeightManifest, WorkerReport
-from common.sections import ReplaySection, RewardSection
+from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.settings.sections import ReplaySection, RewardSection
+from common.wire.schemas import Completion, Group, Prompt, RewardItem, SampleRequest, TakeRequest, WeightManifest, WorkerReport
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app

@@ -2,9 +2,9 @@
 
 import pytest
 
-from common.config import load
 from common.errors import ConfigError
 from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
+from common.settings.config import load
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, from_mapping, load
 from common.errors import ConfigError
-from common.prompt_templates import NAMED, columns_of, fill, filled
-from common.schemas import Prompt
+from common.prompts.templates import NAMED, columns_of, fill, filled
+from common.settings.config import Config, from_mapping, load
+from common.wire.schemas import Prompt
 
 PROMPT = Prompt(
     id="p1", prompt="What is {x} in \\frac{1}{2}?", ground_truth="1", columns={"level": 5, "hint": "a", "tags": ["b"]}

@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from common.config import from_mapping
 from common.errors import ConfigError
-from common.prompts import Prompter, PromptStyle, prompt_ids, prompt_text
-from common.schemas import Prompt
+from common.prompts.prompter import Prompter, PromptStyle, prompt_ids, prompt_text
+from common.settings.config import from_mapping
+from common.wire.schemas import Prompt
 
 PROMPT = Prompt(id="p1", prompt="2 + 3?", ground_truth="5", columns={"level": 5})
 CHAT = Prompt(

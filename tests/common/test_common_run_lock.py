@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from common import run_lock
 from common.errors import ConfigError, ServiceError
-from common.run_lock import LOCK, RunLock
+from common.process import run_lock
+from common.process.run_lock import LOCK, RunLock
 from tests.support.paths import ROOT
 
 HOLDER = """
-import sys; from pathlib import Path; from common.run_lock import RunLock
+import sys; from pathlib import Path; from common.process.run_lock import RunLock
 with RunLock(Path(sys.argv[1]), "first"): print("held", flush=True); sys.stdin.read()
 """
 

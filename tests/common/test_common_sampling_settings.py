@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from common.config import from_mapping, load
 from common.errors import ConfigError
+from common.settings.config import from_mapping, load
 
 EMBEDDED = {"rollout.engine": "embedded"}
 SMG = {"rollout.router": "smg"}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.topology import DATA, REWARD, ROLLOUT, LocalHost, Topology, format_hosts, parse_hosts
+from common.process.topology import DATA, REWARD, ROLLOUT, LocalHost, Topology, format_hosts, parse_hosts
 from tests.support.paths import ROOT
 
 CLUSTER = {
@@ -123,9 +123,11 @@ def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
 def test_the_command_prints_its_usage(arguments: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", "common.topology", *arguments], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-m", "common.process.topology", *arguments], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 1
-    assert "usage: python -m common.topology torchrun" in done.stderr
+    assert "usage: python -m common.process.topology torchrun" in done.stderr
 
 
 @pytest.mark.integration
@@ -133,7 +135,7 @@ def test_the_command_prints_its_usage(arguments: list[str]) -> None:
     ("script", "status", "last"),
     [
         (
-            "import os, time; from common.config import fail; from common.errors import ConfigError\n"
+            "import os, time; from common.settings.config import fail; from common.errors import ConfigError\n"
             "if os.environ['RANK'] == '0': fail(ConfigError('the reason'))\n"
             "time.sleep(1); print('the other one', file=os.sys.stderr); os._exit(75)",
             2,
@@ -147,7 +149,7 @@ def test_torchrun_ends_with_the_reason_and_status_of_the_failed_rank(
     tmp_path: Path, script: str, status: int, last: str
 ) -> None:
     (tmp_path / "rank.py").write_text(script)
-    command = [sys.executable, "-m", "common.topology", "torchrun", str(tmp_path / "rank.py")]
+    command = [sys.executable, "-m", "common.process.topology", "torchrun", str(tmp_path / "rank.py")]
     env = {**os.environ, "SKYPILOT_NUM_GPUS_PER_NODE": "2" if "RANK" in script else "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last)

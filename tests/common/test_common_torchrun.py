@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from common.topology import Topology
+from common.process.topology import Topology
 
 
 @pytest.mark.integration
@@ -26,7 +26,7 @@ def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
         "SKYPILOT_NODE_IPS": f"127.{block}.0.1",
     }
     with taken:
-        command = [sys.executable, "-m", "common.topology", "torchrun", "-m", "trainer"]
+        command = [sys.executable, "-m", "common.process.topology", "torchrun", "-m", "trainer"]
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 2
     assert f"torchrun cannot listen on port {port}" in ended.stderr

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.integration
 
 HANGS = """
 import sys, threading
-from common import watchdog
-from common.clients import DataClient
-from common.observe import setup_logging
-from common.loop_thread import LoopThread
+from common.process import watchdog
+from common.clients.base import DataClient
+from common.process.metrics import setup_logging
+from common.process.loop_thread import LoopThread
 
 setup_logging("hangs")
 watchdog.LONG_S = 1.0

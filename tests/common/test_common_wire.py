@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from common.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
-from common.wire import decode, decode_groups, decode_json, encode, encode_groups, from_plain, group_json
+from common.wire.codec import decode, decode_groups, decode_json, encode, encode_groups, from_plain, group_json
+from common.wire.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
 
 ANSWERS: list[Any] = [Groups, TakenGroups, SampledGroups]
 

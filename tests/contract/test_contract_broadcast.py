@@ -13,8 +13,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.schemas import WorkerReport
-from common.topology import Topology
+from common.process.topology import Topology
+from common.wire.schemas import WorkerReport
 from learning.weight_group import digest
 from tests.support.engine_calls import paused_request, version
 from trainer.weights.comparison import Checksums

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.rollout_client import GenerationFailed, completion_from_answer
+from common.clients.rollout import GenerationFailed, completion_from_answer
 from tests.support.engine_calls import PROMPT, long_request, paused_request, version
 
 pytestmark = pytest.mark.integration

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.rollout_client import RolloutClient
-from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeSequence, EpisodeTask
-from common.sections import EnvironmentSection, ModelSection
+from common.clients.rollout import RolloutClient
+from common.settings.sections import EnvironmentSection, ModelSection
+from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeSequence, EpisodeTask
 from examples.tool_calculator.base import build
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService

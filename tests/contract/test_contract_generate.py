@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.rollout_client import completion_from_answer
+from common.clients.rollout import completion_from_answer
 
 pytestmark = pytest.mark.integration
 

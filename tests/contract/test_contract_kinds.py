@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from common.rollout_client import RolloutClient
-from common.schemas import Group
+from common.clients.rollout import RolloutClient
+from common.wire.schemas import Group
 from services.rollout.engine_client import EngineClient
 from tests.support.engines import sglang_is_installed, sglang_process
 from tests.support.groups import learner_logprobs

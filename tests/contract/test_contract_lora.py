@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 
+from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ServiceError
-from common.rollout_client import GenerationFailed, RolloutClient
-from common.schemas import WeightFile, WeightManifest, adapter_name
-from common.sections import LoraSection
+from common.settings.sections import LoraSection
+from common.wire.schemas import WeightFile, WeightManifest, adapter_name
 from services.rollout.engine_client import EngineClient
 from tests.support.engines import (
     engine_process,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from common.algorithm import AlgorithmSection
-from common.config import Config
-from common.rollout_client import GenerationFailed, RolloutClient
-from common.schemas import Completion, Group
+from common.clients.rollout import GenerationFailed, RolloutClient
+from common.settings.algorithm import AlgorithmSection
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group
 from learning.layout import Packed, Packing, Padded
 from learning.ranks import Ranks
 from tests.support.groups import known, learner_logprobs, prepared

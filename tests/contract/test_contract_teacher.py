@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from common.config import load
-from common.sections import TeacherSection
+from common.settings.config import load
+from common.settings.sections import TeacherSection
 from tests.support.engines import expected_logprobs, sglang_is_installed, sglang_process
 from tests.support.paths import ROOT
 from trainer import train_in_process

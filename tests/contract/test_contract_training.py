@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.clients import Client
+from common.clients.base import Client
+from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import ServiceError
-from common.rollout_client import RolloutClient, completion_from_answer
-from common.schemas import Completion, Float32
+from common.wire.schemas import Completion, Float32
 from services.rollout.engine_client import EngineClient, LoadFailed
 
 pytestmark = pytest.mark.integration

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common.config import load
-from common.prompts import PromptStyle, prompt_text
-from common.sections import DataSection
+from common.prompts.prompter import PromptStyle, prompt_text
+from common.settings.config import load
+from common.settings.sections import DataSection
 from services.data.loaders import load_split
 from services.reward.functions import CodeRewardFunction
 from tests.support.paths import ROOT

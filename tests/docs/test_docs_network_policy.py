@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from common.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection
 from tests.support.paths import ROOT
 
 GROUP, AGENTS = {"rlhf-group": "rlhf-math"}, {"rlhf-agents": "rlhf-math"}

@@ -10,8 +10,8 @@ from functools import cache
 
 import pytest
 
-from common.config import Config
-from common.config_sources import SHORT_NAMES
+from common.settings.config import Config
+from common.settings.sources import SHORT_NAMES
 from tests.support.paths import ROOT
 
 GENERATED = {

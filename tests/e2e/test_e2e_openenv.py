@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.schemas import Episode
+from common.wire.schemas import Episode
 from tests.support.agent_environments import python_of
 from tests.support.agent_training import train_on
 from tests.support.environments import Served, request_for, served

@@ -23,8 +23,8 @@ import sys
 from fastapi import Request, Response
 from services.http import connections
 from services.http.app import create_app, read_json, serve
-from common.schemas import GroupIds
-from common.wire import decode_groups
+from common.wire.schemas import GroupIds
+from common.wire.codec import decode_groups
 connections.PATIENCE_S, connections.READER_PATIENCE_S = 2.0, float(sys.argv[2])
 connections.max_connections = lambda: 300
 app = create_app("small-server", max_body_bytes=1 << 20)

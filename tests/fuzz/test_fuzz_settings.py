@@ -8,8 +8,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.config import Config, load
 from common.errors import ConfigError
+from common.settings.config import Config, load
 from jobgroup import spec
 from tests.support.fuzzed_service import SECONDS
 

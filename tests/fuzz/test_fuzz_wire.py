@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from common.errors import InvalidInput, ServiceError
-from common.schemas import (
+from common.wire.codec import decode, encode
+from common.wire.schemas import (
     Groups,
     SampledGroups,
     TakenGroups,
@@ -24,7 +25,6 @@ from common.schemas import (
     Values,
     ValueTargets,
 )
-from common.wire import decode, encode
 from services.engine.adapters import AdapterRegistry, BadAdapter
 from services.engine.weights import BadWeights, load_into
 from tests.support.fuzzed_service import SECONDS

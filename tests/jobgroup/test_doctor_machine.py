@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.security import SecretRedactor
-from common.topology import TORCHRUN_PORT
+from common.process.security import SecretRedactor
+from common.process.topology import TORCHRUN_PORT
 from jobgroup.doctor import machine, network, storage
 from jobgroup.doctor.report import Check, Result, perform
 from tests.support.doctor_groups import plan_of

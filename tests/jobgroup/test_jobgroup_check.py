@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config import load
 from common.memory import engine_memory, trainer_host_bytes, trainer_memory
-from common.topology import CRITIC
+from common.process.topology import CRITIC
+from common.settings.config import load
 from jobgroup import spec
 from jobgroup.check import shell_faults
 from jobgroup.local.places import share_gpus
@@ -54,7 +54,10 @@ GROUP, DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
 )
 GPUS = "accelerators: {H100: %d, H200: %d, B200: %d, A100-80GB: %d}"
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
-RUN_DATA, RUN_TRAINER = "run: exec .venv/bin/python -m services.data", "run: exec .venv/bin/python -m common.topology torchrun"
+RUN_DATA, RUN_TRAINER = (
+    "run: exec .venv/bin/python -m services.data",
+    "run: exec .venv/bin/python -m common.process.topology torchrun",
+)
 SETUP = "setup: bash jobgroup/setup.sh services"
 SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import yaml
 
-from common.config import Config
+from common.settings.config import Config
 from jobgroup import spec
 from jobgroup.doctor.plan import make
 from jobgroup.doctor.storage import needs

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.topology import CRITIC, ROLLOUT, TRAINER
+from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from tests.support.lock import locked
 from tests.support.paths import ROOT
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import from_mapping
+from common.settings.config import from_mapping
 from jobgroup.doctor import machine, software
 from jobgroup.doctor.plan import Plan
 from services.rollout.engine_client import engine_env, toolkit_env

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.topology import WRONG_SETTING
+from common.process.topology import WRONG_SETTING
 from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_torchrun_ends_with_the_status_and_the_reason_of_the_rank(tmp_path: "Pat
     """With a missing model, the real launcher and trainer print one sentence, without the banner of torchrun."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "SKYPILOT_JOBGROUP_NAME": "small", "MODEL_NAME": "./nothing"}
     env |= {"JOBGROUP_HOSTS": "ppo-trainer-0.small=127.0.0.1", "RUN_DIR": str(tmp_path / "run")}
-    command = [sys.executable, "-m", "common.topology", "torchrun", "-m", "trainer"]
+    command = [sys.executable, "-m", "common.process.topology", "torchrun", "-m", "trainer"]
     done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == WRONG_SETTING, done.stdout
     lines = done.stdout.rstrip().splitlines()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from common import topology
-from common.config import Config
-from common.config_sources import SHORT_NAMES
+from common.process import topology
+from common.settings.config import Config
+from common.settings.sources import SHORT_NAMES
 from jobgroup import scrape, spec
 from jobgroup.local.places import choose, share_gpus
 from tests.support.paths import ROOT
@@ -117,7 +117,7 @@ def test_trap_every_trainer_node_trains(group: spec.JobGroup, monkeypatch: pytes
     trainer = group.task("ppo-trainer", "")
     assert trainer.num_nodes == 2
     # The command does not depend on the rank.
-    assert trainer.run == "exec .venv/bin/python -m common.topology torchrun -m trainer"
+    assert trainer.run == "exec .venv/bin/python -m common.process.topology torchrun -m trainer"
     commands = []
     for rank in (0, 1):
         env = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}

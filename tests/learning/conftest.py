@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config
+from common.settings.config import Config
 from tests.support.small_run import small_run
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.config import Config, from_mapping
 from common.errors import ConfigError
+from common.settings.config import Config, from_mapping
 from learning.alone import check_alone, fix_rotary_factors
 from learning.attention import unpackable
 from learning.layout import Padded

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning.layout import Padded
 from learning.sharding import prepare
 from tests.support.tiny_models import make

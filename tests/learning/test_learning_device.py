@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.config import Config
 from common.errors import ConfigError
-from common.sections import RolloutSection, TrainerSection
-from common.topology import WRONG_SETTING, Topology, assigned_gpus
+from common.process.topology import WRONG_SETTING, Topology, assigned_gpus
+from common.settings.config import Config
+from common.settings.sections import RolloutSection, TrainerSection
 from learning.device import choose_device, dtype_on
 from learning.ranks import Ranks
 from services.reward.functions import LengthPenaltyFunction, RewardModelFunction

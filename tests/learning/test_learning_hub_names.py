@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from common.config import Config
 from common.errors import ConfigError
+from common.settings.config import Config
 from learning.hub_names import from_hub, hub_shapes, to_hub
 from learning.ranks import Ranks
 from learning.sharding import named_tensors

@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Int32
-from common.sections import TrainerSection
+from common.settings.config import Config
+from common.settings.sections import TrainerSection
+from common.wire.schemas import Int32
 from learning.attention import unpackable
 from learning.layout import Layout, Packed, Padded, layout_for
 from learning.ranks import Ranks

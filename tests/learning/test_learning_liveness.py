@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from common.topology import LOST, Topology
+from common.process.topology import LOST, Topology
 from learning.liveness import Liveness
 from learning.ranks import Ranks
 from tests.support.forks import Forked

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.sections import TrainerSection
+from common.settings.sections import TrainerSection
 from learning.loading import Pretrained, load
 from learning.ranks import Ranks
 from tests.support.tiny_models import make, write

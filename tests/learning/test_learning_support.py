@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.schemas import Completion, Group, Int32
+from common.wire.schemas import Completion, Group, Int32
 from learning.support import Sampled, Support
 from trainer.policy import logprobs
 from trainer.policy.logprobs import token_scores

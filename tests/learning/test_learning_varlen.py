@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
-from common.schemas import Int32
+from common.wire.schemas import Int32
 from learning import attention
 from learning.layout import Packed
 from learning.sharding import layers

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.rollout_client import RolloutClient
+from common.clients.rollout import RolloutClient
 from tests.support.engines import SGLANG, router_process, sglang_is_installed
 from tests.support.metrics_pages import Family, parse
 from tests.support.paths import ROOT

@@ -7,7 +7,7 @@ from math import isnan
 import pytest
 from prometheus_client import generate_latest
 
-from common.observe import Metrics
+from common.process.metrics import Metrics
 from tests.support.metrics_pages import DOCUMENT, Family, documented, framed, table
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import StepRecord

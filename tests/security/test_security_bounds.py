@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import AfterValidator, BaseModel, TypeAdapter, ValidationError
 
-from common import schemas, wire
 from common.errors import TooLarge, shorten
-from common.schemas import AtMost, Wire
+from common.wire import codec, schemas
+from common.wire.schemas import AtMost, Wire
 from services.engine import control, distributed, openai, protocol
 from services.http.app import create_app
 from tests.support.apps import SERVICES, make, tiny
@@ -190,12 +190,12 @@ def test_items_are_counted_as_they_are_whatever_texts_hold(value: Any, chunk: in
         return 2 + max(0, len(value) - 1) + sum(items(item) for item in inner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "_CHUNK", chunk)
-        assert wire._json_items(json.dumps(value, ensure_ascii=ascii_).encode()) == items(value)
+        patch.setattr(codec, "_CHUNK", chunk)
+        assert codec._json_items(json.dumps(value, ensure_ascii=ascii_).encode()) == items(value)
 
 
 def test_commas_in_long_texts_are_not_counted_as_items() -> None:
     text = '1, 2, [3], {4}, "5", \\' * 200_000
-    assert wire.parse_json(json.dumps({"items": [text]}).encode()) == {"items": [text]}
+    assert codec.parse_json(json.dumps({"items": [text]}).encode()) == {"items": [text]}
     with pytest.raises(TooLarge, match="JSON body has at most"):
-        wire.parse_json(b" " * (wire.MAX_JSON_BYTES + 1))
+        codec.parse_json(b" " * (codec.MAX_JSON_BYTES + 1))

@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients import Client, wait_healthy
-from common.config import Config
+from common.clients.base import Client, wait_healthy
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.rollout_client import RolloutClient
-from common.sections import ModelSection, RolloutSection, SamplingSection
-from common.security import trusted
-from common.topology import ROLLOUT, Topology
+from common.process.security import trusted
+from common.process.topology import ROLLOUT, Topology
+from common.settings.config import Config
+from common.settings.sections import ModelSection, RolloutSection, SamplingSection
 from services.rollout.engine_client import EngineClient, engine_command, engine_env
 from services.rollout.process import Child
 from services.rollout.router import RouterClient, router_command, router_env

@@ -13,13 +13,13 @@ import torch
 from fastapi import FastAPI, Response
 from transformers import AutoModelForCausalLM
 
-from common.clients import Client
-from common.config import Config, load
+from common.clients.base import Client
 from common.errors import ConfigError, InvalidInput, ServiceError
-from common.sections import RewardSection, RolloutSection
-from common.security import check_certificate, tls
-from common.topology import Topology
-from common.wire import unpack
+from common.process.security import check_certificate, tls
+from common.process.topology import Topology
+from common.settings.config import Config, load
+from common.settings.sections import RewardSection, RolloutSection
+from common.wire.codec import unpack
 from learning.liveness import _MAX_UNAUTHENTICATED, Liveness
 from learning.loading import SafetensorsReader
 from learning.ranks import Ranks

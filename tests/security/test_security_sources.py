@@ -16,7 +16,7 @@ ALLOWED = {
     ("services/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
     ("services/sandbox/remote.py", "import_module"): "modules of the sandbox's Python, in the sandbox",
-    ("common/imports.py", "import_module"): "what a setting of the operator's names",
+    ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
     ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
     (

@@ -15,10 +15,10 @@ from fastapi.routing import APIRoute
 from rich.console import Console
 from starlette.routing import Route
 
-from common.clients import Client, wait_healthy
+from common.clients.base import Client, wait_healthy
 from common.errors import ConfigError, ServiceError
-from common.observe import setup_logging
-from common.security import SecretRedactor, accepts, authorization, is_loopback, token
+from common.process.metrics import setup_logging
+from common.process.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny
 from tests.support.no_curves import no_curves

@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.small_run import small_run
 from trainer.in_process import Problems, train_in_process

@@ -6,12 +6,12 @@ import httpx
 import torch
 from fastapi import FastAPI
 
-from common.config import Config, load
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
-from common.sections import EnvironmentSection
-from common.topology import Topology
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.process.topology import Topology
+from common.settings.config import Config, load
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.critic.app import create_critic_app
 from services.data.app import create_data_app
 from services.data.loaders import load_split

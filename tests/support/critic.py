@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from common.schemas import TokenSequence, ValueTargets
+from common.wire.schemas import TokenSequence, ValueTargets
 from tests.support.forks import Forked
 from trainer.algorithms.batch import Batch, Row
 

@@ -18,11 +18,11 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from common import child
-from common.config import Config
-from common.schemas import Float32
-from common.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
-from common.topology import Topology
+from common.process import child
+from common.process.topology import Topology
+from common.settings.config import Config
+from common.settings.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
+from common.wire.schemas import Float32
 from services.rollout.engine_client import engine_command, engine_env
 from services.rollout.router import router_command
 from tests.support.forks import Forked

@@ -10,10 +10,10 @@ import httpx
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from common.environment_client import EnvironmentClient
-from common.rollout_client import RolloutClient
-from common.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
-from common.sections import EnvironmentSection
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
 from services.environment.kinds import needs_gateway
 from services.environment.outcome import EnvironmentLost

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.algorithm import RECIPES, AlgorithmSection
-from common.config import Config
-from common.schemas import Completion, Float32, Group
-from common.sections import TeacherSection
+from common.settings.algorithm import RECIPES, AlgorithmSection
+from common.settings.config import Config
+from common.settings.sections import TeacherSection
+from common.wire.schemas import Completion, Float32, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages

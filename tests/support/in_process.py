@@ -9,9 +9,9 @@ import httpx
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.config import Config
-from common.schemas import Group
-from common.wire import decode_groups
+from common.settings.config import Config
+from common.wire.codec import decode_groups
+from common.wire.schemas import Group
 from trainer.observe.run_dir import read_lines
 
 

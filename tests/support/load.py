@@ -2,7 +2,7 @@
 
 import asyncio
 
-from common.clients import Client
+from common.clients.base import Client
 
 
 async def metric(client: Client, name: str) -> float:

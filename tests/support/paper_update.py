@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.config import Config
-from common.schemas import Completion, Group
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group
 
 
 @dataclass

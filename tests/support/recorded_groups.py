@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from common.schemas import Completion, Group
+from common.wire.schemas import Completion, Group
 from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
-from common.logs import REQUEST_HEADER
+from common.process.logs import REQUEST_HEADER
 from trainer.server import BackgroundServer
 
 

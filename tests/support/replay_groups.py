@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from common.schemas import Completion, Group
+from common.wire.schemas import Completion, Group
 
 MakeGroup = Callable[..., Group]
 """The type of `make_group`."""

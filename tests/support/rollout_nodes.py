@@ -16,10 +16,10 @@ import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.checksums import checksum
-from common.rollout_client import RolloutClient
-from common.schemas import WeightFile, WeightManifest, WorkerReport
-from common.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
+from common.clients.rollout import RolloutClient
+from common.process.topology import REWARD, ROLLOUT, TRAINER, LocalHost, format_hosts
+from common.weights.checksums import checksum
+from common.wire.schemas import WeightFile, WeightManifest, WorkerReport
 from tests.support.paths import ROOT
 from trainer.cli.tiny_base import make_model, make_tokenizer
 from trainer.weights.publisher import WeightBoard

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from common.config import Config
-from common.run_lock import RunLock
+from common.process.run_lock import RunLock
+from common.settings.config import Config
 from learning.ranks import Ranks
 from services.data.worked import Examples
 from tests.support.groups import VOCABULARY

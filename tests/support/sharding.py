@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from common.config import Config
+from common.settings.config import Config
 from learning.ranks import Ranks
 from tests.support.groups import save
 from tests.support.ranks import run_ranks

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from common.config import Config
-from common.sections import RolloutSection
+from common.settings.config import Config
+from common.settings.sections import RolloutSection
 
 
 def small_run(policy_dir: Path, directory: Path) -> Config:

@@ -6,8 +6,8 @@ import httpx
 import torch
 from torch import Tensor
 
-from common.schemas import Broadcast, WorkerReport
-from common.topology import TRAINER
+from common.process.topology import TRAINER
+from common.wire.schemas import Broadcast, WorkerReport
 from learning.weight_group import digest
 from tests.support.rollout_nodes import GROUP, Cluster, Node, names
 from trainer.weights.broadcast import Broadcaster

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ServiceError
-from common.schemas import Completion, EpisodeLimits, FinishReason
+from common.wire.schemas import Completion, EpisodeLimits, FinishReason
 from services.environment.session import Session, SessionSettings
 from services.environment.template import Template
 

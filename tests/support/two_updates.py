@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 from msgspec.structs import replace
 
-from common.config import Config, from_mapping
-from common.prompts import Prompter, PromptStyle
-from common.rollout_client import RolloutClient
-from common.schemas import Group, Prompt
+from common.clients.rollout import RolloutClient
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config, from_mapping
+from common.wire.schemas import Group, Prompt
 from learning.ranks import Ranks
 from services.data.tiny import problems
 from services.engine.app import make_app

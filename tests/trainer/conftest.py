@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import Config, load
+from common.settings.config import Config, load
 from services.reward.pool import ForkServer, WorkerSpec
 from tests.support.no_curves import PLOTS, no_curves
 from tests.support.paths import ROOT

@@ -8,8 +8,8 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 
-from common.config import Config, names
 from common.errors import ConfigError
+from common.settings.config import Config, names
 from tests.support.in_process import metrics, quiet
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from common.config import Config
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError, ServiceLost
-from common.rollout_client import RolloutClient
+from common.settings.config import Config
 from services.engine.model import Model
 from services.engine.scheduler import Scheduler
 from tests.support.in_process import Faulty, metrics, quiet

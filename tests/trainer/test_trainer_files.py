@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.checksums import Hasher
-from common.config import Config
 from common.errors import ConfigError, NotFound
-from common.loop_thread import LoopThread
-from common.observe import Metrics
-from common.schemas import WeightManifest, WorkerReport
+from common.process.loop_thread import LoopThread
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.weights.checksums import Hasher
+from common.wire.schemas import WeightManifest, WorkerReport
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch

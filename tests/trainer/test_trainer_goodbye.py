@@ -5,7 +5,7 @@ import logging
 import httpx
 import pytest
 
-from common.clients import Client
+from common.clients.base import Client
 from services.http.app import create_app
 from tests.support.ports import free_port
 from trainer.rollouts.services import flush_all

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from common.wire import decode_groups
+from common.wire.codec import decode_groups
 from tests.support.paths import ROOT
 from trainer.observe.run_dir import read_lines
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from common.config import Config, load
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.rollout_client import RolloutClient
-from common.run_lock import RunLock
-from common.schemas import Completion
+from common.process.run_lock import RunLock
+from common.settings.config import Config, load
+from common.wire.schemas import Completion
 from learning.ranks import Ranks
 from tests.support.groups import save
 from tests.support.paths import ROOT

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
+from common.settings.config import Config
+from common.wire.schemas import Completion, Float32, Group, Int32, TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.layout import Layout, moved
 from learning.support import Sampled, Support

@@ -1,4 +1,4 @@
-"""Computes the advantages of a batch, according to the settings of the algorithm (`common.algorithm`)."""
+"""Computes the advantages of a batch, according to the settings of the algorithm (`common.settings.algorithm`)."""
 
 import math
 
@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.algorithm import AlgorithmSection
-from common.config import Config
 from common.errors import ConfigError
+from common.settings.algorithm import AlgorithmSection
+from common.settings.config import Config
 from learning.batching import split
 from trainer.algorithms.advantages import (
     ADVANTAGES,

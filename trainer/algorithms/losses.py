@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from common.algorithm import AlgorithmSection
+from common.settings.algorithm import AlgorithmSection
 
 _MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent overflow."""

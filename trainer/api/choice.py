@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.topology import Topology
+from common.process.topology import Topology
 from services.rollout.engine_client import engine_command
 from trainer.api.settings import OWN_SGLANG, TrainerConfig
 

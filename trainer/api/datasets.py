@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.rows import final_answer, further_columns, id_of, read_chat, refuse_same_ids, stop_at, text_of
 from services.reward.functions import RewardFunction, RewardModelFunction
 from services.reward.functions.plain import FunctionLog, PlainFunction, numbered

@@ -12,15 +12,15 @@ from typing import Any, Literal, TypedDict
 import httpx
 from rich.console import Console
 
-from common.chat_templates import OWN
-from common.clients import RewardClient
-from common.config import Config, from_mapping
+from common.clients.base import RewardClient
+from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
-from common.loop_thread import LoopThread
-from common.prompts import PromptStyle
-from common.rollout_client import GenerationFailed
-from common.schemas import Prompt, RewardResult
-from common.sections import RewardSection
+from common.process.loop_thread import LoopThread
+from common.prompts.chat_templates import OWN
+from common.prompts.prompter import PromptStyle
+from common.settings.config import Config, from_mapping
+from common.settings.sections import RewardSection
+from common.wire.schemas import Prompt, RewardResult
 from learning.device import DeviceKind, choose_device
 from services.reward.answers.exact import quantity
 from services.reward.answers.extract import extract_answer

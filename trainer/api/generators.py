@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import torch
 
-from common.clients import Client, Unreachable
+from common.clients.base import Client, Unreachable
+from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, ServiceError
-from common.prompt_templates import filled
-from common.prompts import Prompter, conversation
-from common.rollout_client import GenerationFailed, RolloutClient
-from common.schemas import Prompt
-from common.sections import ModelSection
+from common.prompts.prompter import Prompter, conversation
+from common.prompts.templates import filled
+from common.settings.sections import ModelSection
+from common.wire.schemas import Prompt
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from common.algorithm import RECIPES, Recipe
 from common.errors import ConfigError
+from common.settings.algorithm import RECIPES, Recipe
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import TRAINER, refuse

@@ -27,7 +27,7 @@ def card(
     config: dict[str, Any], metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], curves: bool, problems: int
 ) -> str:
     """Returns the text of a model card."""
-    from common.config import Config  # for the defaults, which the card omits
+    from common.settings.config import Config  # for the defaults, which the card omits
 
     base, algorithm = config["model"]["name"], config["algorithm"]["name"]
     named = "/" in base and not Path(base).exists()

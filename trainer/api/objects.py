@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, shorten
-from common.sections import ModelSection
+from common.settings.sections import ModelSection
 from trainer.api.settings import TrainerConfig
 from trainer.policy.scorer import load_model, load_tokenizer
 

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 
 from common.errors import ConfigError
-from common.prompts import Prompter, PromptStyle
-from common.schemas import Prompt
+from common.prompts.prompter import Prompter, PromptStyle
+from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.run_lock import RunLock
-from common.storing import make_directory
+from common.process.run_lock import RunLock
+from common.process.storage import make_directory
 
 _CONTENT = (
     *("checkpoints", "weights", "model", "state", "trackers", "groups"),

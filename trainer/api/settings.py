@@ -18,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from common.algorithm import RECIPES, Recipe
-from common.config import Config, from_mapping
 from common.errors import ConfigError, shorten
-from common.explain import did_you_mean, explained
+from common.settings.algorithm import RECIPES, Recipe
+from common.settings.config import Config, from_mapping
+from common.settings.explain import did_you_mean, explained
 from trainer.api.presets import PRESETS
 from trainer.api.trl import ARGUMENTS, LOSSES, translated
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from common.algorithm import RECIPES
 from common.errors import ConfigError, shorten
-from common.sections import SamplingSection
+from common.settings.algorithm import RECIPES
+from common.settings.sections import SamplingSection
 from trainer.trackers.base import LIBRARIES
 
 Values = dict[str, Any]

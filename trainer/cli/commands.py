@@ -10,12 +10,12 @@ from typing import Any, get_args
 import yaml
 from pydantic.fields import FieldInfo
 
-from common.config import from_mapping, names
-from common.config_sources import is_list
 from common.errors import ConfigError, ServiceError
-from common.prompt_templates import check_prompts
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.prompts.templates import check_prompts
+from common.settings.config import from_mapping, names
+from common.settings.sections import DataSection
+from common.settings.sources import is_list
+from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
 
 DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a file or directory"

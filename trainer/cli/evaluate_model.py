@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.cli import CommandParser, positive, run
-from common.config import from_mapping
 from common.errors import ConfigError
-from common.hub import check_model
-from common.imports import heavy_imports
-from common.sections import DataSection
-from common.storing import make_directory
+from common.models.hub import check_model
+from common.process.cli import CommandParser, positive, run
+from common.process.imports import heavy_imports
+from common.process.storage import make_directory
+from common.settings.config import from_mapping
+from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
 
 if TYPE_CHECKING:

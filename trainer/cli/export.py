@@ -4,11 +4,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.cli import CommandParser, run
 from common.errors import ConfigError
-from common.hub import check_model
-from common.imports import heavy_imports
-from common.storing import make_directory
+from common.models.hub import check_model
+from common.process.cli import CommandParser, run
+from common.process.imports import heavy_imports
+from common.process.storage import make_directory
 
 DTYPES = ("float32", "bfloat16", "float16")
 _EPILOG = """\
@@ -50,7 +50,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_cod
     with heavy_imports():
         import torch
 
-        from common.sections import ModelSection
+        from common.settings.sections import ModelSection
         from trainer.policy.scorer import load_model, load_tokenizer
 
     section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)

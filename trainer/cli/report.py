@@ -9,9 +9,9 @@ from typing import Any
 
 import orjson
 
-from common.cli import CommandParser, run
 from common.errors import ServiceError
-from common.storing import storing
+from common.process.cli import CommandParser, run
+from common.process.storage import storing
 from trainer.dashboard.app import STATIC
 from trainer.dashboard.columns import notes
 from trainer.dashboard.jsonl import JsonlReader

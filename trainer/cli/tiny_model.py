@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from common.cli import CommandParser, run
 from common.errors import ConfigError
-from common.imports import heavy_imports
-from common.storing import make_directory
+from common.process.cli import CommandParser, run
+from common.process.imports import heavy_imports
+from common.process.storage import make_directory
 
 
 def parser() -> CommandParser:

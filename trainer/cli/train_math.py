@@ -4,11 +4,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common.cli import CommandParser, count, positive, run
 from common.errors import ConfigError
-from common.hub import check_model
-from common.imports import heavy_imports
-from common.storing import make_directory
+from common.models.hub import check_model
+from common.process.cli import CommandParser, count, positive, run
+from common.process.imports import heavy_imports
+from common.process.storage import make_directory
 from trainer.api.output import check_output
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from common.cli import CommandParser, run
 from common.errors import ConfigError
-from common.observe import setup_logging
-from common.security import tls
+from common.process.cli import CommandParser, run
+from common.process.metrics import setup_logging
+from common.process.security import tls
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app
 from trainer.dashboard.run_list import RunList

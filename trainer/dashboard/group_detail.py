@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import NotFound, ServiceError
-from common.wire import group_json
+from common.wire.codec import group_json
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group, recorded_steps

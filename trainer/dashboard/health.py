@@ -11,11 +11,11 @@ import aiohttp
 import httpx
 from pydantic import BaseModel
 
-from common import watchdog
-from common.clients import Client
-from common.config import Config
+from common.clients.base import Client
 from common.errors import ServiceError, shorten
-from common.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process import watchdog
+from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.settings.config import Config
 
 PATIENCE_S = 2.0
 """A service that does not answer within this time is dead; the page then shows it within five seconds."""

@@ -2,10 +2,10 @@
 
 from typing import Any, Protocol
 
-from common.clients import ReplayClient
+from common.clients.base import ReplayClient
 from common.errors import NotFound, ServiceError
-from common.loop_thread import LoopThread
-from common.schemas import Group
+from common.process.loop_thread import LoopThread
+from common.wire.schemas import Group
 
 _PATIENCE_S = 3.0
 """Time limit of a page's calls to the replay-buffer."""

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from common.config import Config
-from common.storing import storing
+from common.process.storage import storing
+from common.settings.config import Config
 
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.config import Config
+from common.settings.config import Config
 
 if TYPE_CHECKING:  # the dashboard reads the limits without torch
     from trainer.policy.update_metrics import UpdateMetrics

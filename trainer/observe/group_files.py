@@ -2,7 +2,7 @@
 
 A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`. `groups/step_000012.zip` holds one
 msgpack document per group in the same order, `00000.msgpack` first, so that one can be read without the others: the group in
-wire format (`common.wire`, arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
+wire format (`common.wire.codec`, arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
 `detail`, and for every completion `advantages` and `trainer_logprobs` (float32 per token, or null). Reading needs no torch.
 """
 
@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 from msgspec.structs import asdict
 
-from common import wire
 from common.errors import ServiceError
-from common.schemas import Completion, Float32, Group
+from common.wire import codec
+from common.wire.schemas import Completion, Float32, Group
 from trainer.observe.run_dir import append_line, storing_run
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class GroupRecorder:
                     for place, item in enumerate(items):
                         entry = ZipInfo(_name(place))
                         entry.compress_type = ZIP_DEFLATED
-                        file.writestr(entry, wire.encode(_document(item)), compresslevel=1)
+                        file.writestr(entry, codec.encode(_document(item)), compresslevel=1)
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -135,7 +135,7 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     path = _path(run_dir, step)
     try:
         with ZipFile(path) as file:
-            return _plain(wire.unpack(_member(file, place)))
+            return _plain(codec.unpack(_member(file, place)))
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file fails in many ways

@@ -7,7 +7,7 @@ every threshold.
 from collections.abc import Mapping, MutableSequence, Sequence
 from typing import Any
 
-from common.config import Config
+from common.settings.config import Config
 
 WINDOW = 10
 """Number of latest steps that hints consider."""

@@ -5,7 +5,7 @@ from collections import Counter
 
 from prometheus_client import Gauge
 
-from common.observe import Metrics, critic_gauges
+from common.process.metrics import Metrics, critic_gauges
 from trainer.observe.run_dir import StepRecord
 from trainer.rollouts.evaluation import Evaluation
 

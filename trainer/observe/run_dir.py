@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from common.config import Config
 from common.errors import ConfigError
-from common.logs import SHOWN, structured
-from common.schemas import Group
-from common.storing import storing
-from common.wire import group_json
+from common.process.logs import SHOWN, structured
+from common.process.storage import storing
+from common.settings.config import Config
+from common.wire.codec import group_json
+from common.wire.schemas import Group
 from trainer.observe.hints import hints, remember
 from trainer.observe.timing import STAGES, WAITING
 from trainer.rollouts.evaluation import Answer, Evaluation

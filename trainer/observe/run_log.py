@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from common.config import Config
-from common.schemas import Completion, CriticMetrics
+from common.settings.config import Config
+from common.wire.schemas import Completion, CriticMetrics
 from trainer.algorithms.batch import Batch
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup

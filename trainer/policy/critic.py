@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from common.config import Config
-from common.critic_client import CriticClient
+from common.clients.critic import CriticClient
 from common.errors import ConfigError, Conflict, ServiceError
-from common.loop_thread import LoopThread
-from common.schemas import CriticMetrics, Float32
+from common.process.loop_thread import LoopThread
+from common.settings.config import Config
+from common.wire.schemas import CriticMetrics, Float32
 from learning.batching import split
 from learning.ranks import Ranks
 from learning.saving import Snapshot

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from transformers.utils import cached_file
 
-from common.config import Config
 from common.errors import ConfigError
-from common.sections import ModelSection
+from common.settings.config import Config
+from common.settings.sections import ModelSection
 from trainer.policy.scorer import cannot_load, load_tokenizer
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.config import Config
 from common.errors import ConfigError
+from common.settings.config import Config
 from learning.loading import AddedModules, MemoryReader, fill, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents

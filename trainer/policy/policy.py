@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Float32
-from common.sections import TrainerSection
+from common.settings.config import Config
+from common.settings.sections import TrainerSection
+from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
 from learning.hub_names import to_hub
 from learning.optimizer import Optimizer

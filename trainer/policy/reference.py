@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.config import Config
-from common.schemas import Float32
+from common.settings.config import Config
+from common.wire.schemas import Float32
 from learning.batching import Indices, score_shared
 from learning.layout import Layout, moved
 from learning.ranks import Ranks

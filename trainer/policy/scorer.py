@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from common.chat_templates import OWN
 from common.errors import ConfigError
-from common.hub import check_model
-from common.sections import ModelSection, TrainerSection
+from common.models.hub import check_model
+from common.prompts.chat_templates import OWN
+from common.settings.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
 from learning.final_logits import final_logits
 from learning.layout import Layout, Packed, Packing, Padded, layout_for, moved

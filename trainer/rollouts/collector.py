@@ -34,11 +34,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common import logs
-from common.config import Config
 from common.errors import ServiceError, ServiceLost
-from common.prompts import Prompter
-from common.schemas import Completion, Group, Prompt
+from common.process import logs
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group, Prompt
 from trainer.observe.timing import StageClock
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor

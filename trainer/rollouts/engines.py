@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 from transformers import AutoModelForCausalLM
 
-from common.clients import Client
-from common.config import Config
+from common.clients.base import Client
+from common.clients.rollout import BASE_VERSION, RolloutClient
 from common.errors import ServiceLost
-from common.rollout_client import BASE_VERSION, RolloutClient
-from common.schemas import WeightManifest
-from common.topology import ROLLOUT, Topology
+from common.process.topology import ROLLOUT, Topology
+from common.settings.config import Config
+from common.wire.schemas import WeightManifest
 from learning.loading import Pretrained
 from services.http.app import listen
 from services.rollout.engine_client import (

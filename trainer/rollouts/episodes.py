@@ -1,8 +1,8 @@
 """Requests episodes from the environment-server, and turns them into completions of a group."""
 
-from common.config import Config
-from common.prompts import conversation
-from common.schemas import (
+from common.prompts.prompter import conversation
+from common.settings.config import Config
+from common.wire.schemas import (
     Completion,
     Episode,
     EpisodeLimits,

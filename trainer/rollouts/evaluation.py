@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean, pstdev
 from typing import Any, Protocol, TypeVar
 
-from common.clients import RewardClient
-from common.config import Config
+from common.clients.base import RewardClient
+from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, InvalidInput
-from common.loop_thread import LoopThread
-from common.prompts import Prompter, PromptStyle
-from common.rollout_client import GenerationFailed, RolloutClient
-from common.schemas import FinishReason, Prompt, RewardResult
-from common.sections import SamplingSection
+from common.process.loop_thread import LoopThread
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config
+from common.settings.sections import SamplingSection
+from common.wire.schemas import FinishReason, Prompt, RewardResult
 from trainer.rollouts.episodes import answer_of, episode_request, play
 from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.services import Services

@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from numbers import Real
 
-from common.config import Config
 from common.errors import ConfigError, shorten
-from common.imports import import_callable
-from common.schemas import Group, SampleRequest
+from common.process.imports import import_callable
+from common.settings.config import Config
+from common.wire.schemas import Group, SampleRequest
 
 Priority = Callable[[Group, Sequence[float]], float]
 """(group, mean |advantage| of each completion) -> priority, finite and at least 0."""

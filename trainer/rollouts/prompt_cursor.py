@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 
 MAX_TRIES = 3
 """After this many groups of a prompt have failed or become too stale, the epoch skips the prompt."""

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from common import logs
-from common.clients import Unreachable
+from common.clients.base import Unreachable
 from common.errors import ServiceLost
+from common.process import logs
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

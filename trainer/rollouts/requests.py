@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.schemas import Completion, Prompt, RewardItem
+from common.wire.schemas import Completion, Prompt, RewardItem
 
 if TYPE_CHECKING:
     from trainer.rollouts.evaluation import GeneratedAnswer

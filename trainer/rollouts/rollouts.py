@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from common import watchdog
-from common.config import Config
 from common.errors import ConfigError, ServiceError
-from common.logs import SHOWN
-from common.loop_thread import LoopThread
-from common.prompts import Prompter
-from common.schemas import Group, TakeRequest
-from common.sections import RewardSection
-from common.wire import decode_groups, encode_groups
+from common.process import watchdog
+from common.process.logs import SHOWN
+from common.process.loop_thread import LoopThread
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
+from common.settings.sections import RewardSection
+from common.wire.codec import decode_groups, encode_groups
+from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.observe.timing import StageClock

@@ -5,11 +5,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.clients import Client, DataClient, ReplayClient, RewardClient
-from common.critic_client import CriticClient
-from common.environment_client import EnvironmentClient
+from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.critic import CriticClient
+from common.clients.environment import EnvironmentClient
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.rollout_client import RolloutClient
 from trainer.rollouts.teacher import Teacher
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import orjson
 
-from common.clients import Client
+from common.clients.base import Client
 from common.errors import ConfigError, ServiceError, Unauthorized, shorten
-from common.schemas import Float32, Int32
-from common.sections import TeacherSection
+from common.settings.sections import TeacherSection
+from common.wire.schemas import Float32, Int32
 
 API_KEY = "TEACHER_API_KEY"
 _PROBE = "Tom has 12 apples and buys 3.5 more.\n\n\tdef f(x): return x**2  # == 0"

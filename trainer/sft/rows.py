@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError
-from common.prompts import Prompter, answered_text, text_ids
-from common.schemas import Float32, Int32, Prompt
+from common.prompts.prompter import Prompter, answered_text, text_ids
+from common.wire.schemas import Float32, Int32, Prompt
 
 
 @dataclass(frozen=True, slots=True)

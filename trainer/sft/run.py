@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from common import watchdog
-from common.config import Config
-from common.logs import set_run
-from common.prompts import Prompter, PromptStyle
-from common.rotary import switch_length
-from common.run_lock import RunLock
-from common.topology import Topology
+from common.models.rotary import switch_length
+from common.process import watchdog
+from common.process.logs import set_run
+from common.process.run_lock import RunLock
+from common.process.topology import Topology
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config
 from learning.ranks import Ranks
 from services.data.worked import Examples
 from trainer.observe.run_dir import Recorder, console, tell

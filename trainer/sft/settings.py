@@ -1,6 +1,6 @@
 """The settings that `rlhf-sft` reads, and its defaults."""
 
-from common.config import Purpose, names
+from common.settings.config import Purpose, names
 
 _SECTIONS = ("model", "lora", "data", "trackers")
 _UNREAD = ("model.reference", "lora.publish", "data.port", "data.curriculum", "data.columns", "data.task_field")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from common.errors import ConfigError
-from common.imports import import_callable
-from common.sections import TrackersSection
+from common.process.imports import import_callable
+from common.settings.sections import TrackersSection
 
 Cell = str | float | int | bool | None
 LIBRARIES = {

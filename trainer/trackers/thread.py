@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common.security import SecretRedactor
+from common.process.security import SecretRedactor
 from trainer.trackers.base import RunInfo, load
 
 QUEUE = 1000

@@ -10,9 +10,9 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from common.config import Config
-from common.schemas import Group
-from common.storing import storing
+from common.process.storage import storing
+from common.settings.config import Config
+from common.wire.schemas import Group
 from trainer.rollouts.evaluation import Answer
 from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from common.config import Config
-from common.rollout_client import RolloutClient
-from common.schemas import adapter_name
+from common.clients.rollout import RolloutClient
+from common.settings.config import Config
+from common.wire.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG
 from trainer.weights.publisher import Weights

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from common.errors import Conflict
-from common.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
+from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
 from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy

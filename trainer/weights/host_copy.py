@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.errors import NotFound, ServiceError
-from common.schemas import Bucket
+from common.wire.schemas import Bucket
 from learning.staging import Staging
 from learning.weight_group import size_of, views
 from trainer.weights.publisher import Weights

@@ -2,7 +2,7 @@
 
 A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA
 adapter in PEFT's format; its manifest (sizes and checksums) is made last. A file may come with its delta from the
-previous version (`common.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version
+previous version (`common.weights.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version
 is broadcast into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
 """
 
@@ -19,12 +19,21 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from common import spares, watchdog
-from common.checksums import checksum
-from common.deltas import write_delta
 from common.errors import NotFound, ServiceError, TooLarge
-from common.schemas import WeightChecksums, WeightDelta, WeightFile, WeightManifest, WeightVerdict, WorkerReport, WorkerState
-from common.storing import storing
+from common.process import watchdog
+from common.process.storage import storing
+from common.weights import spares
+from common.weights.checksums import checksum
+from common.weights.deltas import write_delta
+from common.wire.schemas import (
+    WeightChecksums,
+    WeightDelta,
+    WeightFile,
+    WeightManifest,
+    WeightVerdict,
+    WorkerReport,
+    WorkerState,
+)
 from learning.staging import on_host
 from trainer.policy.scorer import is_adapter
 from trainer.weights.tensor_file import write_tensors

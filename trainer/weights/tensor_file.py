@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from common.checksums import Hasher
+from common.weights.checksums import Hasher
 
 _PIECE = 1 << 20
 """Bytes per piece: each is hashed, then written while it is still in the processor's cache."""

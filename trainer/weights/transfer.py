@@ -15,7 +15,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from common.schemas import Broadcast, Bucket, WorkerReport
+from common.wire.schemas import Broadcast, Bucket, WorkerReport
 from learning.staging import Staging
 from learning.weight_group import group_device, join, views
 from trainer.weights.sent_sums import SentSums

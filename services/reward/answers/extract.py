@@ -5,7 +5,7 @@ Every step is linear in the length of any text: responses are untrusted.
 
 import re
 
-from common.final_answers import marked_answers
+from common.prompts.final_answers import marked_answers
 from services.reward.answers.exact import quantity
 from services.reward.answers.notation import FUNCTIONS
 

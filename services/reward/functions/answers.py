@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from common.errors import ConfigError, InvalidInput
-from common.loop_thread import LoopThread
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.process.loop_thread import LoopThread
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.answers.exact import same_answer
 from services.reward.answers.extract import MAX_ANSWER_CHARS, extract_answer, gold_answer
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, column, text_of

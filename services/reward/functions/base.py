@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, InvalidInput, shorten
-from common.imports import import_callable
-from common.schemas import RewardStatus
+from common.process.imports import import_callable
+from common.wire.schemas import RewardStatus
 
 _MAX_REASON_CHARS, _MAX_FRAMES = 500, 8
 _HERE = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from common.errors import ConfigError
-from common.schemas import RewardStatus
+from common.wire.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
 
 _SEVERITY: tuple[RewardStatus, ...] = ("died", "error", "timeout", "unparsable", "unevaluated", "ok", "inapplicable")

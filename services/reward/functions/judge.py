@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from common.clients import parse_retry_after
-from common.daemon_threads import DaemonThreads
+from common.clients.base import parse_retry_after
 from common.errors import ConfigError, shorten
-from common.schemas import RewardStatus
+from common.process.daemon_threads import DaemonThreads
+from common.wire.schemas import RewardStatus
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
-from common.loop_thread import LoopThread
+from common.process.loop_thread import LoopThread
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, WrongScores, text_of
 
 Function = Callable[..., Any]

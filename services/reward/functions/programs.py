@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from common.daemon_threads import DaemonThreads
+from common.process.daemon_threads import DaemonThreads
 from services.reward.answers.extract import without_thoughts
 from services.reward.functions.base import DetailedRewardFunction, Message, Score, check_positive, column, text_of
 from services.sandbox.cases import Case, CaseResult, parse_cases

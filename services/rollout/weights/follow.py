@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 
-from common import logs
-from common.clients import Unreachable
-from common.config import Config
+from common.clients.base import Unreachable
 from common.errors import ServiceError
-from common.observe import Metrics
-from common.schemas import WeightManifest
+from common.process import logs
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.wire.schemas import WeightManifest
 from services.rollout.engine_client import EngineClient, adapters_kept, released_memory
 from services.rollout.process import Supervised
 from services.rollout.state import NodeState

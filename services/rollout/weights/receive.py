@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from common.errors import ServiceError
-from common.schemas import Broadcast, WeightChecksums, WeightManifest
+from common.wire.schemas import Broadcast, WeightChecksums, WeightManifest
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.store import TrainerClient
 

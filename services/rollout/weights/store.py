@@ -18,13 +18,13 @@ from pathlib import Path
 import httpx
 from pydantic import ValidationError
 
-from common import spares
-from common.checksums import Hasher, checksum
-from common.clients import Client
-from common.deltas import BadDelta, apply_delta
+from common.clients.base import Client
 from common.errors import ServiceError, shorten
-from common.schemas import SentFile, WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
-from common.storing import storing
+from common.process.storage import storing
+from common.weights import spares
+from common.weights.checksums import Hasher, checksum
+from common.weights.deltas import BadDelta, apply_delta
+from common.wire.schemas import SentFile, WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
 
 log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"

@@ -8,8 +8,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.config import Config, load
-from common.critic_client import CriticClient
+from common.clients.critic import CriticClient
+from common.settings.config import Config, load
 from services.critic.app import create_critic_app
 from tests.support.critic import Start
 from tests.support.forks import Forked

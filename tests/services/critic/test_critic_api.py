@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from common.config import Config
-from common.critic_client import CriticClient
+from common.clients.critic import CriticClient
 from common.errors import ServiceError
-from common.schemas import CriticMetrics, TokenSequence, UpdateRequest, ValueRequest, ValueTargets
-from common.wire import MSGPACK, encode
+from common.settings.config import Config
+from common.wire.codec import MSGPACK, encode
+from common.wire.schemas import CriticMetrics, TokenSequence, UpdateRequest, ValueRequest, ValueTargets
 from learning.ranks import Ranks
 from services.critic.app import MAX_REQUESTS
 from services.critic.critic import Critic

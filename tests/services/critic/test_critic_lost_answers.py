@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from common.config import Config
-from common.critic_client import CriticClient
+from common.clients.critic import CriticClient
+from common.settings.config import Config
 from services.critic.app import create_critic_app
 from tests.support.critic import make_rows, make_sequences
 from tests.support.lossy_proxy import LossyProxy

@@ -9,8 +9,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from common.clients import wait_healthy
-from common.critic_client import CriticClient
+from common.clients.base import wait_healthy
+from common.clients.critic import CriticClient
 from common.errors import ServiceError
 from tests.support.critic import Start, make_rows, make_sequences
 from tests.support.paths import ROOT

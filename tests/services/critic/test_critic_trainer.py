@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from common.config import Config
-from common.critic_client import CriticClient
+from common.clients.critic import CriticClient
 from common.errors import ConfigError, ServiceError
-from common.loop_thread import LoopThread
-from common.schemas import CriticMetrics
+from common.process.loop_thread import LoopThread
+from common.settings.config import Config
+from common.wire.schemas import CriticMetrics
 from learning.ranks import Ranks
 from tests.support.critic import Start, make_batch
 from tests.support.groups import known

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
-from common.config import Config
 from common.errors import ConfigError, InvalidInput
-from common.schemas import TokenSequence, ValueTargets
+from common.settings.config import Config
+from common.wire.schemas import TokenSequence, ValueTargets
 from learning.batching import Indices, Sizes
 from learning.optimizer import NonFiniteGradients
 from learning.ranks import Ranks

@@ -6,11 +6,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients import DataClient
-from common.config import Config
+from common.clients.base import DataClient
 from common.errors import ConfigError, ServiceError
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.settings.config import Config
+from common.settings.sections import DataSection
+from common.wire.schemas import Prompt
 from services.data.app import create_data_app
 
 TRAIN = [Prompt(id=f"t/{n}", prompt=f"problem {n}", ground_truth=str(n)) for n in range(30)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.curriculum import CurriculumStats, Difficulty, chances, pick, uniform, weight_of_pass_rate
 from services.data.stream import PromptStream
 

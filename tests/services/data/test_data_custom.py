@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from common.config import Config, load
 from common.errors import ConfigError
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.settings.config import Config, load
+from common.settings.sections import DataSection
+from common.wire.schemas import Prompt
 from services.data.loaders import CustomDatasetLoader, load_split
 
 QUESTION: dict[str, Any] = {"role": "user", "content": "2 + 2?"}

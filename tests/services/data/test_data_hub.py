@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.hub import REACH_S
+from common.models.hub import REACH_S
 from services.data.hub import is_hub_name
 from tests.support.hub import data_set, hub
 from tests.support.paths import ROOT

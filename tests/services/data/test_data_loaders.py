@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from common.errors import ConfigError
-from common.sections import DataSection
+from common.settings.sections import DataSection
 from services.data.loaders import Split, load_split
 from services.data.rows import MAX_TEXT_CHARS, final_answer
 from tests.support.paths import SHARED_DATA

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.final_answers import last_box
-from common.sections import DataSection
+from common.prompts.final_answers import last_box
+from common.settings.sections import DataSection
 from services.data.loaders import GSM8KLoader, MATHLoader, load_split
 from services.data.loaders_math import level_number
 from tests.support.paths import SHARED_DATA

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from common.clients import DataClient, wait_healthy
+from common.clients.base import DataClient, wait_healthy
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 

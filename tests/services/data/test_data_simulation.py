@@ -8,10 +8,10 @@ import httpx
 import numpy as np
 import pytest
 
-from common.clients import DataClient
-from common.config import Config
-from common.schemas import Prompt
-from common.sections import DataSection
+from common.clients.base import DataClient
+from common.settings.config import Config
+from common.settings.sections import DataSection
+from common.wire.schemas import Prompt
 from services.data.app import create_data_app
 
 pytestmark = pytest.mark.integration

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.schemas import Prompt
-from common.storing import cure
+from common.process.storage import cure
+from common.wire.schemas import Prompt
 from services.data.stream import REMEMBERED_REQUESTS, PromptStream, permutation
 
 GOLDEN_0 = [6, 3, 1, 4, 5, 2, 7, 0]

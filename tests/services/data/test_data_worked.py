@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.config import from_mapping
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.settings.config import from_mapping
+from common.wire.schemas import Prompt
 from services.data.worked import load_examples, worked_loader
 
 

@@ -18,9 +18,9 @@ from transformers import (
     RwkvForCausalLM,
 )
 
-from common.clients import Client, wait_healthy
+from common.clients.base import Client, wait_healthy
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceLost
-from common.rollout_client import RolloutClient
 from services.engine.app import make_app
 from services.engine.decoder import UnfitModel
 from services.engine.engine import Engine

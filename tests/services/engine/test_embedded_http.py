@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from common.topology import WRONG_SETTING
+from common.process.topology import WRONG_SETTING
 from tests.support.engines import answers, end, engine_process, write_model
 from tests.support.forks import Forked
 from tests.support.ports import free_port

@@ -8,8 +8,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.pacing import RequestLimits
-from common.rollout_client import RolloutClient
+from common.clients.pacing import RequestLimits
+from common.clients.rollout import RolloutClient
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI, Request, Response
 
 from common.errors import ConfigError
-from common.schemas import Episode
-from common.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import Episode
 from services.environment import agent
 from services.environment.kinds import load_kind
 from services.http.app import listen, serving

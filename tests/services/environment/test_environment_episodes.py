@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from common import wire
 from common.errors import ConfigError, ServiceError
-from common.schemas import Episodes
-from common.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection
+from common.wire import codec
+from common.wire.schemas import Episodes
 from services.environment import service
 from services.environment.environments import Environment
 from services.environment.kinds import load_kind
@@ -168,7 +168,7 @@ async def test_a_request_sent_again_gets_the_same_episodes() -> None:
         request = request_for(NAMES[Calculator], n=2)
         one, other = await asyncio.gather(server.client.episodes(request), server.client.episodes(request))
         third = await server.client.episodes(request)
-        assert wire.encode(one) == wire.encode(other) == wire.encode(third)
+        assert codec.encode(one) == codec.encode(other) == codec.encode(third)
         assert len(server.engine.asked) == 4
         with pytest.raises(ServiceError, match="another request already used this id") as caught:
             await server.client.episodes(request_for(NAMES[Calculator], "other", n=2))
@@ -254,8 +254,8 @@ async def test_json_and_msgpack_carry_the_same() -> None:
     async with served(Calculator, calculates) as server:
         body = request_for(NAMES[Calculator]).model_dump()
         plain = (await server.http.post("/episodes", json=body)).json()
-        packed = await server.http.post("/episodes", json=body, headers={"accept": wire.MSGPACK})
-        assert wire.encode(wire.from_plain(plain, Episodes)) == packed.content
+        packed = await server.http.post("/episodes", json=body, headers={"accept": codec.MSGPACK})
+        assert codec.encode(codec.from_plain(plain, Episodes)) == packed.content
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

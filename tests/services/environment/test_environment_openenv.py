@@ -9,8 +9,8 @@ import pytest
 from aiohttp import WSMsgType, web
 
 from common.errors import ConfigError
-from common.schemas import Episode
-from common.sections import EnvironmentSection
+from common.settings.sections import EnvironmentSection
+from common.wire.schemas import Episode
 from services.environment.kinds import load_kind
 from services.http.app import listen
 from tests.support.environments import request_for, served

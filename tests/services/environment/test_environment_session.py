@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError, InvalidInput
-from common.rollout_client import GenerationFailed
-from common.schemas import Completion, EpisodeLimits, EpisodeSequence
+from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence
 from services.environment.messages import parse_messages
 from services.environment.session import CallAnswer, LimitReached, Session, SessionClosed, request_key
 from services.environment.template import Template

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from common.schemas import Episode
+from common.wire.schemas import Episode
 from services.environment.threads import Threads
 from tests.support.environments import request_for, served
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 
-from common.clients import Client
+from common.clients.base import Client
 from services.http.app import create_app
 from tests.support.load import held, metric
 from tests.support.paths import ROOT

@@ -16,9 +16,9 @@ from fastapi.responses import StreamingResponse
 from pydantic import Field
 from starlette.types import Message
 
-from common.clients import Client, wait_healthy
+from common.clients.base import Client, wait_healthy
 from common.errors import ConfigError, NotFound, NotReady, ServiceLost, shorten
-from common.schemas import Wire
+from common.wire.schemas import Wire
 from services.http.app import Server, create_app, listen, read_json, serving
 from tests.support.paths import ROOT
 from tests.support.ports import free_port

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.clients import ReplayClient
-from common.sections import ReplaySection
+from common.clients.base import ReplayClient
+from common.settings.sections import ReplaySection
 from services.replay.app import create_replay_app
 from tests.support.replay_groups import MakeGroup, make_group
 

@@ -9,30 +9,30 @@ import pytest
 from fastapi import FastAPI
 from msgspec.msgpack import Ext
 
-from common import wire
-from common.clients import ReplayClient
-from common.schemas import SampleRequest, TakeRequest
+from common.clients.base import ReplayClient
+from common.wire import codec
+from common.wire.schemas import SampleRequest, TakeRequest
 from services.replay.buffer import join
 from tests.support.replay_groups import MakeGroup
 
 JSON = {"content-type": "application/json"}
-MSGPACK = {"content-type": wire.MSGPACK}
+MSGPACK = {"content-type": codec.MSGPACK}
 
 
 def test_joined_groups_equal_the_wire_encoding(make_group: MakeGroup) -> None:
     groups = [make_group(f"g{i}", i) for i in range(20)]
     for some in ([], groups[:1], groups):
-        assert join([wire.encode(group) for group in some], evicted=3) == wire.encode_groups(some, evicted=3)
+        assert join([codec.encode(group) for group in some], evicted=3) == codec.encode_groups(some, evicted=3)
 
 
 async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: MakeGroup) -> None:
     group = make_group("a/b ü", version=2)
-    body = json.dumps({"groups": [wire.group_json(group)]})
+    body = json.dumps({"groups": [codec.group_json(group)]})
     answer = await client.request("POST", "/groups", content=body, headers=JSON)
     assert answer.json() == {"added": 1, "duplicates": 0}
     shown = (await client.request("GET", "/groups/a/b ü")).json()
     assert shown["completions"][0]["logprobs"] == [-1.5, -0.875, -0.25]
-    assert shown == json.loads(json.dumps(wire.group_json(group)))
+    assert shown == json.loads(json.dumps(codec.group_json(group)))
     (listed,) = (await client.request("GET", "/groups", params={"limit": 5})).json()["groups"]
     assert (listed["id"], listed["state"], listed["mean_reward"], listed["completions"]) == (group.id, "fresh", 0.5, 2)
     assert (await client.request("GET", "/groups", params={"offset": 1})).json() == {"groups": []}
@@ -116,7 +116,7 @@ async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, 
 
 def broken(make_group: MakeGroup, where: str, value: object) -> dict[str, object]:
     """Returns a good group as JSON, with one field of the group or of its first completion replaced."""
-    content = wire.group_json(make_group("a"))
+    content = codec.group_json(make_group("a"))
     target = content if where in content else content["completions"][0]
     target[where] = value
     return {"groups": [content]}
@@ -197,7 +197,7 @@ async def test_nan_and_infinity_are_refused(client: ReplayClient, make_group: Ma
         group.completions[1].logprobs = np.full(3, number, np.float32)
     else:
         group.completions[1].reward = number
-    response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
     assert response.json()["error"]["field"] == f"groups[0].completions[1].{array}"
     assert (await client.stats())["groups"] == 0
@@ -209,7 +209,7 @@ async def test_metadata_must_be_representable_as_json(
 ) -> None:
     group = make_group("a")
     group.metadata = metadata
-    response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
     extension = any(isinstance(value, Ext) for value in metadata.values())  # refused before unpacking
     assert response.json()["error"]["field"] == ("body" if extension else "groups[0].metadata")
@@ -217,7 +217,7 @@ async def test_metadata_must_be_representable_as_json(
 
 async def test_a_version_over_64_bits_is_refused(client: ReplayClient, make_group: MakeGroup) -> None:
     group = make_group("a", version=2**64 - 1)
-    response = await client.http.post("/groups", content=wire.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
     assert response.status_code == 422
     assert (await client.stats())["groups"] == 0
 
@@ -286,7 +286,7 @@ async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: Re
     pages = worker.buffer.store.db.execute("PRAGMA page_count").fetchone()[0]
     worker.buffer.store.db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own "database or disk is full"
     big = make_group("big", tokens=50_000)
-    response = await client.http.post("/groups", content=wire.encode_groups([big]), headers=MSGPACK)
+    response = await client.http.post("/groups", content=codec.encode_groups([big]), headers=MSGPACK)
     assert (response.status_code, response.json()["error"]["code"]) == (507, "disk_full")
     assert (await client.stats())["groups"] == 1
     worker.buffer.store.db.execute("PRAGMA max_page_count = 1000000")
@@ -297,7 +297,7 @@ async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: Re
 
 async def test_sqlite_error_is_reported(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
     app.state.worker.buffer.store.db.execute("PRAGMA query_only = 1")
-    response = await client.http.post("/groups", content=wire.encode_groups([make_group("a")]), headers=MSGPACK)
+    response = await client.http.post("/groups", content=codec.encode_groups([make_group("a")]), headers=MSGPACK)
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (500, "storage_failed")
     assert error["message"].endswith("nothing was changed: attempt to write a readonly database (SQLITE_READONLY)")

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from common.clients import ReplayClient, wait_healthy
+from common.clients.base import ReplayClient, wait_healthy
 from common.errors import ConfigError
-from common.schemas import TakeRequest
-from common.sections import ReplaySection
+from common.settings.sections import ReplaySection
+from common.wire.schemas import TakeRequest
 from services.replay.buffer import ReplayBuffer
 from tests.support.load import held
 from tests.support.paths import ROOT

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from common import logs
-from common.clients import ReplayClient, Unreachable
+from common.clients.base import ReplayClient, Unreachable
 from common.errors import ConfigError, ServiceError
-from common.schemas import Group, SampleRequest, TakeRequest
-from common.sections import ReplaySection
+from common.process import logs
+from common.settings.sections import ReplaySection
+from common.wire.schemas import Group, SampleRequest, TakeRequest
 from services.replay.buffer import ReplayBuffer, unpack_groups
 from tests.support.replay_groups import MakeGroup
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from common.clients import ReplayClient
+from common.clients.base import ReplayClient
 from common.errors import ServiceError
-from common.schemas import SampleRequest, TakeRequest
+from common.wire.schemas import SampleRequest, TakeRequest
 from services.replay.reuse import ReuseIndex
 from services.replay.sampling import Float64, draw, importance_weights, inclusion, probabilities
 from tests.support.replay_groups import MakeGroup

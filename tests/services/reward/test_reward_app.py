@@ -10,9 +10,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.clients import RewardClient
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.clients.base import RewardClient
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
 
 pytestmark = pytest.mark.integration

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec

@@ -9,10 +9,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.config import load
 from common.errors import ConfigError, InvalidInput
-from common.schemas import RewardItem, RewardResult
-from common.sections import RewardSection
+from common.settings.config import load
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem, RewardResult
 from services.reward.app import create_reward_app
 from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
 from services.reward.functions.base import prepare

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from common.schemas import MAX_BATCH_ITEMS, RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.answers.exact import quantity, same_answer
 from services.reward.answers.extract import extract_answer, gold_answer
 from services.reward.scorer import RewardScorer

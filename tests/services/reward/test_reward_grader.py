@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from common.errors import NotReady, ServiceLost, TooLarge
-from common.schemas import MAX_BATCH_ITEMS, RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
 from services.reward.pool import CallFailed
 from services.reward.scorer import RewardScorer
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from common.config import load
 from common.errors import ConfigError, InvalidInput
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.config import load
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.functions import JudgeRewardFunction
 from services.reward.functions.judge import parse_score
 from services.reward.scorer import RewardScorer

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from common.config import load
 from common.errors import ConfigError, InvalidInput
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.config import load
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.functions import RewardModelFunction
 from services.reward.scorer import RewardScorer
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.functions.base import Message, Score, WrongScores
 from services.reward.functions.composite import combine
 from services.reward.functions.plain import PlainFunction, name_of, numbered

@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config import load
 from common.errors import ConfigError, InvalidInput
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.config import load
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
 from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program

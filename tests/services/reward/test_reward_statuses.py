@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 
 from common.errors import InvalidInput
-from common.schemas import RewardItem
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
+from common.wire.schemas import RewardItem
 from services.reward.scorer import RewardScorer
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]

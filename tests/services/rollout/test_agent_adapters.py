@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.schemas import WorkerReport, adapter_name
-from common.topology import TRAINER
+from common.process.metrics import Metrics
+from common.process.topology import TRAINER
+from common.wire.schemas import WorkerReport, adapter_name
 from services.rollout.engine_client import EngineClient
 from tests.support.engines import expected_logprobs, write_adapter, write_model
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until

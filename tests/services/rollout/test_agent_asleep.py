@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from common.config import load
 from common.errors import ServiceError
-from common.schemas import WeightManifest, adapter_name
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import load
+from common.wire.schemas import WeightManifest, adapter_name
 from services.rollout.engine_client import EngineClient, engine_command, released_memory
 from services.rollout.state import NodeState
 from services.rollout.weights.store import WeightId

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.config import Config, load
 from common.errors import ConfigError
-from common.sections import ModelSection, RolloutSection
-from common.topology import Topology, parse_hosts
+from common.process.topology import Topology, parse_hosts
+from common.settings.config import Config, load
+from common.settings.sections import ModelSection, RolloutSection
 from services.rollout.engine_client import engine_command
 from services.rollout.router import RouterClient, router_command
 from services.rollout.state import UPDATES_BEFORE_RESTART, NodeState

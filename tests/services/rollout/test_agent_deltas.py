@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.checksums import checksum
-from common.deltas import BadDelta, apply_delta, write_delta
-from common.observe import Metrics
-from common.schemas import WeightManifest
+from common.process.metrics import Metrics
+from common.weights.checksums import checksum
+from common.weights.deltas import BadDelta, apply_delta, write_delta
+from common.wire.schemas import WeightManifest
 from services.rollout.weights.store import TrainerClient, WeightStore
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
@@ -172,8 +172,8 @@ def test_any_file_comes_back_from_its_delta(
         content[rng.integers(0, size, changes)] = rng.integers(0, 256, changes)
     new.write_bytes(content.tobytes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.deltas._WORDS", data.draw(st.sampled_from([1, 7, 300, 2000]), "words of a block"))
-        patch.setattr("common.deltas._LARGEST", 0)
+        patch.setattr("common.weights.deltas._WORDS", data.draw(st.sampled_from([1, 7, 300, 2000]), "words of a block"))
+        patch.setattr("common.weights.deltas._LARGEST", 0)
         assert write_delta(old, new, delta) == delta.stat().st_size
         assert apply_delta(old, delta, made) == checksum(new)
         assert made.read_bytes() == new.read_bytes()

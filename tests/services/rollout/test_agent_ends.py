@@ -12,7 +12,7 @@ import psutil
 import pytest
 from transformers import BloomConfig, BloomForCausalLM
 
-from common.topology import WRONG_SETTING
+from common.process.topology import WRONG_SETTING
 from tests.support.engines import write_model
 from tests.support.paths import ROOT
 from tests.support.ports import free_port

@@ -9,10 +9,10 @@ import httpx
 import psutil
 import pytest
 
-from common.checksums import checksum
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.topology import Topology
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.process.topology import Topology
+from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
 from tests.support.rollout_nodes import TRAINER_PORT, Node, flip_last_byte, generate, requests_served, until
 from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from common.errors import ConfigError, ServiceError
-from common.topology import WRONG_SETTING
+from common.process.topology import WRONG_SETTING
 from services.rollout.process import Child, ChildFailed, Supervised, Timing
 from tests.support.processes import alive
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.schemas import Completion
-from common.topology import TRAINER, Topology
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.process.topology import TRAINER, Topology
+from common.wire.schemas import Completion
 from tests.support.engines import PLUGIN, SGLANG, expected_logprobs, sglang_is_installed, write_model
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
 from trainer.server import BackgroundServer, create_trainer_app

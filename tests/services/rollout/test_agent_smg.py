@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.topology import TRAINER
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.process.topology import TRAINER
 from tests.support.engines import needs_smg
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, generate, names, requests_served, until
 from trainer.server import BackgroundServer, create_trainer_app

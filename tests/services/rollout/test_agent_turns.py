@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.observe import Metrics
-from common.rollout_client import RolloutClient
-from common.schemas import WeightManifest, WorkerReport
-from common.topology import TRAINER
+from common.clients.rollout import RolloutClient
+from common.process.metrics import Metrics
+from common.process.topology import TRAINER
+from common.wire.schemas import WeightManifest, WorkerReport
 from services.rollout.engine_client import EngineClient
 from tests.support.processes import alive
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, until

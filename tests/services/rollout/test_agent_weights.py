@@ -8,11 +8,11 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from common.checksums import Hasher
-from common.clients import Unreachable
-from common.observe import Metrics
-from common.schemas import Broadcast, WeightFile, WeightManifest
-from common.storing import StorageFailed
+from common.clients.base import Unreachable
+from common.process.metrics import Metrics
+from common.process.storage import StorageFailed
+from common.weights.checksums import Hasher
+from common.wire.schemas import Broadcast, WeightFile, WeightManifest
 from services.rollout.weights.store import CorruptWeights, TrainerClient, WeightId, WeightsGone, WeightStore
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard

@@ -14,11 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
-from common.clients import Client
-from common.logs import REQUEST_HEADER, request, usable_id
-from common.prompts import PromptStyle
-from common.rollout_client import RolloutClient
-from common.schemas import Completion, Prompt
+from common.clients.base import Client
+from common.clients.rollout import RolloutClient
+from common.process.logs import REQUEST_HEADER, request, usable_id
+from common.prompts.prompter import PromptStyle
+from common.wire.schemas import Completion, Prompt
 from services.rollout.router import RouterClient
 from tests.support.engines import ROUTERS, engine_process, routed, router_process, write_model
 from tests.support.forks import Forked

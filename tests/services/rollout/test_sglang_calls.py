@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import torch
 
-from common.observe import Metrics
-from common.schemas import WeightManifest, WorkerReport
+from common.process.metrics import Metrics
+from common.wire.schemas import WeightManifest, WorkerReport
 from learning.weight_group import digest
 from services.rollout.engine_client import EngineClient
 from services.rollout.weights.receive import BroadcastReceiver

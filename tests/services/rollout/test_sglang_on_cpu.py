@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.config import Config
 from common.errors import ConfigError
-from common.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import Config
+from common.settings.sections import LoraSection, ModelSection, RolloutSection, SamplingSection
 from services.rollout.engine_client import engine_command, engine_env
 from tests.support.paths import ROOT
 

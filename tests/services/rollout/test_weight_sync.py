@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch import Tensor
 
-from common.observe import Metrics
-from common.schemas import WorkerReport
-from common.topology import Topology
+from common.process.metrics import Metrics
+from common.process.topology import Topology
+from common.wire.schemas import WorkerReport
 from tests.support.rollout_nodes import TRAINER_PORT
 from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
 from trainer.server import BackgroundServer, create_trainer_app

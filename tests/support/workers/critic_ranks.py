@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from common.config import load
+from common.settings.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import full, named_tensors
 from services.critic.critic import Critic

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.config import load
+from common.settings.config import load
 from trainer import train_in_process
 
 

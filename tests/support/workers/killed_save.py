@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import learning.saving
-from common.config import Config
+from common.settings.config import Config
 from learning.ranks import Ranks
 from tests.support.groups import save
 from trainer.policy.policy import Policy

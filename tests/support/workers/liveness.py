@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ServiceError
-from common.topology import Topology
+from common.process.topology import Topology
 from learning.liveness import Liveness
 from learning.ranks import Ranks, end
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from common.config import load
+from common.settings.config import load
 from learning.ranks import Ranks, end
 from learning.sharding import local
 from tests.support.groups import off_policy_groups, prepared

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.config import load
-from common.wire import decode_groups
+from common.settings.config import load
+from common.wire.codec import decode_groups
 from learning.ranks import Ranks, end
 from tests.support.groups import prepared
 from trainer.policy.policy import Policy

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.config import load
-from common.critic_client import CriticClient
-from common.loop_thread import LoopThread
+from common.clients.critic import CriticClient
+from common.process.loop_thread import LoopThread
+from common.settings.config import load
 from learning.ranks import Ranks, end
 from tests.support.critic import make_batch
 from tests.support.groups import known

@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from common.config import load
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import load
 from learning.ranks import end
 from services.data.worked import load_examples
 from trainer.sft.run import run

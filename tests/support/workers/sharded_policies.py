@@ -26,7 +26,7 @@ import common.memory
 import trainer.policy.lora
 import trainer.policy.policy
 import trainer.policy.scorer
-from common.config import Config, load
+from common.settings.config import Config, load
 from learning.ranks import Ranks, end
 from learning.sharding import local
 from tests.support.groups import known, off_policy_groups, prepared, save

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from common import watchdog
-from common.observe import setup_logging
+from common.process import watchdog
+from common.process.metrics import setup_logging
 from learning.ranks import Ranks
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from common.algorithm import RECIPES, AlgorithmSection
-from common.config import Config, load
 from common.errors import ConfigError
-from common.schemas import Group
+from common.settings.algorithm import RECIPES, AlgorithmSection
+from common.settings.config import Config, load
+from common.wire.schemas import Group
 from learning.ranks import Ranks
 from tests.support.groups import batch_of, known, off_policy_groups, prepared, whole, with_algorithm
 from trainer.algorithms.compute_advantages import compute_advantages

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import Config
-from common.schemas import Completion, Group
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group
 from tests.support.groups import batch_of, with_algorithm
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import kl_divergence

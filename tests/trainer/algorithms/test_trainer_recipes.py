@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.algorithm import AlgorithmSection
-from common.config import Config, from_mapping
 from common.errors import ConfigError
-from common.schemas import Group
+from common.settings.algorithm import AlgorithmSection
+from common.settings.config import Config, from_mapping
+from common.wire.schemas import Group
 from learning.ranks import Ranks
 from tests.support.groups import batch_of, known, make_group, off_policy_groups, prepared, with_algorithm
 from trainer.algorithms.advantages import length_penalty, mean_normalised, reward_normalised

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.config import Config, load
-from common.schemas import Completion, Group, Turn
+from common.settings.config import Config, load
+from common.wire.schemas import Completion, Group, Turn
 from tests.support.paths import ROOT
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.errors import ConfigError
-from common.sections import ModelSection, TrainerSection
+from common.settings.sections import ModelSection, TrainerSection
 from learning.attention import unpackable
 from learning.final_logits import final_logits
 from learning.layout import Packed

@@ -15,10 +15,10 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.config import Config, load
 from common.errors import ConfigError, ServiceError
-from common.schemas import Group, WeightManifest
-from common.wire import decode_groups
+from common.settings.config import Config, load
+from common.wire.codec import decode_groups
+from common.wire.schemas import Group, WeightManifest
 from services.engine.scheduler import Scheduler
 from tests.support.groups import batch_of
 from tests.support.in_process import metrics

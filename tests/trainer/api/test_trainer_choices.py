@@ -14,9 +14,9 @@ from transformers import SchedulerType
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 import trainer
-from common.algorithm import RECIPES
-from common.config import from_mapping, names
 from common.errors import ConfigError
+from common.settings.algorithm import RECIPES
+from common.settings.config import from_mapping, names
 from trainer.api.grpo import GRPOConfig, RLOOConfig
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import ARGUMENTS, LOSSES, Argument

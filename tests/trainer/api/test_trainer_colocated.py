@@ -10,8 +10,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from common.config import Config, load
 from common.errors import ConfigError
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from trainer.api.datasets import as_held_out, as_prompts
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import uvicorn
 
-from common.clients import Unreachable, wait_healthy
+from common.clients.base import Unreachable, wait_healthy
 from common.errors import ConfigError, ServiceError, ServiceLost
 from services.data.tiny import problems
 from services.engine.app import make_app

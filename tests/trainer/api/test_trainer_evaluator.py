@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from common.clients import Unreachable
+from common.clients.base import Unreachable
+from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
-from common.rollout_client import GenerationFailed
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.tiny import problems
 from tests.support.engines import engine_process
 from tests.support.ports import free_port

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.config import from_mapping, load
-from common.prompts import Prompter, PromptStyle
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import from_mapping, load
 from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 from tests.support.two_updates import PROMPTS, two_updates

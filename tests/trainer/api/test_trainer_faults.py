@@ -11,9 +11,9 @@ import httpx
 import pytest
 from rich.console import Console
 
-from common.clients import DataClient, ReplayClient
-from common.config import Config
-from common.schemas import PromptBatch, TakenGroups, TakeRequest
+from common.clients.base import DataClient, ReplayClient
+from common.settings.config import Config
+from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from tests.support.in_process import Faulty, metrics, quiet, stored
 from trainer import train_in_process
 from trainer.rollouts.collector import CollectFailed

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from services.engine.graphs import StepGraphs
 from services.engine.model import Model
 from tests.support.in_process import metrics, quiet, stored

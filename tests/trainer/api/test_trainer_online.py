@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.tiny import problems
 from trainer import OnlineRLTrainer, RewardFunction, TrainerConfig, TrainResult
 from trainer.algorithms.batch import MicroBatch

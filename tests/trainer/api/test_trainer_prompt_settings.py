@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from services.data.tiny import problems
 from trainer import MathRewardFunction, ModelEvaluator, OnlineRLTrainer, TrainerConfig
 from trainer.cli.evaluate_model import main

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from tests.support.in_process import metrics, quiet, stored
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from common.algorithm import RECIPES
 from common.errors import ConfigError
-from common.sections import DataSection
+from common.settings.algorithm import RECIPES
+from common.settings.sections import DataSection
 from tests.support.paths import ROOT
 from trainer.api.grpo import GRPOConfig, RLOOConfig
 from trainer.api.objects import of_optimizers, of_peft

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.cli import run
-from common.config import load
 from common.errors import ConfigError
+from common.process.cli import run
+from common.settings.config import load
 from jobgroup.doctor import __main__ as doctor
 from jobgroup.local import __main__ as local
 from tests.support.paths import ROOT

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.config import Config
-from common.topology import Topology
+from common.process.topology import Topology
+from common.settings.config import Config
 from services.environment.service import EpisodeService
 from services.http.app import create_app
 from tests.support.apps import make, tiny

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from common.observe import Metrics
-from common.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, LocalHost, Topology
+from common.process.metrics import Metrics
+from common.process.topology import DATA, REPLAY, REWARD, ROLLOUT, TRAINER, LocalHost, Topology
 from tests.support.apps import make, tiny
 from tests.support.browser import Page
 from tests.support.engines import write_model

@@ -10,10 +10,10 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from common.clients import ReplayClient
-from common.loop_thread import LoopThread
-from common.schemas import GroupIds, TakeRequest
-from common.sections import ReplaySection
+from common.clients.base import ReplayClient
+from common.process.loop_thread import LoopThread
+from common.settings.sections import ReplaySection
+from common.wire.schemas import GroupIds, TakeRequest
 from services.http.app import create_app
 from services.replay.app import create_replay_app
 from tests.support.recorded_groups import group, record, trained, write_lines

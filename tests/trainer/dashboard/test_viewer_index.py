@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import ServiceError
-from common.schemas import Group
+from common.wire.schemas import Group
 from tests.support.recorded_groups import entry, write_lines
 from trainer.dashboard.group_index import GroupIndex, Query
 from trainer.observe.group_files import LINES

@@ -18,10 +18,10 @@ import pytest
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.config import Config
 from common.errors import ServiceError
-from common.storing import StorageFailed
-from common.wire import decode_groups, group_json
+from common.process.storage import StorageFailed
+from common.settings.config import Config
+from common.wire.codec import decode_groups, group_json
 from tests.support.apps import tiny
 from tests.support.recorded_groups import group, record, trained
 from trainer import train_in_process

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from common.schemas import Group, Turn
+from common.wire.schemas import Group, Turn
 from tests.support.browser import Page
 from tests.support.recorded_groups import entry, group, record, trained, write_lines
 from tests.support.run_files import make_run

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from common.algorithm import AlgorithmSection
-from common.config import Config
+from common.settings.algorithm import AlgorithmSection
+from common.settings.config import Config
 from trainer.observe.alarms import alarms
 from trainer.policy.update_metrics import Sums
 

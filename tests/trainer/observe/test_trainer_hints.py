@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
+from common.settings.config import Config
 from tests.support.paths import ROOT
 from trainer.observe.hints import FIRST, WINDOW, hints, remember
 from trainer.observe.run_dir import read_lines

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common.config import Config
-from common.observe import setup_logging
+from common.process.metrics import setup_logging
+from common.settings.config import Config
 from tests.support.groups import make_group
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
 from trainer.observe.timing import STAGES, WAITING

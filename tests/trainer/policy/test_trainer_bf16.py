@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common.schemas import Int32
+from common.wire.schemas import Int32
 from learning.layout import Packed
 from services.engine.engine import Engine
 from services.engine.jobs import GenerationJob, SamplingParams, Sequence

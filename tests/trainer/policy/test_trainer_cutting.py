@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Config
+from common.settings.config import Config
 from learning.batching import Indices, Sizes, micro_batches, mini_batches, score_shared, shares
 from learning.layout import Packed, Padded
 from learning.ranks import Ranks

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.config import Config, load
 from common.errors import ConfigError
-from common.schemas import Float32, Group, Int32
-from common.sections import TrainerSection
-from common.wire import encode_groups
+from common.settings.config import Config, load
+from common.settings.sections import TrainerSection
+from common.wire.codec import encode_groups
+from common.wire.schemas import Float32, Group, Int32
 from learning.batching import micro_batches
 from learning.layout import Packing, Padded
 from learning.optimizer import NonFiniteGradients

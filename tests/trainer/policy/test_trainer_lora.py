@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config import Config, load
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.rollout_client import RolloutClient
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.tiny import problems
 from tests.support.groups import known, off_policy_groups, prepared, with_algorithm

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.config import Config, load
 from common.errors import ConfigError
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from tests.support.groups import save
 from tests.support.sharding import One, run_cases

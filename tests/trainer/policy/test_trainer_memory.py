@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import Config, load
 from common.memory import ModelShape, trainer_memory
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from tests.support.groups import VOCABULARY, make_group, off_policy_groups, whole
 from tests.support.ranks import run_ranks

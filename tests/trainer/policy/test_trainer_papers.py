@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from common.algorithm import RECIPES, AlgorithmSection
-from common.config import Config
-from common.schemas import Completion, Group
+from common.settings.algorithm import RECIPES, AlgorithmSection
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group
 from learning.ranks import Ranks
 from tests.support.groups import known
 from tests.support.paper_update import Mini, PaperUpdate, adamw

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rehearsal import rehearse
-from common.config import Config, load
 from common.errors import ConfigError
 from common.memory import ModelShape, trainer_memory
+from common.settings.config import Config, load
 from learning.attention import GQA
 
 pytestmark = pytest.mark.integration

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import trainer.policy.policy
 import trainer.policy.reference
-from common.config import Config, load
-from common.schemas import Completion, Group
+from common.settings.config import Config, load
+from common.wire.schemas import Completion, Group
 from learning.head import make_float32_logits
 from learning.ranks import Ranks
 from tests.support.groups import VOCABULARY, prepared

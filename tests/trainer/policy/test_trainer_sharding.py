@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from common.config import Config
 from common.errors import ConfigError
+from common.settings.config import Config
 from learning.loading import Pretrained, fill, materialise
 from learning.ranks import Ranks
 from learning.sharding import named_tensors

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from learning.ranks import Ranks
 from tests.support.groups import batch_of, fill, known, make_group, off_policy_groups, prepared, save, whole, with_algorithm
 from trainer.algorithms.batch import Batch, MicroBatch, TrainingGroup

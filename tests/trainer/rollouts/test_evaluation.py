@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.config import Config
+from common.settings.config import Config
 from services.reward.functions.base import Message, RewardFunction
 from tests.support.in_process import Faulty, quiet
 from trainer import train_in_process

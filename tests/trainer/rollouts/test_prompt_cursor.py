@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.schemas import Prompt
+from common.wire.schemas import Prompt
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor, PromptProgress
 
 EPOCH = 7

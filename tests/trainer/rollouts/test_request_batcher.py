@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from common import logs
-from common.clients import Unreachable
+from common.clients.base import Unreachable
 from common.errors import ServiceLost
+from common.process import logs
 from trainer.rollouts.request_batcher import RequestBatcher
 
 

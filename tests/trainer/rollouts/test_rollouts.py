@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from common.sections import RewardSection
+from common.settings.sections import RewardSection
 from learning.ranks import Ranks
 from tests.support.groups import make_group
 from trainer.algorithms.batch import TrainingGroup

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
-from common.config import Config, load
+from common.settings.config import Config, load
 from examples.tool_calculator import report
 from examples.tool_calculator.base import Problem, build, conversations, problems
 from examples.tool_calculator.calculator import Calculator

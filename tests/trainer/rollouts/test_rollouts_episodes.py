@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common import wire
-from common.config import Config, from_mapping
 from common.errors import ConfigError, InvalidInput, ServiceError
-from common.schemas import Group, Groups, Prompt
+from common.settings.config import Config, from_mapping
+from common.wire import codec
+from common.wire.schemas import Group, Groups, Prompt
 from learning.ranks import Ranks
 from services.reward.functions.text import LengthPenaltyFunction
 from tests.support.groups import batch_of, make_group, prepared, whole, with_algorithm
@@ -97,7 +97,7 @@ def test_a_masked_token_is_only_context(config: Config, algorithm: str) -> None:
     """A row whose mask leaves only a suffix equals that suffix after a longer prompt."""
     config = with_algorithm(config, name=algorithm)
     groups = [make_group(np.random.default_rng(i), [1.0, 0.0, 0.5, 0.0], position=i) for i in range(2)]
-    masked = wire.decode_groups(wire.encode_groups(groups))
+    masked = codec.decode_groups(codec.encode_groups(groups))
     for group, other in zip(groups, masked, strict=True):
         for plain, completion in zip(group.completions, other.completions, strict=True):
             context = np.array([7, 8, 9], np.int32)
@@ -155,14 +155,14 @@ def test_sequences_that_contradict_themselves_are_refused(kind: str) -> None:
     completion |= {"weight_versions": [[0, 0, 3]], **change}
     group = {"id": "g", "prompt_token_ids": [1], "completions": [completion]}
     with pytest.raises(InvalidInput) as caught:
-        wire.from_plain({"groups": [group]}, Groups)
+        codec.from_plain({"groups": [group]}, Groups)
     assert caught.value.field == f"groups[0].{field}"
 
 
 def test_a_group_of_episodes_survives_the_wire() -> None:
     group = with_episodes([1.0, 0.0], [2, 1])
-    (back,) = wire.decode_groups(wire.encode_groups([group]))
-    assert wire.encode(back) == wire.encode(group)
+    (back,) = codec.decode_groups(codec.encode_groups([group]))
+    assert codec.encode(back) == codec.encode(group)
     assert [answer.episode for answer in back.answers] == [0, 1]
 
 

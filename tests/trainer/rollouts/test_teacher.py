@@ -17,10 +17,10 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config import Config, load
 from common.errors import ConfigError, ServiceError
-from common.schemas import Float32
-from common.sections import TeacherSection
+from common.settings.config import Config, load
+from common.settings.sections import TeacherSection
+from common.wire.schemas import Float32
 from services.data.tiny import problems
 from services.engine.app import make_app
 from services.engine.engine import Engine

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from rich.console import Console
 
-from common.config import Config, load
+from common.settings.config import Config, load
 from services.reward.functions.base import Message, RewardFunction
 from tests.support.paths import ROOT
 from trainer import train_in_process

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config import Config
 from common.errors import ConfigError
-from common.schemas import Group
+from common.settings.config import Config
+from common.wire.schemas import Group
 from tests.support.groups import make_group
 from trainer.rollouts.priorities import PRIORITIES, load_priority, reuse_request
 

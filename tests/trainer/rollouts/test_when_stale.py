@@ -18,13 +18,13 @@ import httpx
 import numpy as np
 import pytest
 
-from common.clients import DataClient, ReplayClient, RewardClient
-from common.config import Config, load
+from common.clients.base import DataClient, ReplayClient, RewardClient
+from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
-from common.loop_thread import LoopThread
-from common.prompts import Prompter, PromptStyle
-from common.rollout_client import RolloutClient
-from common.schemas import Group, Int32, Prompt
+from common.process.loop_thread import LoopThread
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config, load
+from common.wire.schemas import Group, Int32, Prompt
 from learning.ranks import Ranks
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app

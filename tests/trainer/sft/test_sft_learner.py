@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import Config
+from common.settings.config import Config
 from learning.ranks import Ranks
 from tests.support.sft import random_rows
 from trainer.policy.policy import Policy

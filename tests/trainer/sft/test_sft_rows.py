@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from common.errors import ConfigError
-from common.prompts import Prompter, PromptStyle
-from common.schemas import Prompt
+from common.prompts.prompter import Prompter, PromptStyle
+from common.wire.schemas import Prompt
 from services.data.worked import answered, example
 from trainer.sft.rows import Batches, Encoder, TrainingSequence, pack, unpack
 

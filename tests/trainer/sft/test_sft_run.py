@@ -9,8 +9,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common.config import Config, load
 from common.errors import ConfigError
+from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.worked import Examples, load_examples
 from tests.support.paths import ROOT

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from common.config import Config, load
 from common.errors import ConfigError
-from common.sections import TrackersSection
+from common.settings.config import Config, load
+from common.settings.sections import TrackersSection
 from tests.support.apps import tiny
 from tests.support.paths import ROOT
 from trainer import TrainerConfig, train_in_process

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from common.config import Config
-from common.sections import TrackersSection
+from common.settings.config import Config
+from common.settings.sections import TrackersSection
 from trainer.trackers.base import RunInfo
 from trainer.trackers.thread import TrackerThread
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.config import Config
+from common.settings.config import Config
 from learning.ranks import Ranks
 from trainer.observe.timing import StageClock
 from trainer.policy.policy import Policy

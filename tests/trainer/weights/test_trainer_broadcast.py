@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common.config import Config
 from common.errors import Conflict, NotFound, ServiceError
-from common.observe import Metrics
-from common.schemas import Bucket, WeightChecksums, WeightManifest, WorkerReport
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from common.wire.schemas import Bucket, WeightChecksums, WeightManifest, WorkerReport
 from learning.weight_group import digest, views
 from services.http.app import Server
 from trainer.server import BackgroundServer, create_trainer_app
@@ -103,7 +103,7 @@ async def test_files_are_written_on_request_and_checksums_are_compared(tmp_path:
 RECEIVER = """
 import json, sys
 import torch, torch.distributed as dist
-from common.schemas import Bucket
+from common.wire.schemas import Bucket
 from learning.weight_group import join, size_of, views
 from trainer.weights.sent_sums import Plan, SentSums
 from trainer.weights.tensor_hash import gpu_digest

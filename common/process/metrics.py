@@ -10,8 +10,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from common.errors import ConfigError
-from common.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
-from common.topology import Topology
+from common.process.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
+from common.process.topology import Topology
 
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)

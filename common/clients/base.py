@@ -20,9 +20,11 @@ from httpx_aiohttp import AiohttpTransport
 from httpx_aiohttp.transport import AiohttpResponseStream
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from common import logs, watchdog, wire
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
-from common.schemas import (
+from common.process import logs, watchdog
+from common.process.security import authorization, trusted
+from common.wire import codec
+from common.wire.schemas import (
     BatchRewardRequest,
     BatchRewardResult,
     Group,
@@ -36,7 +38,6 @@ from common.schemas import (
     TakenGroups,
     TakeRequest,
 )
-from common.security import authorization, trusted
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -134,7 +135,7 @@ class Client:
     async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
         """Sends a request, with retries, until it succeeds or its deadline passes; honours Retry-After.
 
-        All attempts share a request id (`common.logs`). Raises Unreachable at the deadline, and ServiceError for a
+        All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline, and ServiceError for a
         response that is not 2xx and not worth a retry.
         """
         identifier = logs.request_id() or logs.new_request_id()
@@ -366,11 +367,11 @@ class RewardClient(Client):
 class ReplayClient(Client):
     """replay-buffer."""
 
-    _headers = {"content-type": wire.MSGPACK, "accept": wire.MSGPACK}  # noqa: RUF012
+    _headers = {"content-type": codec.MSGPACK, "accept": codec.MSGPACK}  # noqa: RUF012
 
     async def add(self, groups: list[Group]) -> int:
         """Stores groups and returns how many are new; durable when this returns. Adding an id again changes nothing."""
-        answer = await self.request("POST", "/groups", content=wire.encode_groups(groups), headers=self._headers)
+        answer = await self.request("POST", "/groups", content=codec.encode_groups(groups), headers=self._headers)
         return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
@@ -386,8 +387,8 @@ class ReplayClient(Client):
         return await self._groups("/groups/sample", request, SampledGroups)
 
     async def _groups(self, path: str, request: BaseModel, answer: type[_T]) -> _T:
-        response = await self.request("POST", path, json=request.model_dump(), headers={"accept": wire.MSGPACK})
-        return wire.decode(response.content, answer)
+        response = await self.request("POST", path, json=request.model_dump(), headers={"accept": codec.MSGPACK})
+        return codec.decode(response.content, answer)
 
     async def set_priorities(self, priorities: dict[str, float]) -> None:
         """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have left the buffer."""
@@ -411,7 +412,7 @@ class ReplayClient(Client):
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
         """Returns one group. Raises ServiceError (404) when it does not exist."""
         path = f"/groups/{quote(group_id, safe='')}"
-        return wire.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
+        return codec.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

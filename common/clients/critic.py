@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from common import wire
-from common.clients import Client
+from common.clients.base import Client
 from common.errors import ServiceError
-from common.schemas import (
+from common.wire import codec
+from common.wire.schemas import (
     CriticMetrics,
     CriticStatus,
     Float32,
@@ -32,9 +32,9 @@ class CriticClient(Client):
 
         With `run_id` and `step`, only the critic of that run at that step answers.
         """
-        body = wire.encode(ValueRequest(list(sequences), run_id, step))
-        response = await self.request("POST", "/values", content=body, headers={"content-type": wire.MSGPACK})
-        answer = wire.decode(response.content, Values)
+        body = codec.encode(ValueRequest(list(sequences), run_id, step))
+        response = await self.request("POST", "/values", content=body, headers={"content-type": codec.MSGPACK})
+        answer = codec.decode(response.content, Values)
         lengths = [len(sequence.completion_ids) for sequence in sequences]
         if [len(values) for values in answer.values] != lengths:
             raise ServiceError(
@@ -47,8 +47,8 @@ class CriticClient(Client):
 
     async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
         """Trains the critic of `run_id` at `step` on a batch, exactly once; it is then at `step` + 1."""
-        body = wire.encode(UpdateRequest(run_id, step, seed, list(rows)))
-        headers = {"content-type": wire.MSGPACK}
+        body = codec.encode(UpdateRequest(run_id, step, seed, list(rows)))
+        headers = {"content-type": codec.MSGPACK}
         return await self.json("POST", "/update", CriticMetrics, content=body, headers=headers)
 
     async def restore(self, run_id: str, step: int, saved_by: str | None = None) -> CriticStatus:

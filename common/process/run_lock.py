@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from common.errors import ConfigError, ServiceError
-from common.storing import storing
+from common.process.storage import storing
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
-from common import watchdog
-from common.daemon_threads import process_ends, wait_if_process_ends
 from common.errors import ServiceError
+from common.process import watchdog
+from common.process.daemon_threads import process_ends, wait_if_process_ends
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from common import wire
-from common.clients import Client, Unreachable
+from common.clients.base import Client, Unreachable
 from common.errors import NotFound, ServiceError
-from common.schemas import Episode, EpisodeRequest, Episodes
+from common.wire import codec
+from common.wire.schemas import Episode, EpisodeRequest, Episodes
 
 log = logging.getLogger(__name__)
 _SLACK_S = 30.0
@@ -75,7 +75,7 @@ class EnvironmentClient(Client):
             node.moved.discard(name)
             self._start_watch()
             try:
-                return wire.decode((await call).content, Episodes).episodes
+                return codec.decode((await call).content, Episodes).episodes
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if name in node.moved and task is not None and not task.cancelling():
@@ -142,7 +142,7 @@ class EnvironmentClient(Client):
 
 async def _post(client: Client, body: str, deadline_s: float) -> httpx.Response:
     """Requests episodes, again while the server is healthy: they may wait for a slot much longer than they run."""
-    headers = {"content-type": "application/json", "accept": wire.MSGPACK}
+    headers = {"content-type": "application/json", "accept": codec.MSGPACK}
     while True:
         try:
             return await client.request("POST", "/episodes", content=body, headers=headers, deadline_s=deadline_s)

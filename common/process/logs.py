@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.security import SecretRedactor
+from common.process.security import SecretRedactor
 
 REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
 SHOWN = {"shown": True}

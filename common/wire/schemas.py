@@ -2,7 +2,7 @@
 
 JSON bodies are pydantic models. The unit of experience is the `Group`: one prompt, n completions, their rewards; it is
 stored, handed out, sampled, dropped and counted whole. Types that carry arrays are msgspec structs over numpy, and travel as
-msgpack with raw little-endian arrays (`common.wire`).
+msgpack with raw little-endian arrays (`common.wire.codec`).
 """
 
 import sys
@@ -206,11 +206,11 @@ class SentFile(Wire):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
     size: int = Field(ge=0)
     xxh3: _Checksum
-    """`common.checksums.checksum` of its bytes."""
+    """`common.weights.checksums.checksum` of its bytes."""
 
 
 class WeightDelta(SentFile):
-    """The difference of a file from an earlier version's file (`common.deltas`)."""
+    """The difference of a file from an earlier version's file (`common.weights.deltas`)."""
 
     base: _Checksum
     """Checksum of the earlier file, which has the same size."""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from common.explain import did_you_mean
+from common.settings.explain import did_you_mean
 
 if TYPE_CHECKING:
-    from common.schemas import Prompt
+    from common.wire.schemas import Prompt
 
 QUESTION = "question"
 NAMED = {

@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 import orjson
 
-from common.clients import Client
+from common.clients.base import Client
+from common.clients.pacing import RequestLimits, paced
 from common.errors import NotFound, ServiceError
-from common.pacing import RequestLimits, paced
-from common.schemas import Completion, Float32, Int32
+from common.wire.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from common.chat_templates import read_chat_template, read_template_variables
-from common.explain import did_you_mean
-from common.prompt_templates import read_template
+from common.prompts.chat_templates import read_chat_template, read_template_variables
+from common.prompts.templates import read_template
+from common.settings.explain import did_you_mean
 
 _T = TypeVar("_T")
 MAIN = "main"

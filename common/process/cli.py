@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from common.config import fail, program
 from common.errors import ConfigError, ServiceError
-from common.explain import did_you_mean
+from common.settings.config import fail, program
+from common.settings.explain import did_you_mean
 
 
 class CommandParser(argparse.ArgumentParser):

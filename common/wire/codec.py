@@ -1,4 +1,4 @@
-"""Encodes the msgspec structs of `common.schemas` as bytes: msgpack for programs, JSON for users.
+"""Encodes the msgspec structs of `common.wire.schemas` as bytes: msgpack for programs, JSON for users.
 
 An array is raw little-endian bytes in msgpack, 4 per number, and a list of numbers in JSON. Every field of a body is
 validated, and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
@@ -17,7 +17,7 @@ import orjson
 from msgspec import Meta, ValidationError
 
 from common.errors import InvalidInput, TooLarge
-from common.schemas import (
+from common.wire.schemas import (
     FLOAT32_MAX,
     Completion,
     Float32,
@@ -47,7 +47,7 @@ _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
     np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
     np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
 }
-"""For each number type of the arrays in `common.schemas`: its msgpack dtype and its JSON type. Integers are token
+"""For each number type of the arrays in `common.wire.schemas`: its msgpack dtype and its JSON type. Integers are token
 ids."""
 _T = TypeVar("_T")
 

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from common import spares
-from common.checksums import Hasher
+from common.weights import spares
+from common.weights.checksums import Hasher
 
 _WORDS = 1 << 20
 _HEADER = struct.Struct("<II")

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.errors import ConfigError
-from common.security import tls
+from common.process.security import tls
 
 DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
     "data-server",
@@ -230,9 +230,11 @@ def _check_port(port: int) -> None:
 
 
 def _main(argv: list[str]) -> None:
-    """Runs `python -m common.topology torchrun -m trainer …` as torchrun over the nodes of this task."""
+    """Runs `python -m common.process.topology torchrun -m trainer …` as torchrun over the nodes of this task."""
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
-        raise SystemExit("usage: python -m common.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)")
+        raise SystemExit(
+            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)"
+        )
     topology = Topology.from_env()
     if topology.node_rank == 0:
         _check_port(topology.torchrun_port)

@@ -19,26 +19,14 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.algorithm import AlgorithmSection
-from common.config_checks import check
-from common.config_sources import (
-    PREFIX,
-    SHORT_NAMES,
-    from_env,
-    from_file,
-    merge,
-    near,
-    put,
-    take_config_option,
-    take_json_lists,
-    unknown,
-    variable,
-)
 from common.errors import ConfigError, shorten
-from common.explain import explained
-from common.logs import last_words
+from common.process.logs import last_words
+from common.process.topology import Topology, setting_status
 from common.removed import REMOVED
-from common.sections import (
+from common.settings.algorithm import AlgorithmSection
+from common.settings.checks import check
+from common.settings.explain import explained
+from common.settings.sections import (
     MAIN,
     CriticSection,
     DataSection,
@@ -55,7 +43,19 @@ from common.sections import (
     TrackersSection,
     TrainerSection,
 )
-from common.topology import Topology, setting_status
+from common.settings.sources import (
+    PREFIX,
+    SHORT_NAMES,
+    from_env,
+    from_file,
+    merge,
+    near,
+    put,
+    take_config_option,
+    take_json_lists,
+    unknown,
+    variable,
+)
 
 _OTHERS = ("RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _VARIABLES = (*SHORT_NAMES, *_OTHERS)

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from common.algorithm import CORRECTION, TURN_ADVANTAGES
-from common.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
+from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.settings.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
 
 if TYPE_CHECKING:
-    from common.config import Config
+    from common.settings.config import Config
 
 _SINGLE_SAMPLING = (
     *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),

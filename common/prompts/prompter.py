@@ -11,14 +11,14 @@ from typing import Any, Self
 
 from jinja2 import TemplateError
 
-from common.chat_templates import variables
-from common.config import Config
+from common.clients.pacing import THINK_OPEN, RequestLimits
 from common.errors import ConfigError
-from common.explain import did_you_mean
-from common.pacing import THINK_OPEN, RequestLimits
-from common.prompt_templates import filled
-from common.schemas import Prompt
-from common.sections import SamplingSection
+from common.prompts.chat_templates import variables
+from common.prompts.templates import filled
+from common.settings.config import Config
+from common.settings.explain import did_you_mean
+from common.settings.sections import SamplingSection
+from common.wire.schemas import Prompt
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from common.errors import ConfigError
 
 if TYPE_CHECKING:
-    from common.config import Config
+    from common.settings.config import Config
 
 REACH_S = 4.0
 """Seconds to wait for the hub's answer. Its own libraries try for 24 s or longer."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.sections import Main, Section
+from common.settings.sections import Main, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -180,7 +180,7 @@ class AlgorithmSection(Section):
     @property
     def correction(self) -> Literal["truncate", "mask"] | None:
         """`rollout_correction` once the configuration has resolved `auto`; None for `none`."""
-        assert self.rollout_correction != "auto", "common.config resolves it"
+        assert self.rollout_correction != "auto", "common.settings.config resolves it"
         return None if self.rollout_correction == "none" else self.rollout_correction
 
     @property

@@ -1,0 +1,1 @@
+"""From a row of data to the text and the tokens of a prompt."""

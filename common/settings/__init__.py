@@ -1,0 +1,1 @@
+"""Every setting once: its declaration, where its value comes from, and checks across sections."""
