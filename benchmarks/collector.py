@@ -25,7 +25,9 @@ import orjson
 from aiohttp import web
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients.base import DataClient, ReplayClient, RewardClient
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient, completion_from_answer
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle

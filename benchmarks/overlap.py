@@ -34,7 +34,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.processes import ROOT, free_port, processes
-from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.base import Client
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.process.loop_thread import LoopThread
 from common.process.run_lock import RunLock

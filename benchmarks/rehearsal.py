@@ -38,7 +38,7 @@ from torch.utils.flop_counter import flop_registry
 
 from benchmarks.update import GROUPS, full_groups
 from common.errors import ConfigError
-from common.memory import ModelShape, trainer_memory
+from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config, fail, load
 from learning import attention, head
 from learning.final_logits import FinalLogits

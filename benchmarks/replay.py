@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from benchmarks.processes import free_port, processes
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.settings.sections import ReplaySection
 from common.wire import codec
 from common.wire.schemas import Completion, Group, Groups, SampleRequest, TakeRequest

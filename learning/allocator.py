@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from common.memory import PINNED_EXACT_BYTES
+from common.models.memory import PINNED_EXACT_BYTES
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """The user's settings; torch reads the first that is set."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common.errors import ConfigError
-from common.memory import sums_once
+from common.models.memory import sums_once
 from common.settings.sections import TrainerSection
 from learning.kernels import has_triton
 from learning.ranks import Ranks

@@ -12,9 +12,12 @@ import torch
 from fastapi import FastAPI
 from rich.console import Console
 
-from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.base import Client
 from common.clients.critic import CriticClient
+from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
 from common.process.run_lock import RunLock

@@ -3,9 +3,12 @@
 import gc
 from contextlib import ExitStack
 
-from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.base import Client
 from common.clients.critic import CriticClient
+from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.process import topology as names
 from common.process.topology import Topology

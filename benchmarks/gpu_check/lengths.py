@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from benchmarks.gpu_check.harness import Findings
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import learn, random_group
-from common.memory import ModelShape, trainer_memory
+from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config
 from common.wire.schemas import Group
 from trainer.policy.policy import Policy

@@ -17,7 +17,7 @@ from benchmarks.gpu_check.sections import TORCH_HEAD
 from benchmarks.gpu_check.setting import Setting
 from benchmarks.update import full_groups, learn, peak, required_flops, tokens_of
 from common.errors import ConfigError
-from common.memory import ModelShape, trainer_memory
+from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config
 from learning import attention
 from trainer.policy import logprobs
@@ -81,7 +81,7 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
 
 
 def _memory(found: Findings, setting: Setting, config: Config) -> None:
-    """Measures the peak; judges it by `common/memory.py` and the rehearsal where they describe what ran.
+    """Measures the peak; judges it by `common/models/memory.py` and the rehearsal where they describe what ran.
 
     Both predict eager passes. A compiled layer keeps other activations, so its peak is shown without a verdict.
     """

@@ -12,32 +12,16 @@ import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, TypeVar
-from urllib.parse import quote
 
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 from httpx_aiohttp.transport import AiohttpResponseStream
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from common.errors import ServiceError, ServiceLost, Unauthorized, shorten
 from common.process import logs, watchdog
 from common.process.security import authorization, trusted
-from common.wire import codec
-from common.wire.schemas import (
-    BatchRewardRequest,
-    BatchRewardResult,
-    Group,
-    PassRateReport,
-    Prompt,
-    PromptBatch,
-    RewardItem,
-    RewardResult,
-    SampledGroups,
-    SampleRequest,
-    TakenGroups,
-    TakeRequest,
-)
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -316,105 +300,3 @@ async def wait_healthy(
             say(f"waited {now - start:.0f} s so far for {text}")
             said, every_s = now, min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)
-
-
-class DataClient(Client):
-    """data-server."""
-
-    async def prompts(self, count: int, request_id: str) -> PromptBatch:
-        """Returns the next `count` prompts of the shuffled stream; a retry with the same id gets the same prompts."""
-        parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
-        return await self.json("GET", "/prompts", PromptBatch, params=parameters)
-
-    async def eval_prompts(self, limit: int) -> list[Prompt]:
-        """Returns the first `limit` prompts of the held-out split, in a fixed order."""
-        response = await self.request("GET", "/eval_prompts", params={"limit": limit})
-        return [Prompt.model_validate(item) for item in response.json()["prompts"]]
-
-    async def total(self) -> int:
-        return int((await self.request("GET", "/stats")).json()["total_available"])
-
-    async def seek(self, position: int) -> None:
-        """Moves the shuffled stream to `position`, counted in prompts from its beginning."""
-        await self.request("POST", "/seek", json={"position": position})
-
-    async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
-        """Reports the share of correct completions of each prompt; a retry with the same id counts once.
-
-        Raises ServiceError when the data-server has no curriculum or does not know these prompts.
-        """
-        report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
-        await self.request("POST", "/pass_rates", json=report.model_dump())
-
-
-class RewardClient(Client):
-    """reward-server."""
-
-    gets_tokens = False
-    """Whether reward functions also get the completions' tokens; functions passed to the Python API do."""
-
-    async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
-        body = BatchRewardRequest(items=items).model_dump_json()
-        headers = {"content-type": "application/json"}
-        return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)
-
-    async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
-        """Grades several batches with one request."""
-        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).rewards)
-        return [[next(graded) for _ in batch] for batch in batches]
-
-
-class ReplayClient(Client):
-    """replay-buffer."""
-
-    _headers = {"content-type": codec.MSGPACK, "accept": codec.MSGPACK}  # noqa: RUF012
-
-    async def add(self, groups: list[Group]) -> int:
-        """Stores groups and returns how many are new; durable when this returns. Adding an id again changes nothing."""
-        answer = await self.request("POST", "/groups", content=codec.encode_groups(groups), headers=self._headers)
-        return int(answer.json()["added"])
-
-    async def take(self, request: TakeRequest) -> TakenGroups:
-        """Returns `count` fresh groups, leased until `ack`; none when there are fewer after `wait_s` seconds."""
-        return await self._groups("/groups/take", request, TakenGroups)
-
-    async def ack(self, ids: list[str]) -> None:
-        """Acknowledges groups that were trained on: they are never handed out as fresh again."""
-        await self.request("POST", "/groups/ack", json={"ids": ids})
-
-    async def sample(self, request: SampleRequest) -> SampledGroups:
-        """Returns groups that were already trained on, drawn by priority, with importance weights."""
-        return await self._groups("/groups/sample", request, SampledGroups)
-
-    async def _groups(self, path: str, request: BaseModel, answer: type[_T]) -> _T:
-        response = await self.request("POST", path, json=request.model_dump(), headers={"accept": codec.MSGPACK})
-        return codec.decode(response.content, answer)
-
-    async def set_priorities(self, priorities: dict[str, float]) -> None:
-        """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have left the buffer."""
-        body = {"ids": list(priorities), "priorities": list(priorities.values())}
-        await self.request("POST", "/groups/priorities", json=body)
-
-    async def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
-        """Drops every unacknowledged group, because a trainer that resumes draws their prompts again.
-
-        `from_position` also drops all groups from that position in the prompt stream on; `step` also undoes reuse draws
-        made at that step or later. Returns how many groups were dropped.
-        """
-        params = {name: n for name, n in (("from_position", from_position), ("step", step)) if n is not None}
-        return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
-
-    async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:
-        """Describes the first `limit` groups in this state, without their contents."""
-        params = {"state": state, "limit": limit}
-        return list((await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()["groups"])
-
-    async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
-        """Returns one group. Raises ServiceError (404) when it does not exist."""
-        path = f"/groups/{quote(group_id, safe='')}"
-        return codec.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
-
-    async def stats(self) -> dict[str, Any]:
-        answer = (await self.request("GET", "/stats")).json()
-        assert isinstance(answer, dict)
-        return answer

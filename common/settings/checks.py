@@ -1,12 +1,8 @@
 """Checks that settings fit one another."""
 
-from typing import TYPE_CHECKING
-
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
 from common.settings.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
-
-if TYPE_CHECKING:
-    from common.settings.config import Config
+from common.settings.settings import Settings
 
 _SINGLE_SAMPLING = (
     *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),
@@ -33,7 +29,7 @@ _PRECISION = frozenset({"--quantization", "--modelopt-quant", "--quantize-and-se
 """SGLang arguments that make it hold other numbers than it gets."""
 
 
-def check(config: "Config") -> None:
+def check(config: Settings) -> None:
     """Raises ValueError for settings that contradict one another, or that another setting makes pointless.
 
     The message names the settings, their values and the remedy.
@@ -91,7 +87,7 @@ def check(config: "Config") -> None:
         )
 
 
-def _check_engine_args(config: "Config") -> None:
+def _check_engine_args(config: Settings) -> None:
     """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
     given = {word.partition("=")[0] for word in config.rollout.engine_args}
     if nodes := given & _SEVERAL_NODES:
@@ -119,7 +115,7 @@ def _check_engine_args(config: "Config") -> None:
         )
 
 
-def _check_gdpo(config: "Config") -> None:
+def _check_gdpo(config: Settings) -> None:
     """Refuses settings that change only the sum of the rewards, when each reward is normalised separately."""
     if config.reward.require_stop:
         raise ValueError(
@@ -138,7 +134,7 @@ def _check_gdpo(config: "Config") -> None:
         )
 
 
-def _check_sampling(config: "Config") -> None:
+def _check_sampling(config: Settings) -> None:
     sampling, evaluation = config.sampling, config.evaluation
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise ValueError(
@@ -176,7 +172,7 @@ def _check_sampling(config: "Config") -> None:
         )
 
 
-def _check_colocate(config: "Config") -> None:
+def _check_colocate(config: Settings) -> None:
     if not config.rollout.colocate:
         return
     if config.trainer.max_staleness:
@@ -196,7 +192,7 @@ def _check_colocate(config: "Config") -> None:
         )
 
 
-def _check_environment(config: "Config") -> None:
+def _check_environment(config: Settings) -> None:
     """Refuses settings that apply only to single completions."""
     if not config.environment.name:
         return
@@ -230,7 +226,7 @@ def _check_environment(config: "Config") -> None:
             raise ValueError(f"{setting} {value} needs single completions, but environment.name makes episodes: leave it out")
 
 
-def _check_lora(config: "Config") -> None:
+def _check_lora(config: Settings) -> None:
     """Refuses settings that contradict LoRA."""
     if config.lora.rank == 0:
         return
@@ -255,7 +251,7 @@ def _check_lora(config: "Config") -> None:
             )
 
 
-def _unread(config: "Config") -> dict[str, str]:
+def _unread(config: Settings) -> dict[str, str]:
     """Returns the settings that others make pointless, and why."""
     unread = {
         f"{section}.{name}": reason

@@ -16,33 +16,16 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, shorten
 from common.process.logs import last_words
 from common.process.topology import Topology, setting_status
-from common.removed import REMOVED
-from common.settings.algorithm import AlgorithmSection
 from common.settings.checks import check
 from common.settings.explain import explained
-from common.settings.sections import (
-    MAIN,
-    CriticSection,
-    DataSection,
-    EnvironmentSection,
-    EvaluationSection,
-    LoraSection,
-    Main,
-    ModelSection,
-    ReplaySection,
-    RewardSection,
-    RolloutSection,
-    SamplingSection,
-    TeacherSection,
-    TrackersSection,
-    TrainerSection,
-)
+from common.settings.sections import MAIN
+from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
     SHORT_NAMES,
@@ -60,42 +43,15 @@ from common.settings.sources import (
 _OTHERS = ("RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
 _VARIABLES = (*SHORT_NAMES, *_OTHERS)
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
-_IN_RUN_DIR = Path("RUN_DIR/state")
-"""Placeholder for `state` in the run directory, because the state belongs to its run."""
 
 
-class Config(BaseModel):
-    """The whole configuration."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
-    )
-
-    seed: Main[int] = Field(0, ge=0)
-    """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
-    state_dir: Path = _IN_RUN_DIR
-    """Directory for what services keep across restarts: data position, replay store, weights and logs."""
-    max_body_mb: int = Field(256, gt=0)
-    """Largest request body that a service accepts, in MB."""
-    model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
-    data: DataSection = DataSection()
-    rollout: RolloutSection = RolloutSection()
-    sampling: SamplingSection = SamplingSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    reward: RewardSection = RewardSection()
-    replay: ReplaySection = ReplaySection()
-    critic: CriticSection = CriticSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    teacher: TeacherSection = TeacherSection()
-    trainer: TrainerSection = TrainerSection()
-    environment: EnvironmentSection = EnvironmentSection()
-    trackers: TrackersSection = TrackersSection()
+class Config(Settings):
+    """The whole configuration: settings that fit one another."""
 
     @model_validator(mode="after")
     def _resolved(self) -> "Config":
         """Resolves defaults that depend on other settings, so that no reader has to."""
-        if self.state_dir == _IN_RUN_DIR:
+        if self.state_dir == IN_RUN_DIR:
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
             correction = "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
@@ -251,8 +207,6 @@ def from_validation(error: ValidationError) -> ConfigError:
     name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)  # without a list index
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
-    if (gone := f"{name} {first['input']}") in REMOVED:
-        return ConfigError(f"{gone} was removed", field=name, value=first["input"], remedy=REMOVED[gone])
     message, remedy = explained(first)
     whole = isinstance(first["input"], dict | BaseModel)  # a whole section explains nothing and might hold a credential
     if whole:

@@ -11,7 +11,6 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError
-from common.removed import REMOVED
 
 PREFIX = "RLHF_"
 SHORT_NAMES = {
@@ -30,7 +29,7 @@ def packaged(path: Path, folder: str = ".") -> Path:
 
     So `jobgroup/configs/tiny-cpu.yaml` is found even when the working directory is not a checkout.
     """
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
 
 
@@ -154,12 +153,7 @@ def near(name: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown(known: Iterable[str], name: str, field: str, value: object = None) -> ConfigError:
-    """Returns the error for a setting that does not exist, or no longer exists.
-
-    `field` is the name as the user wrote it.
-    """
-    if name in REMOVED:
-        return ConfigError(f"the setting {name} was removed", field=field, value=value, remedy=REMOVED[name])
+    """Returns the error for a setting that does not exist. `field` is the name as the user wrote it."""
     likely = near(name := name.replace("-", "_") or '""', known)
     written = map(variable, likely) if field.startswith(PREFIX) else ("--" * field.startswith("--") + each for each in likely)
     hint = f"did you mean {' or '.join(written)}? " if likely else ""

@@ -1,10 +1,10 @@
-"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of `common.memory`."""
+"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of `common.models.memory`."""
 
 from collections.abc import Iterator
 from dataclasses import fields
 
 from common.errors import ConfigError
-from common.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
 from common.settings.sections import LoraSection

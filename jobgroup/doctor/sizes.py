@@ -1,6 +1,6 @@
 """`--plan MODEL`: a model's memory on GPUs of every size, as trainer and engine, and what to change if it does not fit.
 
-Uses the estimates of `common.memory`; needs neither the model's weights nor a GPU.
+Uses the estimates of `common.models.memory`; needs neither the model's weights nor a GPU.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.memory import ModelShape, trainer_host_bytes, trainer_memory
+from common.models.memory import ModelShape, trainer_host_bytes, trainer_memory
 from common.settings.config import Config, load
 from jobgroup.doctor.memory import judge_engine
 from jobgroup.doctor.report import Result, fits, gb

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from common.errors import ConfigError
-from common.memory import ModelShape
+from common.models.memory import ModelShape
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
 from jobgroup.doctor.hub import Hub, models
 from jobgroup.doctor.plan import Plan, PlannedTask

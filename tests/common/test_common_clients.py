@@ -14,7 +14,9 @@ from aiohttp import web
 from fastapi import FastAPI, Response
 
 from common.clients import base
-from common.clients.base import Client, DataClient, RewardClient, Unreachable, wait_healthy
+from common.clients.base import Client, Unreachable, wait_healthy
+from common.clients.data import DataClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed, completion_from_answer
 from common.errors import InvalidInput, ServiceError
 from common.process import logs

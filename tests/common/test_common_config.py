@@ -1,6 +1,5 @@
 """Every setting is declared once and can be set in four places; every typo is refused by name."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.removed import REMOVED
 from common.settings.config import Config, load, names
 from common.settings.sources import SHORT_NAMES
 
@@ -172,28 +170,6 @@ def test_help_all_lists_every_setting_with_its_meaning(capsys: pytest.CaptureFix
 def test_every_program_has_help() -> None:
     done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=400)
     assert (done.returncode, "--help-all" in done.stdout) == (0, True), done.stderr
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_says_what_to_do_wherever_it_is_set(name: str, tmp_path: Path) -> None:
-    setting, _, value = name.partition(" ")
-    section, _, key = setting.partition(".")
-    value = value or "1"
-    variable = f"RLHF_{section}__{key}".upper()
-    yaml = in_file(tmp_path, f"{section}: {{{key}: {value}}}")
-    words = ([f"--{setting}", value], [f"--{setting}={value}"], yaml)
-    for error in (*map(refused, words), refused(env={variable: value})):
-        assert "was removed" in error.message
-        assert error.remedy == REMOVED[name]
-        assert error.field in (setting, f"--{setting}", variable)
-
-
-def test_a_remedy_names_only_settings_that_exist() -> None:
-    assert not {name.partition(" ")[0] for name in REMOVED if " " not in name} & set(names())
-    sections = "|".join(Config.model_fields)
-    for remedy in REMOVED.values():
-        for name in re.findall(rf"\b(?:{sections})\.[a-z_]+", remedy):
-            assert name in names(), remedy
 
 
 @pytest.mark.integration

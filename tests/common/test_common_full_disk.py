@@ -13,7 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from common.clients.base import DataClient, ReplayClient
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
 from common.errors import ServiceError
 from common.process.metrics import Metrics, setup_logging
 from common.process.storage import StorageFailed

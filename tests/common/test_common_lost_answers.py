@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.base import Client
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.process.metrics import Metrics
 from common.settings.config import Config
 from common.settings.sections import ReplaySection, RewardSection

@@ -3,7 +3,7 @@
 import pytest
 
 from common.errors import ConfigError
-from common.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import ModelShape, engine_memory, trainer_host_bytes, trainer_memory
 from common.settings.config import load
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 HANGS = """
 import sys, threading
 from common.process import watchdog
-from common.clients.base import DataClient
+from common.clients.data import DataClient
 from common.process.metrics import setup_logging
 from common.process.loop_thread import LoopThread
 

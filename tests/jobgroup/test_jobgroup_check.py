@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.memory import engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import engine_memory, trainer_host_bytes, trainer_memory
 from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec

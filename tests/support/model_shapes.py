@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from common.memory import ModelShape
+from common.models.memory import ModelShape
 
 GPU = 80 * 10**9
 _QWEN: dict[str, Any] = {"model_type": "qwen2"}

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypedDict
 import httpx
 from rich.console import Console
 
-from common.clients.base import RewardClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.errors import NotFound, ServiceError
 from common.process.loop_thread import LoopThread
 from common.wire.schemas import Group

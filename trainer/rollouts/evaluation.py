@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import mean, pstdev
 from typing import Any, Protocol, TypeVar
 
-from common.clients.base import RewardClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed, RolloutClient
 from common.errors import ConfigError, InvalidInput
 from common.process.loop_thread import LoopThread

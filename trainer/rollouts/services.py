@@ -5,9 +5,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.clients.base import Client, DataClient, ReplayClient, RewardClient
+from common.clients.base import Client
 from common.clients.critic import CriticClient
+from common.clients.data import DataClient
 from common.clients.environment import EnvironmentClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
 from trainer.rollouts.teacher import Teacher

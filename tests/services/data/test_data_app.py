@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.clients.base import DataClient
+from common.clients.data import DataClient
 from common.errors import ConfigError, ServiceError
 from common.settings.config import Config
 from common.settings.sections import DataSection

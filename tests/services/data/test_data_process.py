@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.clients.base import DataClient, wait_healthy
+from common.clients.base import wait_healthy
+from common.clients.data import DataClient
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from common.clients.base import DataClient
+from common.clients.data import DataClient
 from common.settings.config import Config
 from common.settings.sections import DataSection
 from common.wire.schemas import Prompt

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.settings.sections import ReplaySection
 from services.replay.app import create_replay_app
 from tests.support.replay_groups import MakeGroup, make_group

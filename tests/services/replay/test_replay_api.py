@@ -9,7 +9,7 @@ import pytest
 from fastapi import FastAPI
 from msgspec.msgpack import Ext
 
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.wire import codec
 from common.wire.schemas import SampleRequest, TakeRequest
 from services.replay.buffer import join

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from common.clients.base import ReplayClient, wait_healthy
+from common.clients.base import wait_healthy
+from common.clients.replay import ReplayClient
 from common.errors import ConfigError
 from common.settings.sections import ReplaySection
 from common.wire.schemas import TakeRequest

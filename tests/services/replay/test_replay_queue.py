@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from common.clients.base import ReplayClient, Unreachable
+from common.clients.base import Unreachable
+from common.clients.replay import ReplayClient
 from common.errors import ConfigError, ServiceError
 from common.process import logs
 from common.settings.sections import ReplaySection

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.errors import ServiceError
 from common.wire.schemas import SampleRequest, TakeRequest
 from services.replay.reuse import ReuseIndex

@@ -10,7 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from common.clients.base import RewardClient
+from common.clients.reward import RewardClient
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app

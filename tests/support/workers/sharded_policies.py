@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import common.memory
+import common.models.memory
 import trainer.policy.lora
 import trainer.policy.policy
 import trainer.policy.scorer
@@ -36,7 +36,7 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
 from trainer.weights.turns import SharedTurns
 
-_WHOLE = common.memory.WHOLE_GRADIENTS_BYTES
+_WHOLE = common.models.memory.WHOLE_GRADIENTS_BYTES
 
 
 class Messages(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
@@ -77,7 +77,7 @@ def run(
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
             module.computes_in_bfloat16 = lambda *_: True  # type: ignore[attr-defined]
-    common.memory.WHOLE_GRADIENTS_BYTES = case.get("whole", _WHOLE)
+    common.models.memory.WHOLE_GRADIENTS_BYTES = case.get("whole", _WHOLE)
     if "resume" in case:
         policy, state, saved = Policy.resume(config, ranks, Path(case["resume"]))
         assert state is not None

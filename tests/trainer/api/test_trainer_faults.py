@@ -11,7 +11,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from common.clients.base import DataClient, ReplayClient
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
 from common.settings.config import Config
 from common.wire.schemas import PromptBatch, TakenGroups, TakeRequest
 from tests.support.in_process import Faulty, metrics, quiet, stored

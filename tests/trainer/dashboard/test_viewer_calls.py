@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from common.clients.base import ReplayClient
+from common.clients.replay import ReplayClient
 from common.process.loop_thread import LoopThread
 from common.settings.sections import ReplaySection
 from common.wire.schemas import GroupIds, TakeRequest

@@ -1,4 +1,4 @@
-"""`common/memory.py` against the memory that torch really holds and keeps, on a CPU."""
+"""`common/models/memory.py` against the memory that torch really holds and keeps, on a CPU."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.memory import ModelShape, trainer_memory
+from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config, load
 from learning.ranks import Ranks
 from tests.support.groups import VOCABULARY, make_group, off_policy_groups, whole

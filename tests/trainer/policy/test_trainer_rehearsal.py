@@ -1,4 +1,4 @@
-"""`common/memory.py` against updates of the real policy in full size, on fake tensors (`benchmarks/rehearsal.py`)."""
+"""`common/models/memory.py` against updates of the real policy in full size, on fake tensors (`benchmarks/rehearsal.py`)."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.rehearsal import rehearse
 from common.errors import ConfigError
-from common.memory import ModelShape, trainer_memory
+from common.models.memory import ModelShape, trainer_memory
 from common.settings.config import Config, load
 from learning.attention import GQA
 

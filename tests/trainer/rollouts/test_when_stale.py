@@ -18,7 +18,9 @@ import httpx
 import numpy as np
 import pytest
 
-from common.clients.base import DataClient, ReplayClient, RewardClient
+from common.clients.data import DataClient
+from common.clients.replay import ReplayClient
+from common.clients.reward import RewardClient
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread

@@ -1,0 +1,35 @@
+"""The data-server's client."""
+
+from collections.abc import Sequence
+
+from common.clients.base import Client
+from common.wire.schemas import PassRateReport, Prompt, PromptBatch
+
+
+class DataClient(Client):
+    """data-server."""
+
+    async def prompts(self, count: int, request_id: str) -> PromptBatch:
+        """Returns the next `count` prompts of the shuffled stream; a retry with the same id gets the same prompts."""
+        parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
+        return await self.json("GET", "/prompts", PromptBatch, params=parameters)
+
+    async def eval_prompts(self, limit: int) -> list[Prompt]:
+        """Returns the first `limit` prompts of the held-out split, in a fixed order."""
+        response = await self.request("GET", "/eval_prompts", params={"limit": limit})
+        return [Prompt.model_validate(item) for item in response.json()["prompts"]]
+
+    async def total(self) -> int:
+        return int((await self.request("GET", "/stats")).json()["total_available"])
+
+    async def seek(self, position: int) -> None:
+        """Moves the shuffled stream to `position`, counted in prompts from its beginning."""
+        await self.request("POST", "/seek", json={"position": position})
+
+    async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
+        """Reports the share of correct completions of each prompt; a retry with the same id counts once.
+
+        Raises ServiceError when the data-server has no curriculum or does not know these prompts.
+        """
+        report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
+        await self.request("POST", "/pass_rates", json=report.model_dump())
