@@ -100,29 +100,6 @@ def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, text: str) -> None:
     assert refused(in_file(tmp_path, text)).field in ("trainer.learning_rate", "max_body_mb")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "remedy"),
-    [
-        ("mix_successes", "1", "leave it out"),
-        ("recency_half_life", "4", "leave it out"),
-        ("priority", "difficulty", "use advantage, reward"),
-        ("priority", "recency", "use advantage, reward"),
-    ],
-)
-def test_removed_settings_say_what_to_do(tmp_path: Path, name: str, value: str, remedy: str) -> None:
-    sources: list[tuple[list[str], dict[str, str]]] = [
-        ([f"--replay.{name}", value], {}),
-        ([f"--replay.{name}={value}"], {}),
-        (in_file(tmp_path, f"replay: {{{name}: {value}}}"), {}),
-        ([], {f"RLHF_REPLAY__{name.upper()}": value}),
-    ]
-    for argv, env in sources:
-        error = refused(argv, env)
-        assert "was removed" in error.message
-        assert "no effect in our study" in (error.remedy or "")
-        assert remedy in (error.remedy or "")
-
-
 def test_conflicting_settings_are_refused() -> None:
     argv = ["--rollout.engine", "embedded", "--rollout.max_context_tokens", "64", "--sampling.max_new_tokens", "64"]
     assert "leaves no room for a prompt" in str(refused(argv))
