@@ -80,7 +80,8 @@ def check_alone(
     longest = longest_sequence(text, switch_length(text.to_dict()) if max_tokens is None else max_tokens)
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
-    tokens = (torch.arange(2 * size, device=device).view(2, size) * 7 + 3) % vocabulary
+    # The first tokens differ, because rows that begin with the same prompt would share it.
+    tokens = (torch.arange(2)[:, None] + 7 * torch.arange(size)).to(device) % vocabulary
     positions: Tensor | None = None
     if "position_ids" in inspect.signature(model.get_decoder().forward).parameters:
         positions = torch.arange(size, device=device).repeat(2, 1)

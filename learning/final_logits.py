@@ -34,7 +34,10 @@ def final_logits(model: Any) -> FinalLogits:
     Runs the code of the model around a made-up decoder and head, so that it needs neither weights nor a list of models.
     Raises ConfigError when the logits are anything but a scaled and capped output.
     """
-    output, logits = _around_made_up_parts(model)
+    try:
+        output, logits = _around_made_up_parts(model)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        raise _refused(model, f"this model does not run around a made-up decoder and head: {error}") from error
     scale = logits[0].item() / output[0].item()
     highest = logits[1].item()
     if highest < scale * output[1].item() / 1000:
@@ -42,13 +45,13 @@ def final_logits(model: Any) -> FinalLogits:
     else:
         found = FinalLogits(scale)
     if not torch.allclose(logits, found.of(output), rtol=_ROUNDING, atol=0.0):
-        raise ConfigError(
-            "this model changes the output of its head by more than a scale and a cap: the trainer would learn another policy",
-            field="model.name",
-            value=model.config.name_or_path,
-            remedy="use another model",
-        )
+        reason = "this model changes the output of its head by more than a scale and a cap"
+        raise _refused(model, f"{reason}: the trainer would learn another policy")
     return found
+
+
+def _refused(model: Any, reason: str) -> ConfigError:
+    return ConfigError(reason, field="model.name", value=model.config.name_or_path, remedy="use another model")
 
 
 def _around_made_up_parts(model: Any) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,8 @@ def switch_length(shape: Mapping[str, Any]) -> int | None:
     for each in rotations(shape.get("rope_parameters") or shape.get("rope_scaling")):
         same = each.get("short_factor") == each.get("long_factor") and each.get("short_mscale") == each.get("long_mscale")
         if _kind(each) in ("longrope", "su") and not same:
-            length = each.get("original_max_position_embeddings") or shape.get("original_max_position_embeddings")
+            # The model's own field wins, as in transformers (Phi-3).
+            length = shape.get("original_max_position_embeddings") or each.get("original_max_position_embeddings")
             return None if length is None else int(length)
     return None
 

@@ -224,6 +224,16 @@ def test_the_check_names_the_rates_of_dropout_in_updates() -> None:
     assert check(model, modes=(False,)) == set()
 
 
+def test_the_policy_knows_which_settings_drop_numbers_in_updates(tmp_path: Path) -> None:
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.3, "resid_pdrop": 0.1}
+    gpt2 = written(tmp_path / "gpt2", "gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, **dropout})
+    assert Policy(settings(gpt2, 100), Ranks()).scorer.dropout == ["resid_pdrop 0.1", "embd_pdrop 0.3"]
+    llama = written(tmp_path / "llama", "llama", {"attention_dropout": 0.1})
+    adapter = settings(llama, 100, **{"lora.rank": 2, "lora.dropout": 0.25})
+    assert Policy(adapter, Ranks()).scorer.dropout == ["attention_dropout 0.1", "lora.dropout 0.25"]
+    assert Policy(settings(written(tmp_path / "plain", "llama", {}), 100), Ranks()).scorer.dropout == []
+
+
 def test_factors_of_every_kind_of_layer_are_fixed() -> None:
     config = AutoConfig.for_model("phi3", head_dim=8, hidden_size=32, num_attention_heads=4, **LONGROPE)
     each = config.rope_parameters

@@ -114,14 +114,32 @@ def load_scorer(
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
+    rates = _checked(scorer, ranks, settings, low_precision=low, trained=trained, max_tokens=max_tokens)
+    scorer.dropout = _dropout_settings(scorer.model, rates)
+    return scorer if trained else scorer.requires_grad_(False)
+
+
+def _checked(
+    scorer: "Scorer",
+    ranks: Ranks,
+    settings: TrainerSection,
+    *,
+    low_precision: bool,
+    trained: bool,
+    max_tokens: int | None,
+) -> set[float]:
+    """Checks that the model computes a sequence as if alone, if need be in padded rows; returns its rates of dropout.
+
+    A collective if the model is sharded. Raises ConfigError for a model that does not.
+    """
 
     def score(tokens: Tensor, positions: Tensor | None) -> Tensor:
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low and not ranks.sharded):
+        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low_precision and not ranks.sharded):
             return scorer.next_scores(tokens, positions)
 
     def check() -> set[float]:
         modes = (False, True) if trained else (False,)
-        return check_alone(scorer.model, score, ranks.device, max_tokens, low_precision=low, modes=modes)
+        return check_alone(scorer.model, score, ranks.device, max_tokens, low_precision=low_precision, modes=modes)
 
     try:
         rates = check()
@@ -132,14 +150,14 @@ def load_scorer(
         scorer.layout = Padded
         rates = check()
     reshard(scorer)
-    scorer.dropout = _dropout_settings(scorer.model, rates)
-    return scorer if trained else scorer.requires_grad_(False)
+    return rates
 
 
 def _dropout_settings(model: Any, rates: Collection[float]) -> list[str]:
     """Returns the model's settings of dropout with one of these rates, its adapter's among them."""
     settings = model.config.get_text_config().to_dict()
-    found = [f"{name} {value}" for name, value in settings.items() if "drop" in name and value in rates]
+    names = [name for name in settings if "drop" in name and not name.startswith(("summary_", "classifier_"))]
+    found = [f"{name} {settings[name]}" for name in names if isinstance(settings[name], float) and settings[name] in rates]
     adapters = getattr(model, "peft_config", {}).values()
     return found + [f"lora.dropout {each.lora_dropout}" for each in adapters if each.lora_dropout in rates]
 

@@ -1,4 +1,4 @@
-"""Models with sliding windows, capped scores and sinks: the engine equals transformers, even beyond the window."""
+"""Models with windows, capped scores, sinks, and scaled or capped logits: the engine equals transformers, at any length."""
 
 import random
 from collections.abc import Iterator
@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
+    GraniteConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
@@ -49,7 +51,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**SHAPE, head_dim=12),
     "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, max_window_layers=2),
     "phi3": Phi3Config(**SHAPE),
-    "gemma2": Gemma2Config(**SHAPE, head_dim=8, layer_types=MIXED, query_pre_attn_scalar=8, attn_logit_softcapping=2.0),
+    "gemma2": Gemma2Config(
+        **SHAPE, head_dim=8, layer_types=MIXED, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=0.5
+    ),
+    "cohere2": Cohere2Config(**SHAPE, layer_types=MIXED, logit_scale=0.25),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=0.5),
     "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2),
 }
 

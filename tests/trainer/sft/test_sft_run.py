@@ -13,6 +13,7 @@ from common.errors import ConfigError
 from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.data.worked import Examples, load_examples
+from tests.support.families import FAMILIES
 from tests.support.paths import ROOT
 from tests.support.ranks import run_ranks
 from tests.support.sft import fine_tune
@@ -180,3 +181,15 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
 
 def test_the_command_is_known() -> None:
     assert 'rlhf-sft = "rlhf_math.commands:sft"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_an_answer_beyond_the_length_at_which_longrope_changes_is_refused(tmp_path: Path) -> None:
+    directory = FAMILIES["Phi-3"].write(tmp_path / "model")
+    shape = json.loads((directory / "config.json").read_text())
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    shape["rope_parameters"] |= {"rope_type": "longrope", **factors}
+    shape["original_max_position_embeddings"] = 24
+    (directory / "config.json").write_text(json.dumps(shape))
+    config = settings(directory, tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"tokens with its answer, and the model's context has only 24"):
+        fine_tune(config, load_examples(config), QUIET)
