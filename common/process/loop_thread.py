@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent import futures
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from common.errors import ServiceError
@@ -50,7 +51,8 @@ class LoopThread:
         if not self._closing.acquire(blocking=False):
             return
         atexit.unregister(self.close)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        with suppress(RuntimeError):  # the thread died and closed its loop
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
         # The garbage collector, which may run in any thread, closes the loops of objects that nothing uses any more.
         if threading.current_thread() is not self._thread:
@@ -76,10 +78,12 @@ class LoopThread:
             try:
                 while not futures.wait((future,), _LOOK_S).done:
                     if not self._thread.is_alive():
-                        raise ServiceError("the thread of the clients has died", remedy="see the log above")
+                        raise _died()
                 return future.result()
             except futures.CancelledError:
                 wait_if_process_ends()
+                if not self._closing.locked():
+                    raise _died() from None
                 raise
             except BaseException:
                 future.cancel()
@@ -128,6 +132,10 @@ class LoopThread:
                 return
             except (SystemExit, KeyboardInterrupt):
                 log.exception("a task tried to end the interpreter")
+
+
+def _died() -> ServiceError:
+    return ServiceError("the thread of the clients has died", remedy="see the log above")
 
 
 async def _cancel(tasks: "set[asyncio.Task[Any]]") -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learning.weight_group import digest
 from trainer.weights.layouts import Describe, Way, parts_of, ways
-from trainer.weights.sent_sums import Key, Plan, SentSums
+from trainer.weights.sent_sums import ChecksumPlan, Key, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 
 
@@ -51,7 +51,7 @@ class Checksums:
         self._on_gpu = on_gpu
         self._known: dict[Key, str] = {}
         self._usual: dict[tuple[str, int, int], int] = {}
-        self._plan: Plan | None = Plan({}, {})
+        self._plan: ChecksumPlan | None = ChecksumPlan({}, {})
         """None when the layouts have changed."""
         self._sent = SentSums(self._plan)
 
@@ -62,7 +62,7 @@ class Checksums:
         """
         self._known.clear()
         if self._plan is None:
-            self._plan = Plan(self._expected(tensors), tensors)
+            self._plan = ChecksumPlan(self._expected(tensors), tensors)
         self._sent = SentSums(self._plan)
         return self._sent
 

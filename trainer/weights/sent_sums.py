@@ -22,7 +22,7 @@ Key = tuple[str, int, int, int]
 _JOINED_BYTES = 64 << 20
 
 
-class Plan:
+class ChecksumPlan:
     """Which checksums the tensors of a version add to, in the layouts that engines use, while they are sent.
 
     `tensors` have the names, shapes and precisions of what will be sent. A parameter is left out if one of its parts
@@ -47,7 +47,7 @@ class Plan:
 class SentSums:
     """SGLang's checksums on GPUs of one version, computed from its tensors as they are sent."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: ChecksumPlan) -> None:
         self._plan = plan
         self._hashes: dict[Key, TensorHash] = {}
 

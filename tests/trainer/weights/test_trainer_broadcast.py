@@ -25,7 +25,7 @@ from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import PublishFailed, WeightBoard
-from trainer.weights.sent_sums import Plan, SentSums
+from trainer.weights.sent_sums import ChecksumPlan, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
 
@@ -105,7 +105,7 @@ import json, sys
 import torch, torch.distributed as dist
 from common.wire.schemas import Bucket
 from learning.weight_group import join, size_of, views
-from trainer.weights.sent_sums import Plan, SentSums
+from trainer.weights.sent_sums import ChecksumPlan, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 
 group = None
@@ -187,7 +187,7 @@ def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
     group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
     bucket = Bucket(names=["w"], dtypes=["uint8"], shapes=[[1]])
     flat = torch.zeros(1, dtype=torch.uint8)
-    transfer = Transfer(group, [bucket], [flat], SentSums(Plan({}, {})))
+    transfer = Transfer(group, [bucket], [flat], SentSums(ChecksumPlan({}, {})))
     transfer.put(0)
     transfer.done.wait()
     assert str(transfer.error) == "in the middle of a broadcast"
