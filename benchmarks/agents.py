@@ -1,10 +1,12 @@
-"""Measures the cost of the environment-server: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART …]`.
+"""Measures the cost of the environment-server: `OMP_NUM_THREADS=1 python -m benchmarks.agents [PART
+…]`.
 
-`calls`: 256 sessions of a program that calls the model over HTTP, one turn after the other, with an engine that takes
-two seconds per turn. Measures the latency that a call adds to the engine's, and the server's CPU time per 1,000 turns;
-the CPU time also for episodes whose turns the server plays itself and, for comparison, for no-op requests. `tools`: an
-engine that runs 32 sequences at a time, and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with
-enough episodes in flight to keep it busy, relative to episodes without tools.
+`calls`: 256 sessions of a program that calls the model over HTTP, one turn after the other, with an
+engine that takes two seconds per turn. Measures the latency that a call adds to the engine's, and
+the server's CPU time per 1,000 turns; the CPU time also for episodes whose turns the server plays
+itself and, for comparison, for no-op requests. `tools`: an engine that runs 32 sequences at a time,
+and tools that sleep for 1 to 30 seconds. Measures the engine's throughput with enough episodes in
+flight to keep it busy, relative to episodes without tools.
 
 Server and engine are separate processes; the engine computes nothing.
 """
@@ -73,12 +75,17 @@ def serve_environment(name: str, port: int, engine: int) -> None:
     """Serves one of these environments; `engine` is the engine's port."""
     tokenizer = trap_tokenizer()
     stop = tokenizer.eos_token_id
-    router, metrics = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"), Metrics("environment-server")
+    router, metrics = (
+        RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"),
+        Metrics("environment-server"),
+    )
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
     service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
     for i in range(SESSIONS):  # of programs that others started
-        request = EpisodeRequest(request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS))
+        request = EpisodeRequest(
+            request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS)
+        )
         service._sessions[f"session-{i}"] = service.open_session(request)
     serve(create_environment_app(service, 256 << 20, metrics), "127.0.0.1", port)
 
@@ -108,7 +115,9 @@ def serve_engine(port: int, tools: bool) -> None:
         async with slots:
             await asyncio.sleep(TURN_S)
         done += 1
-        return web.Response(body=calling if asked <= 2 * (TURNS - 1) else ending, content_type="application/json")
+        return web.Response(
+            body=calling if asked <= 2 * (TURNS - 1) else ending, content_type="application/json"
+        )
 
     async def health(_: web.Request) -> web.Response:
         return web.json_response({"turns": done})
@@ -139,19 +148,29 @@ def cpu(process: psutil.Process) -> float:
 
 async def calls() -> None:
     """Prints the cost of program calls and of turns the server plays."""
-    async with serving("Talks") as (url, _, process), aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+    async with (
+        serving("Talks") as (url, _, process),
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http,
+    ):
 
         async def program(i: int, took: list[float]) -> None:
             await asyncio.sleep(TURN_S * i / SESSIONS)  # spread out, as in training
-            chat: list[dict[str, Any]] = [{"role": "user", "content": f"Tell me the story of number {i}. " * 8}]
+            chat: list[dict[str, Any]] = [
+                {"role": "user", "content": f"Tell me the story of number {i}. " * 8}
+            ]
             headers = {"authorization": f"Bearer session-{i}"}
             for _ in range(TURNS):
                 began = time.perf_counter()
                 place = f"{url}/sessions/session-{i}/v1/chat/completions"
-                async with http.post(place, json={"model": "m", "messages": chat}, headers=headers) as answer:
+                async with http.post(
+                    place, json={"model": "m", "messages": chat}, headers=headers
+                ) as answer:
                     content = await answer.json()
                 took.append(time.perf_counter() - began)
-                chat += [content["choices"][0]["message"], {"role": "user", "content": "And then? Tell me more about it."}]
+                chat += [
+                    content["choices"][0]["message"],
+                    {"role": "user", "content": "And then? Tell me more about it."},
+                ]
 
         turns = SESSIONS * TURNS
         took: list[float] = []
@@ -159,12 +178,18 @@ async def calls() -> None:
         await asyncio.gather(*(program(i, took) for i in range(SESSIONS)))
         spent = cpu(process) - before
         over = sorted(1000 * (each - TURN_S) for each in took)
-        shown = ", ".join(f"{over[int(share * turns)]:.1f} ms for {share:.0%}" for share in (0.05, 0.5, 0.95))
-        print(f"calls of programs: {turns} turns of {SESSIONS} sessions, over the engine at most {shown}")
+        shown = ", ".join(
+            f"{over[int(share * turns)]:.1f} ms for {share:.0%}" for share in (0.05, 0.5, 0.95)
+        )
+        print(
+            f"calls of programs: {turns} turns of {SESSIONS} sessions, over the engine at most {shown}"
+        )
         print(f"  {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
         before = cpu(process)
         async with EnvironmentClient("environment-server", url) as client:
-            await asyncio.gather(*(client.episodes(episodes("Talks", i, 8)) for i in range(SESSIONS // 8)))
+            await asyncio.gather(
+                *(client.episodes(episodes("Talks", i, 8)) for i in range(SESSIONS // 8))
+            )
         spent = cpu(process) - before
         print(f"turns of the server's own: {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
         before = cpu(process)
@@ -175,7 +200,9 @@ async def calls() -> None:
                     await answer.read()
 
         await asyncio.gather(*(nothing() for _ in range(SESSIONS)))
-        print(f"requests that do nothing: {1000 * (cpu(process) - before) / turns:.2f} core-seconds for 1,000 of them")
+        print(
+            f"requests that do nothing: {1000 * (cpu(process) - before) / turns:.2f} core-seconds for 1,000 of them"
+        )
 
 
 def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
@@ -189,7 +216,9 @@ def episodes(environment: str, number: int, n: int) -> EpisodeRequest:
 
 
 async def rate(environment: str, flight: int) -> float:
-    """Returns the engine turns per second with this many episodes in flight, once they have spread out."""
+    """Returns the engine turns per second with this many episodes in flight, once they have spread
+    out.
+    """
     async with serving(environment) as (url, engine, _), aiohttp.ClientSession() as http:
 
         async def turns() -> int:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.collector [--in-flight 4096] [--completions 40000]
 
-The real collector and the real clients use real sockets, with thousands of completions in flight. Light stand-ins, one
-process each, replace the data-server, reward-server and replay-buffer. One endpoint replaces the router and 64 engines:
-it answers a group after a second or two, in SGLang's format, with about 500 tokens and log-probabilities per
-completion. Stored groups free their slots at once. Measured are completions per second, this process's CPU seconds per
-1,000 completions (split into parsing SGLang's JSON and the rest), and the resident memory over time.
+The real collector and the real clients use real sockets, with thousands of completions in flight.
+Light stand-ins, one process each, replace the data-server, reward-server and replay-buffer. One
+endpoint replaces the router and 64 engines: it answers a group after a second or two, in SGLang's
+format, with about 500 tokens and log-probabilities per completion. Stored groups free their slots
+at once. Measured are completions per second, this process's CPU seconds per 1,000 completions
+(split into parsing SGLang's JSON and the rest), and the resident memory over time.
 """
 
 import argparse
@@ -47,7 +48,10 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
     found = []
     for _ in range(COMPLETIONS):
         size = int(rng.integers(TOKENS - 100, TOKENS + 101))
-        ids, logprobs = rng.integers(0, 150_000, size).tolist(), (-rng.exponential(0.5, size)).tolist()
+        ids, logprobs = (
+            rng.integers(0, 150_000, size).tolist(),
+            (-rng.exponential(0.5, size)).tolist(),
+        )
         pairs = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
         meta = {
             "id": "0123456789abcdef0123456789abcdef",
@@ -62,7 +66,9 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
             "output_token_logprobs_length": size,
             "e2e_latency": 12.3,
         }
-        found.append({"text": "because " * (size // 2) + "#### 12", "output_ids": ids, "meta_info": meta})
+        found.append(
+            {"text": "because " * (size // 2) + "#### 12", "output_ids": ids, "meta_info": meta}
+        )
     return found
 
 
@@ -92,14 +98,23 @@ def services_app() -> web.Application:
     async def prompts(request: web.Request) -> web.Response:
         nonlocal position
         count = int(request.query["batch_size"])
-        rows = [{"id": f"p{i}", "prompt": "How many apples has Tom? " * 8, "ground_truth": "12"} for i in range(count)]
+        rows = [
+            {"id": f"p{i}", "prompt": "How many apples has Tom? " * 8, "ground_truth": "12"}
+            for i in range(count)
+        ]
         body = {"prompts": rows, "total_available": 1 << 40, "epoch": 0, "position": position}
         position += count
         return web.json_response(body)
 
     async def reward(request: web.Request) -> web.Response:
         items = orjson.loads(await request.read())["items"]
-        result = {"reward": 1.0, "extracted_answer": "12", "ground_truth": "12", "correct": True, "status": "ok"}
+        result = {
+            "reward": 1.0,
+            "extracted_answer": "12",
+            "ground_truth": "12",
+            "correct": True,
+            "status": "ok",
+        }
         result["components"] = {"math": 1.0}
         body = {"rewards": [result] * len(items), "mean_reward": 1.0, "accuracy": 1.0}
         return web.Response(body=orjson.dumps(body), content_type="application/json")
@@ -140,7 +155,9 @@ def resident_mb() -> float:
 
 
 def parse_seconds() -> tuple[float, float]:
-    """Returns CPU seconds per 1,000 completions: for orjson alone, and for building completions from its result."""
+    """Returns CPU seconds per 1,000 completions: for orjson alone, and for building completions
+    from its result.
+    """
     group = answers(np.random.default_rng(0))
     body, rounds = orjson.dumps(group), 1000 // COMPLETIONS
     gc.disable()
@@ -155,7 +172,9 @@ def parse_seconds() -> tuple[float, float]:
     return middle - start, time.process_time() - middle
 
 
-def measure(config: Config, url: str, in_flight: int, completions: int, profile: cProfile.Profile | None) -> None:
+def measure(
+    config: Config, url: str, in_flight: int, completions: int, profile: cProfile.Profile | None
+) -> None:
     with LoopThread() as loop:
 
         async def connect() -> Services:
@@ -167,8 +186,12 @@ def measure(config: Config, url: str, in_flight: int, completions: int, profile:
         services = loop.call(connect())
         replay = services.replay
         assert isinstance(replay, FreeingReplay)
-        prompter = Prompter(load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2])
-        collector = Collector(config, services, prompter, StageClock(), "collector", PromptCursor(PromptProgress()))
+        prompter = Prompter(
+            load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2]
+        )
+        collector = Collector(
+            config, services, prompter, StageClock(), "collector", PromptCursor(PromptProgress())
+        )
         replay.collector = collector
 
         async def enable(on: bool) -> None:
@@ -187,7 +210,10 @@ def measure(config: Config, url: str, in_flight: int, completions: int, profile:
             if mark == in_flight:
                 loop.call(enable(True))
                 first, begin, used = replay.stored, time.perf_counter(), time.process_time()
-            print(f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
+            print(
+                f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB",
+                flush=True,
+            )
         done = (replay.stored - first) * COMPLETIONS
         wall, cpu = time.perf_counter() - begin, time.process_time() - used
         loop.call(enable(False))
@@ -197,7 +223,9 @@ def measure(config: Config, url: str, in_flight: int, completions: int, profile:
             loop.call(client.close())
     parse, make = parse_seconds()
     per_thousand = cpu / done * 1000
-    print(f"{done / wall:,.0f} completions/s; coordinator {cpu / wall:.2f} cores; dropped {dropped or 'nothing'}")
+    print(
+        f"{done / wall:,.0f} completions/s; coordinator {cpu / wall:.2f} cores; dropped {dropped or 'nothing'}"
+    )
     print(
         f"CPU for 1,000 completions: {per_thousand:.3f} s, of which orjson {parse:.3f} s, making completions {make:.3f} s, "
         f"the rest {per_thousand - parse - make:.3f} s"
@@ -205,10 +233,16 @@ def measure(config: Config, url: str, in_flight: int, completions: int, profile:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
+    )
     parser.add_argument("--completions", type=int, default=40_000)
-    parser.add_argument("--profile", action="store_true", help="also print where the event loop's CPU time goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="also print where the event loop's CPU time goes"
+    )
     parser.add_argument("--app", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.app:
@@ -219,16 +253,35 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engines, services = free_port(), free_port()
     words = [
-        *("--model.name", str(ROOT / ".cache/tiny-base"), "--trainer.batch_size", str(arguments.in_flight // COMPLETIONS)),
+        *(
+            "--model.name",
+            str(ROOT / ".cache/tiny-base"),
+            "--trainer.batch_size",
+            str(arguments.in_flight // COMPLETIONS),
+        ),
         *("--sampling.group_size", str(COMPLETIONS), "--sampling.max_new_tokens", "1024"),
-        *("--data.port", str(services), "--reward.port", str(services), "--replay.port", str(services)),
+        *(
+            "--data.port",
+            str(services),
+            "--reward.port",
+            str(services),
+            "--replay.port",
+            str(services),
+        ),
     ]
     apps = [
-        ["-m", "benchmarks.collector", "--app", json.dumps(pair)] for pair in (("rollout", engines), ("services", services))
+        ["-m", "benchmarks.collector", "--app", json.dumps(pair)]
+        for pair in (("rollout", engines), ("services", services))
     ]
     profile = cProfile.Profile(time.thread_time) if arguments.profile else None
     with processes(apps):
-        measure(load(words, {}), f"http://127.0.0.1:{engines}", arguments.in_flight, arguments.completions, profile)
+        measure(
+            load(words, {}),
+            f"http://127.0.0.1:{engines}",
+            arguments.in_flight,
+            arguments.completions,
+            profile,
+        )
     if profile:
         pstats.Stats(profile).sort_stats("cumulative").print_stats(60)
 

@@ -1,10 +1,11 @@
-"""Measures the speed of the dashboard's rollout viewer: `python -m benchmarks.dashboard [--groups 100000]`.
+"""Measures the speed of the dashboard's rollout viewer: `python -m benchmarks.dashboard [--groups
+100000]`.
 
-Headless Chromium talks to a separate server. The first part measures the seconds from the URL to the first list of
-100,000 groups, with a cold and a warm server. The second measures the frame rate while scrolling through a group of 16
-completions of 2,000 tokens, all of them shown, as text and token by token. `requestAnimationFrame` counts the frames
-while Chromium's own gesture scrolls; 60 per second is the maximum. Needs Debian's `chromium` and `chromium-driver`;
-uses no GPU.
+Headless Chromium talks to a separate server. The first part measures the seconds from the URL to
+the first list of 100,000 groups, with a cold and a warm server. The second measures the frame rate
+while scrolling through a group of 16 completions of 2,000 tokens, all of them shown, as text and
+token by token. `requestAnimationFrame` counts the frames while Chromium's own gesture scrolls; 60
+per second is the maximum. Needs Debian's `chromium` and `chromium-driver`; uses no GPU.
 """
 
 import argparse
@@ -76,9 +77,25 @@ def write_group(directory: Path) -> None:
         ids = np.array(ids[:TOKENS], np.int32)
         logprobs = -rng.exponential(0.5, TOKENS).astype(np.float32)
         completions.append(
-            Completion(ids, logprobs, tokenizer.decode(ids), "stop", [(1, 0, TOKENS)], reward=float(i % 2), correct=i % 2 == 1)
+            Completion(
+                ids,
+                logprobs,
+                tokenizer.decode(ids),
+                "stop",
+                [(1, 0, TOKENS)],
+                reward=float(i % 2),
+                correct=i % 2 == 1,
+            )
         )
-    group = Group("group-1", "prompt-1", "How many?", "11", np.array([3, 4], np.int32), completions, position=1)
+    group = Group(
+        "group-1",
+        "prompt-1",
+        "How many?",
+        "11",
+        np.array([3, 4], np.int32),
+        completions,
+        position=1,
+    )
     shifted = [completion.logprobs + np.float32(0.01) for completion in completions]
     advantages = [np.full(TOKENS, 0.5, np.float32) for _ in completions]
     recorder = GroupRecorder(directory, 1 << 30, 0)
@@ -99,9 +116,18 @@ def frames(page: Page, url: str, view: str) -> None:
         page.run("arguments[0].click()", more)
     page.run("return document.body.offsetHeight")
     shown = time.perf_counter() - start
-    height = page.run("window.scrollTo(0, 0); return document.documentElement.scrollHeight - innerHeight")
+    height = page.run(
+        "window.scrollTo(0, 0); return document.documentElement.scrollHeight - innerHeight"
+    )
     page.run(_RECORD)
-    gesture = {"x": 600, "y": 500, "xDistance": 0, "yDistance": -height, "speed": SPEED, "gestureSourceType": "mouse"}
+    gesture = {
+        "x": 600,
+        "y": 500,
+        "xDistance": 0,
+        "yDistance": -height,
+        "speed": SPEED,
+        "gestureSourceType": "mouse",
+    }
     page.driver.execute_cdp_cmd("Input.synthesizeScrollGesture", gesture)
     at = page.run("cancelAnimationFrame(window.frame_); return window.frames_")
     took = np.diff(np.array(at)) / 1000
@@ -114,9 +140,13 @@ def frames(page: Page, url: str, view: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--groups", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the first list; the median counts")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of the first list; the median counts"
+    )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} CPUs")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:

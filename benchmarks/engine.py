@@ -1,9 +1,11 @@
-"""Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 1.2 × in tokens/s.
+"""Claim: the embedded engine, over HTTP, beats in-process `model.generate` of transformers by 1.2 ×
+in tokens/s.
 
-`OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]` sends 32 prompts × 8 completions, one
-request per prompt, all at once, to the tiny model in float32 at temperature 1; end-of-sequence is ignored. transformers
-gets the same 256 rows as one left-padded batch and need not return log-probabilities; the engine returns them with
-every token. Rounds alternate; medians are compared.
+`OMP_NUM_THREADS=1 python -m benchmarks.engine [--rounds N] [--device cuda]` sends 32 prompts × 8
+completions, one request per prompt, all at once, to the tiny model in float32 at temperature 1;
+end-of-sequence is ignored. transformers gets the same 256 rows as one left-padded batch and need
+not return log-probabilities; the engine returns them with every token. Rounds alternate; medians
+are compared.
 """
 
 import argparse
@@ -31,13 +33,20 @@ def build(directory: Path) -> list[list[int]]:
     """Writes the tiny model with random weights and returns the prompts (26 to 34 tokens)."""
     torch.manual_seed(0)
     rng = random.Random(0)
-    tokenizer = make_tokenizer(f"Tom has {a} apples and buys {b} more." for a in range(9) for b in range(9))
+    tokenizer = make_tokenizer(
+        f"Tom has {a} apples and buys {b} more." for a in range(9) for b in range(9)
+    )
     make_model(420, tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return [[rng.randrange(10, len(tokenizer)) for _ in range(rng.randrange(26, 35))] for _ in range(PROMPTS)]
+    return [
+        [rng.randrange(10, len(tokenizer)) for _ in range(rng.randrange(26, 35))]
+        for _ in range(PROMPTS)
+    ]
 
 
-async def over_http(client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int) -> float:
+async def over_http(
+    client: aiohttp.ClientSession, prompts: list[list[int]], new_tokens: int
+) -> float:
     """Returns the engine's tokens per second, from the first request to the last parsed answer."""
     sampling = {"n": SAMPLES, "max_new_tokens": new_tokens, "temperature": 1.0, "ignore_eos": True}
     start = time.perf_counter()
@@ -45,7 +54,9 @@ async def over_http(client: aiohttp.ClientSession, prompts: list[list[int]], new
     async def one(prompt: list[int]) -> int:
         body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
         headers = {"content-type": "application/json"}
-        async with client.post("/generate", data=orjson.dumps(body), headers=headers, raise_for_status=True) as response:
+        async with client.post(
+            "/generate", data=orjson.dumps(body), headers=headers, raise_for_status=True
+        ) as response:
             answers = orjson.loads(await response.read())
         return sum(len(answer["meta_info"]["output_token_logprobs"]) for answer in answers)
 
@@ -58,7 +69,11 @@ def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
     """Returns the tokens per second of `generate` on the same rows."""
     width = max(map(len, prompts))
     rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts for _ in range(SAMPLES)]
-    masks = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts for _ in range(SAMPLES)]
+    masks = [
+        [0] * (width - len(prompt)) + [1] * len(prompt)
+        for prompt in prompts
+        for _ in range(SAMPLES)
+    ]
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(
@@ -74,7 +89,9 @@ def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
     return len(rows) * new_tokens / (time.perf_counter() - start)
 
 
-async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: int, device: str) -> bool:
+async def measure(
+    url: str, directory: Path, prompts: list[list[int]], rounds: int, device: str
+) -> bool:
     """Prints a line per length; returns whether every ratio reaches 1.2."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
     model.generation_config.eos_token_id = None  # ignored on both sides
@@ -84,7 +101,10 @@ async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: i
         for new_tokens in (24, 128):
             ours, theirs = [], []
             for round_number in range(rounds + 1):
-                pair = (await over_http(client, prompts, new_tokens), in_process(model, prompts, new_tokens))
+                pair = (
+                    await over_http(client, prompts, new_tokens),
+                    in_process(model, prompts, new_tokens),
+                )
                 if round_number:  # the first is a warm-up
                     ours.append(pair[0])
                     theirs.append(pair[1])
@@ -99,7 +119,9 @@ async def measure(url: str, directory: Path, prompts: list[list[int]], rounds: i
 
 def main() -> None:
     """Exits with status 1 if the claim does not hold."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.engine", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     rounds, device = (arguments := parser.parse_args()).rounds, arguments.device
@@ -108,10 +130,21 @@ def main() -> None:
         prompts = build(Path(directory))
         port = free_port()
         url = f"http://127.0.0.1:{port}"
-        engine = ("-m", "services.engine", "--model-path", directory, "--port", str(port), "--device", device)
+        engine = (
+            "-m",
+            "services.engine",
+            "--model-path",
+            directory,
+            "--port",
+            str(port),
+            "--device",
+            device,
+        )
         with processes([(*engine, "--dtype", "float32")], [url]):
             threads = f"{torch.get_num_threads()} thread(s)"
-            print(f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, {rounds} alternating rounds, medians")
+            print(
+                f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, {rounds} alternating rounds, medians"
+            )
             reached = asyncio.run(measure(url, Path(directory), prompts, rounds, device))
     sys.exit(0 if reached else 1)
 

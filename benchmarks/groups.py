@@ -1,8 +1,9 @@
-"""Measures the cost of recording groups, and search speed over 100,000 groups: `python -m benchmarks.groups`.
+"""Measures the cost of recording groups, and search speed over 100,000 groups: `python -m
+benchmarks.groups`.
 
-Records steps of 32 groups × 8 completions × 1,024 tokens with random ids and log-probabilities, which compress badly.
-Measures the seconds that the step waits, the background thread's seconds, and bytes. Then fills an index of 100,000
-groups, queries it, and queries it again after one more step.
+Records steps of 32 groups × 8 completions × 1,024 tokens with random ids and log-probabilities,
+which compress badly. Measures the seconds that the step waits, the background thread's seconds, and
+bytes. Then fills an index of 100,000 groups, queries it, and queries it again after one more step.
 """
 
 import argparse
@@ -19,7 +20,13 @@ import psutil
 
 from benchmarks.replay import make_groups
 from trainer.dashboard.group_index import GroupIndex, Query
-from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup, read_group, recorded_steps
+from trainer.observe.group_files import (
+    LINES,
+    GroupRecorder,
+    RecordedGroup,
+    read_group,
+    recorded_steps,
+)
 
 STEPS, EACH = 3125, 32
 
@@ -39,9 +46,19 @@ def recording(directory: Path, rounds: int) -> None:
     groups = make_groups("g", rng)
     items = []
     for group in groups:
-        shifts = [rng.normal(0, 1e-3, len(completion.logprobs)).astype(np.float32) for completion in group.completions]
-        logprobs = [completion.logprobs + shift for completion, shift in zip(group.completions, shifts, strict=True)]
-        items.append(RecordedGroup(group, [np.full(len(shift), 0.5, np.float32) for shift in shifts], logprobs))
+        shifts = [
+            rng.normal(0, 1e-3, len(completion.logprobs)).astype(np.float32)
+            for completion in group.completions
+        ]
+        logprobs = [
+            completion.logprobs + shift
+            for completion, shift in zip(group.completions, shifts, strict=True)
+        ]
+        items.append(
+            RecordedGroup(
+                group, [np.full(len(shift), 0.5, np.float32) for shift in shifts], logprobs
+            )
+        )
     recorder = GroupRecorder(directory, 1 << 40, 0)
     waited, wrote, cpu = [], [], []
     for step in range(1, rounds + 1):
@@ -58,7 +75,9 @@ def recording(directory: Path, rounds: int) -> None:
     print(
         f"a step of {tokens:,} tokens: waits {1e3 * statistics.median(waited):.1f} ms, thread {statistics.median(wrote):.2f} s"
     )
-    print(f"  CPU of the thread {statistics.median(cpu):.2f} s, file {size / 1e6:.1f} MB ({size / tokens:.1f} bytes a token)")
+    print(
+        f"  CPU of the thread {statistics.median(cpu):.2f} s, file {size / 1e6:.1f} MB ({size / tokens:.1f} bytes a token)"
+    )
     print(
         f"  line {line / 1e3:.1f} kB; one group read in {1e3 * median_seconds(lambda: read_group(directory, 1, 7), 9):.1f} ms"
     )
@@ -73,11 +92,29 @@ def write_lines(directory: Path, first: int, steps: int) -> None:
                 number, rewards = (step - 1) * EACH + i, rng.integers(0, 2, 8)
                 groups.append(
                     {
-                        **{"id": f"group-{number}", "prompt_id": f"gsm8k-{number % 7473}", "position": number},
-                        **{"prompt": f"What is {number % 7473} + 1? " * 12, "versions": [step - 1, step - 1]},
-                        **{"reward": float(rewards.mean()), "rewards": rewards.tolist(), "correct": int(rewards.sum())},
-                        **{"tokens": rng.integers(20, 512, 8).tolist(), "marks": ["truncated"] if number % 9 == 0 else []},
-                        **{"advantage": float(rewards.std()), "delta": float(rng.random() * 1e-3), "reused": False},
+                        **{
+                            "id": f"group-{number}",
+                            "prompt_id": f"gsm8k-{number % 7473}",
+                            "position": number,
+                        },
+                        **{
+                            "prompt": f"What is {number % 7473} + 1? " * 12,
+                            "versions": [step - 1, step - 1],
+                        },
+                        **{
+                            "reward": float(rewards.mean()),
+                            "rewards": rewards.tolist(),
+                            "correct": int(rewards.sum()),
+                        },
+                        **{
+                            "tokens": rng.integers(20, 512, 8).tolist(),
+                            "marks": ["truncated"] if number % 9 == 0 else [],
+                        },
+                        **{
+                            "advantage": float(rewards.std()),
+                            "delta": float(rng.random() * 1e-3),
+                            "reused": False,
+                        },
                     }
                 )
             file.write(json.dumps({"step": step, "groups": groups}) + "\n")
@@ -97,20 +134,31 @@ def searching(directory: Path, rounds: int) -> None:
         "the newest page": (Query(), 0),
         "page 1,000": (Query(), 50_000),
         "text in the prompt": (Query(text="is 123 +"), 0),
-        "reward, length and error, by length": (Query(reward_min=0.5, length_max=300, error="truncated", sort="-length"), 0),
+        "reward, length and error, by length": (
+            Query(reward_min=0.5, length_max=300, error="truncated", sort="-length"),
+            0,
+        ),
         "all by |Δ logprob|": (Query(sort="-delta"), 0),
     }
     for name, (query, offset) in asked.items():
         seconds = median_seconds(lambda q=query, o=offset: index.search(q, 50, o), rounds)  # type: ignore[misc]
         print(f"  {name}: {1e3 * seconds:.1f} ms")
     write_lines(directory, STEPS + 1, 1)
-    print(f"  after one more step: {1e3 * median_seconds(lambda: index.search(Query(), 50, 0), 1):.1f} ms")
-    print(f"  groups of a prompt: {1e3 * median_seconds(lambda: index.of_prompt('gsm8k-5', 200), rounds):.1f} ms")
+    print(
+        f"  after one more step: {1e3 * median_seconds(lambda: index.search(Query(), 50, 0), 1):.1f} ms"
+    )
+    print(
+        f"  groups of a prompt: {1e3 * median_seconds(lambda: index.of_prompt('gsm8k-5', 200), rounds):.1f} ms"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.groups", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of every measurement; the median counts")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.groups", description=__doc__.split("\n\n")[0]
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds of every measurement; the median counts"
+    )
     rounds = parser.parse_args().rounds
     print(f"{os.cpu_count()} CPUs")
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:

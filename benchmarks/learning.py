@@ -1,6 +1,8 @@
-"""Makes training runs on the built-in task for the benchmarks, each in a separate process, and reads their curves.
+"""Makes training runs on the built-in task for the benchmarks, each in a separate process, and
+reads their curves.
 
-`python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run, otherwise with the demo's settings.
+`python -m benchmarks.learning DIRECTORY [SETTINGS…]` makes one run, otherwise with the demo's
+settings.
 """
 
 import subprocess
@@ -38,13 +40,17 @@ class Curve:
         aside = 0
         for line in read_lines(directory / "metrics.jsonl"):
             dropped = line["dropped"].get("zero_variance", 0)
-            fresh = batch - line["reused_groups"] + dropped - aside  # dynamic sampling sets generated groups aside
+            fresh = (
+                batch - line["reused_groups"] + dropped - aside
+            )  # dynamic sampling sets generated groups aside
             aside = dropped
             tokens.append(tokens[-1] + fresh * size * line["completion_tokens"])
             seconds.append(seconds[-1] + line["cpu_seconds"])
         steps = [line["step"] for line in evaluations]
         accuracy = [line["accuracy"] for line in evaluations]
-        return cls(steps, accuracy, [tokens[step] for step in steps], [seconds[step] for step in steps])
+        return cls(
+            steps, accuracy, [tokens[step] for step in steps], [seconds[step] for step in steps]
+        )
 
     def at_tokens(self, count: float) -> float:
         """Returns the accuracy after `count` generated tokens, linear between evaluations."""
@@ -59,13 +65,17 @@ class Curve:
 
 def train(directory: Path, *settings: str) -> None:
     """Makes a run in `directory`, which must not contain another run."""
-    subprocess.run([sys.executable, "-m", "benchmarks.learning", str(directory), *settings], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.learning", str(directory), *settings], check=True
+    )
 
 
 def mean_curve(curves: list[Curve]) -> Curve:
     """Returns the means over several seeds."""
     columns = {
-        name: [mean(values) for values in zip(*(getattr(curve, name) for curve in curves), strict=True)]
+        name: [
+            mean(values) for values in zip(*(getattr(curve, name) for curve in curves), strict=True)
+        ]
         for name in ("accuracy", "tokens", "cpu_seconds")
     }
     return Curve(curves[0].steps, **columns)
@@ -74,7 +84,14 @@ def mean_curve(curves: list[Curve]) -> Curve:
 def _main() -> None:
     directory, *settings = sys.argv[1:]
     words = [
-        *("--config", CONFIG, "--trainer.run_dir", directory, "--state_dir", str(Path(directory) / "state")),
+        *(
+            "--config",
+            CONFIG,
+            "--trainer.run_dir",
+            directory,
+            "--state_dir",
+            str(Path(directory) / "state"),
+        ),
         *("--trainer.eval_pass_samples", "0", "--trainer.checkpoint_every", "0", *settings),
     ]
     train_in_process(load(words, {}), Console(quiet=True))

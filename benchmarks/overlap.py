@@ -1,14 +1,18 @@
-"""Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24] [--staleness 0 1 2]`.
+"""Does training overlap with generation? `python -m benchmarks.overlap [--seconds 0.8] [--steps 24]
+[--staleness 0 1 2]`.
 
-The loop, collector, weight sync and clients are real and use real sockets; data-server, reward-server and replay-buffer
-are processes. The update and the engine are simulated. The update sleeps. The engine is a process with the real HTTP
-API that decodes in real time: a bounded number of rows, log-normal lengths; running requests pause while weights load
-and continue with the new ones. `--when-stale` sets `trainer.when_stale`. Beside each figure is the time of an ideal
-schedule of the same slots, rows and lengths (`ideal`); any excess is due to this code or to other work on the machine.
+The loop, collector, weight sync and clients are real and use real sockets; data-server,
+reward-server and replay-buffer are processes. The update and the engine are simulated. The update
+sleeps. The engine is a process with the real HTTP
+API that decodes in real time: a bounded number of rows, log-normal lengths; running requests pause
+while weights load and continue with the new ones. `--when-stale` sets `trainer.when_stale`. Beside
+each figure is the time of an ideal schedule of the same slots, rows and lengths (`ideal`); any
+excess is due to this code or to other work on the machine.
 
-A row of the table is a ratio of generation to training. `generation` is the engine's time for one batch with all rows
-busy, including weight loading; `training` is the update. The larger of the two is the bound. Figures are medians over
-the steps. Needs the tokenizer of the tiny base model (`make demo` creates it).
+A row of the table is a ratio of generation to training. `generation` is the engine's time for one
+batch with all rows busy, including weight loading; `training` is the update. The larger of the two
+is the bound. Figures are medians over the steps. Needs the tokenizer of the tiny base model (`make
+demo` creates it).
 """
 
 import argparse
@@ -65,17 +69,22 @@ WARM_UP = 4
 
 def lengths(seed: int) -> list[int]:
     """Returns the length in tokens of each completion of a group."""
-    drawn = np.random.default_rng(seed).lognormal(math.log(TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS)
+    drawn = np.random.default_rng(seed).lognormal(
+        math.log(TOKENS) - SIGMA**2 / 2, SIGMA, COMPLETIONS
+    )
     return [int(value) for value in np.clip(drawn, 1, LONGEST)]
 
 
 MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
 
 
-def ideal(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> tuple[float, float]:
+def ideal(
+    generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str
+) -> tuple[float, float]:
     """Returns the median and mean step if only decoding, loading weights and the update take time.
 
-    `wait` takes the groups in the order of their slots; the other two take those that are ready first. None is dropped.
+    `wait` takes the groups in the order of their slots; the other two take those that are ready
+    first. None is dropped.
     """
     load_s, token_s = costs(generation_s, training_s)
     rows, done, trained, taken = [0.0] * ROWS, dict[int, float](), [0.0], 0
@@ -90,7 +99,9 @@ def ideal(generation_s: float, training_s: float, staleness: int, steps: int, wh
                 ends.append(heapq.heappop(rows) + tokens * token_s)
                 heapq.heappush(rows, ends[-1])
             done[group] = max(ends)
-        batch = sorted(done, key=(lambda group: group) if when_stale == "wait" else done.__getitem__)[:GROUPS]
+        batch = sorted(
+            done, key=(lambda group: group) if when_stale == "wait" else done.__getitem__
+        )[:GROUPS]
         trained.append(max(trained[-1], *(done.pop(group) for group in batch)) + training_s)
         taken += len(batch)
     seconds = np.diff(trained)[WARM_UP:]
@@ -131,12 +142,22 @@ class SimulatedEngine:
                     spans.append({"version": version, "start": done, "end": done + more})
                 done += more
         pairs = [[-0.5, 5, None]] * tokens
-        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": pairs, "weight_version": self.version}
-        return {"text": "#### 1", "output_ids": [5] * tokens, "meta_info": meta | {"weight_versions": spans}}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": pairs,
+            "weight_version": self.version,
+        }
+        return {
+            "text": "#### 1",
+            "output_ids": [5] * tokens,
+            "meta_info": meta | {"weight_versions": spans},
+        }
 
     async def generate(self, request: web.Request) -> web.Response:
         sampling = (await request.json())["sampling_params"]
-        return web.json_response(await asyncio.gather(*map(self._complete, lengths(sampling["sampling_seed"]))))
+        return web.json_response(
+            await asyncio.gather(*map(self._complete, lengths(sampling["sampling_seed"])))
+        )
 
     async def pause(self, _: web.Request) -> web.Response:
         self._runs.clear()
@@ -193,7 +214,9 @@ class DirectPublisher:
 
     def publish(self, weights: Weights, version: int) -> None:
         write_version(weights, [], self._directory, "overlap", version)
-        self._loop.call(self._engine.load(self._directory / version_name(version), str(version), 60))
+        self._loop.call(
+            self._engine.load(self._directory / version_name(version), str(version), 60)
+        )
 
 
 class Sockets:
@@ -251,16 +274,46 @@ class Measured:
     """Mean seconds per step by stage."""
 
 
-def measure(generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str) -> Measured:
+def measure(
+    generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str
+) -> Measured:
     """Runs the loop and returns its figures, without the first `WARM_UP` steps."""
     ports = [free_port() for _ in range(4)]
     load_s, token_s = costs(generation_s, training_s)
     with tempfile.TemporaryDirectory() as directory:
         words = [
-            *("--model.name", str(ROOT / ".cache/tiny-base"), "--data.source", "tiny", "--state_dir", f"{directory}/state"),
-            *("--data.port", str(ports[0]), "--reward.port", str(ports[1]), "--replay.port", str(ports[2])),
-            *("--reward.workers", "1", "--trainer.run_dir", f"{directory}/run", "--trainer.max_steps", str(steps)),
-            *("--trainer.batch_size", str(GROUPS), "--sampling.group_size", str(COMPLETIONS), "--trainer.num_epochs", "100"),
+            *(
+                "--model.name",
+                str(ROOT / ".cache/tiny-base"),
+                "--data.source",
+                "tiny",
+                "--state_dir",
+                f"{directory}/state",
+            ),
+            *(
+                "--data.port",
+                str(ports[0]),
+                "--reward.port",
+                str(ports[1]),
+                "--replay.port",
+                str(ports[2]),
+            ),
+            *(
+                "--reward.workers",
+                "1",
+                "--trainer.run_dir",
+                f"{directory}/run",
+                "--trainer.max_steps",
+                str(steps),
+            ),
+            *(
+                "--trainer.batch_size",
+                str(GROUPS),
+                "--sampling.group_size",
+                str(COMPLETIONS),
+                "--trainer.num_epochs",
+                "100",
+            ),
             *("--sampling.max_new_tokens", str(LONGEST), "--trainer.max_staleness", str(staleness)),
             *("--trainer.eval_samples", "0", "--trainer.checkpoint_every", "0"),
             *(("--trainer.when_stale", when_stale) if staleness else ()),
@@ -276,17 +329,34 @@ def measure(generation_s: float, training_s: float, staleness: int, steps: int, 
         statistics.mean(seconds),
         statistics.mean(line["staleness"] for line in lines),
         stale / (stale + steps * GROUPS),
-        {name: statistics.mean(line["seconds"][name] for line in lines) for name in lines[0]["seconds"]},
+        {
+            name: statistics.mean(line["seconds"][name] for line in lines)
+            for name in lines[0]["seconds"]
+        },
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.8, help="seconds of the larger of generation and training")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=0.8,
+        help="seconds of the larger of generation and training",
+    )
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--when-stale", choices=["wait", "train", "drop"], default="wait", help="trainer.when_stale")
-    parser.add_argument("--ratios", nargs="+", default=["1:3", "1:2", "1:1", "2:1", "3:1"], help="generation:training")
+    parser.add_argument(
+        "--when-stale", choices=["wait", "train", "drop"], default="wait", help="trainer.when_stale"
+    )
+    parser.add_argument(
+        "--ratios",
+        nargs="+",
+        default=["1:3", "1:2", "1:1", "2:1", "3:1"],
+        help="generation:training",
+    )
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.engine:
@@ -298,19 +368,37 @@ def main() -> None:
     table = Table(
         title=f"median step (and mean) as a multiple of the larger of generation and training ({arguments.steps} steps)"
     )
-    for header in ("generation : training", "seconds", *(f"staleness {s}" for s in arguments.staleness)):
+    for header in (
+        "generation : training",
+        "seconds",
+        *(f"staleness {s}" for s in arguments.staleness),
+    ):
         table.add_column(header)
     for ratio in arguments.ratios:
         generation, training = (float(part) for part in ratio.split(":"))
         scale = arguments.seconds / max(generation, training)
         cells = []
         for staleness in arguments.staleness:
-            found = measure(generation * scale, training * scale, staleness, arguments.steps, arguments.when_stale)
-            median, mean = (seconds / arguments.seconds for seconds in (found.median_s, found.mean_s))
-            bounds = ideal(generation * scale, training * scale, staleness, 2000, arguments.when_stale)
+            found = measure(
+                generation * scale,
+                training * scale,
+                staleness,
+                arguments.steps,
+                arguments.when_stale,
+            )
+            median, mean = (
+                seconds / arguments.seconds for seconds in (found.median_s, found.mean_s)
+            )
+            bounds = ideal(
+                generation * scale, training * scale, staleness, 2000, arguments.when_stale
+            )
             best = " (".join(f"{each / arguments.seconds:.2f}" for each in bounds)
-            cells.append(f"{median:.2f} × (mean {mean:.2f}; ideal {best})), age {found.age:.1f}, dropped {found.dropped:.0%}")
-            where = ", ".join(f"{name} {value:.3f}" for name, value in found.stages.items() if value > 5e-4)
+            cells.append(
+                f"{median:.2f} × (mean {mean:.2f}; ideal {best})), age {found.age:.1f}, dropped {found.dropped:.0%}"
+            )
+            where = ", ".join(
+                f"{name} {value:.3f}" for name, value in found.stages.items() if value > 5e-4
+            )
             print(f"{ratio} staleness {staleness}: {cells[-1]} ({where})", flush=True)
         table.add_row(ratio, f"{generation * scale:.2f} : {training * scale:.2f}", *cells)
     Console(width=140).print(table)

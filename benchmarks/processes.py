@@ -30,17 +30,22 @@ def free_port() -> int:
 def processes(
     commands: Sequence[Sequence[str]], urls: Sequence[str] = (), *, disposable: bool = False
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Runs `python` with each of these commands inside the context; yields the processes once all `urls` are healthy.
+    """Runs `python` with each of these commands inside the context; yields the processes once all
+    `urls` are healthy.
 
-    Raises RuntimeError when a process ends before that, TimeoutError when it takes too long. Output of `disposable` processes
-    is discarded, and they are killed in the end, which takes no time.
+    Raises RuntimeError when a process ends before that, TimeoutError when it takes too long. Output
+    of `disposable` processes is discarded, and they are killed in the end, which takes no time.
     """
     env = {**os.environ, "LOG_LEVEL": "WARNING", "PYTHONPATH": str(ROOT)}
     output = subprocess.DEVNULL if disposable else None
     running = list["subprocess.Popen[bytes]"]()
     try:
         for words in commands:
-            running.append(subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, stdout=output, stderr=output))
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *words], cwd=ROOT, env=env, stdout=output, stderr=output
+                )
+            )
         _wait(running, urls)
         yield running
     finally:
@@ -70,11 +75,20 @@ def _wait(running: Sequence["subprocess.Popen[bytes]"], urls: Sequence[str]) -> 
 
 
 def run(log: Path, *command: str | Path, **variables: str) -> None:
-    """Runs a command to its end, with its output in `log`. Raises ConfigError with the last lines when it fails."""
+    """Runs a command to its end, with its output in `log`. Raises ConfigError with the last lines
+    when it fails.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false", **variables}
+    env = {
+        **os.environ,
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        **variables,
+    }
     with log.open("w", encoding="utf-8") as file:
-        status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False).returncode
+        status = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False
+        ).returncode
     if status:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
         reason = f"a run ended with status {status}, and these lines last:\n{tail}"
@@ -84,4 +98,8 @@ def run(log: Path, *command: str | Path, **variables: str) -> None:
 def require_trl() -> None:
     """Raises ConfigError unless TRL's environment is there."""
     if not TRL_PYTHON.exists():
-        raise ConfigError("TRL's environment is not there", value=str(TRL_PYTHON), remedy="`make bench-trl` makes it")
+        raise ConfigError(
+            "TRL's environment is not there",
+            value=str(TRL_PYTHON),
+            remedy="`make bench-trl` makes it",
+        )

@@ -1,14 +1,16 @@
-"""The cost of publishing weights to 1, 2 and 4 receivers: `python -m benchmarks.publish [--gb 0.5] [--rounds 3]`.
+"""The cost of publishing weights to 1, 2 and 4 receivers: `python -m benchmarks.publish [--gb 0.5]
+[--rounds 3]`.
 
-`full` versions change every weight. `delta` versions change a share `--changed` of them by one step of bfloat16; in
-Gemma 3 270M, an Adam update at a learning rate of 1e-6 changes 2.5 %.
+`full` versions change every weight. `delta` versions change a share `--changed` of them by one step
+of bfloat16; in Gemma 3 270M, an Adam update at a learning rate of 1e-6 changes 2.5 %.
 
-Each figure is the duration of `Publisher.publish`, which ends when every receiver has verified the tensors and holds
-them in its own model. Receivers are processes with the client, the store and the receiving code of the rollout nodes
-and the embedded engine. A plain copy of the same bytes stands beside each figure. For http and shared it is a
-concurrent `cp` to as many files, alternating with the versions; for distributed, one gloo broadcast to as many
-processes. CPU seconds cover all processes; their ratio does not depend on other work on the machine. `--mbit` limits
-file transfers to a network of this many megabits per second, shared by the receivers.
+Each figure is the duration of `Publisher.publish`, which ends when every receiver has verified the
+tensors and holds them in its own model. Receivers are processes with the client, the store and the
+receiving code of the rollout nodes and the embedded engine. A plain copy of the same bytes stands
+beside each figure. For http and shared it is a concurrent `cp` to as many files, alternating with
+the versions; for distributed, one gloo broadcast to as many processes. CPU seconds cover all
+processes; their ratio does not depend on other work on the machine. `--mbit` limits file transfers
+to a network of this many megabits per second, shared by the receivers.
 """
 
 import argparse
@@ -54,7 +56,9 @@ _TIMEOUT_S = 300.0
 
 
 def model_like(size: int) -> dict[str, Tensor]:
-    """Returns about `size` bytes of bfloat16 weights: an embedding and the layers of a Qwen2 of hidden size 1,024."""
+    """Returns about `size` bytes of bfloat16 weights: an embedding and the layers of a Qwen2 of
+    hidden size 1,024.
+    """
     tensors = {"model.embed_tokens.weight": 0.02 * torch.randn(VOCABULARY, HIDDEN)}
     shapes = {f"self_attn.{part}_proj": (HIDDEN, HIDDEN) for part in "qkvo"}
     shapes |= {
@@ -64,7 +68,10 @@ def model_like(size: int) -> dict[str, Tensor]:
     }
     layer = 0
     while sum(tensor.nbytes for tensor in tensors.values()) < size:
-        tensors |= {f"model.layers.{layer}.{name}.weight": 0.02 * torch.randn(shape) for name, shape in shapes.items()}
+        tensors |= {
+            f"model.layers.{layer}.{name}.weight": 0.02 * torch.randn(shape)
+            for name, shape in shapes.items()
+        }
         tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.randn(HIDDEN)
         layer += 1
         tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -115,7 +122,13 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
     serves: WeightId | None = None
     async with TrainerClient("trainer", url) as trainer:
         while True:
-            report = WorkerReport(name=name, url=name, num_nodes=receivers, state="ready", version=serves and serves.version)
+            report = WorkerReport(
+                name=name,
+                url=name,
+                num_nodes=receivers,
+                state="ready",
+                version=serves and serves.version,
+            )
             await trainer.report(report.model_copy(update={"run_id": serves and serves.run_id}))
             manifest = await trainer.latest(serves, 5, 60)
             if manifest is None or WeightId.of(manifest) == serves:
@@ -125,7 +138,9 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
             else:
                 group = await take_part(name, manifest, updates, group)
                 sums = {tensor: digest(value) for tensor, value in own_tensors(held)}
-                await trainer.verify(manifest.version, WeightChecksums(worker=name, ranks=[sums]), _TIMEOUT_S)
+                await trainer.verify(
+                    manifest.version, WeightChecksums(worker=name, ranks=[sums]), _TIMEOUT_S
+                )
             serves = WeightId.of(manifest)
 
 
@@ -134,8 +149,16 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
     plan = manifest.broadcast
     assert plan is not None
     if plan.group != group:
-        place = {"master_address": plan.master_address, "master_port": plan.master_port, "backend": plan.backend}
-        place |= {"group_name": plan.group, "rank_offset": plan.ranks[name], "world_size": plan.world_size}
+        place = {
+            "master_address": plan.master_address,
+            "master_port": plan.master_port,
+            "backend": plan.backend,
+        }
+        place |= {
+            "group_name": plan.group,
+            "rank_offset": plan.ranks[name],
+            "world_size": plan.world_size,
+        }
         await updates.init(InitBody.model_validate(place))
     await updates.begin()
     for bucket in plan.buckets:
@@ -154,7 +177,9 @@ class Took:
 
     @contextmanager
     def measured(self, *processes: int) -> Iterator[None]:
-        """Measures the enclosed work of this process, of its children that end meanwhile, and of `processes`."""
+        """Measures the enclosed work of this process, of its children that end meanwhile, and of
+        `processes`.
+        """
         begin, used = time.perf_counter(), _processor_s(processes)
         yield
         self.seconds.append(time.perf_counter() - begin)
@@ -163,7 +188,10 @@ class Took:
 
 def _processor_s(processes: Iterable[int]) -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    others = [Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13] for process in processes]
+    others = [
+        Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]
+        for process in processes
+    ]
     ticks = sum(int(each) for times in others for each in times)
     return sum(each.ru_utime + each.ru_stime for each in used) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -195,9 +223,16 @@ class Network:
 
 
 def published(
-    way: str, receivers: int, weights: dict[str, Tensor], share: float, rounds: int, scratch: Path, mbit: float | None
+    way: str,
+    receivers: int,
+    weights: dict[str, Tensor],
+    share: float,
+    rounds: int,
+    scratch: Path,
+    mbit: float | None,
 ) -> tuple[Took, Took, int]:
-    """Returns the cost of each publishing round and of the plain copies between, and the bytes of the last delta or 0.
+    """Returns the cost of each publishing round and of the plain copies between, and the bytes of
+    the last delta or 0.
 
     The first versions are not counted: they form groups and allocate memory and files.
     """
@@ -215,7 +250,9 @@ def published(
     took, plain, processes = Took(), Took(), list[int]()
 
     with ExitStack() as stack:
-        server = stack.enter_context(BackgroundServer(create_trainer_app(board, Metrics("trainer")), "127.0.0.1", 0))
+        server = stack.enter_context(
+            BackgroundServer(create_trainer_app(board, Metrics("trainer")), "127.0.0.1", 0)
+        )
         stack.callback(board.close)
         port = server.port
         if mbit is not None:
@@ -228,7 +265,9 @@ def published(
                 str(receivers),
                 str(scratch / f"r{index}"),
             ]
-            process = subprocess.Popen([sys.executable, "-m", "benchmarks.publish", "--receive", *words])
+            process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.publish", "--receive", *words]
+            )
             processes.append(process.pid)
             stack.callback(process.wait)
             stack.callback(process.kill)
@@ -249,7 +288,10 @@ def published(
 
 def copy(source: Path, receivers: int, scratch: Path) -> None:
     """Copies a file with `cp`, in one concurrent process per receiver."""
-    running = [subprocess.Popen(["cp", str(source), str(scratch / f"copy{index}")]) for index in range(receivers)]
+    running = [
+        subprocess.Popen(["cp", str(source), str(scratch / f"copy{index}")])
+        for index in range(receivers)
+    ]
     for process in running:
         process.wait()
 
@@ -272,7 +314,11 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
     for process in running:
         process.start()
     group = join("127.0.0.1", store.port, 0, world_size, "raw", "gloo", _TIMEOUT_S)
-    flat, took, processes = torch.ones(size, dtype=torch.uint8), Took(), [process.pid or 0 for process in running]
+    flat, took, processes = (
+        torch.ones(size, dtype=torch.uint8),
+        Took(),
+        [process.pid or 0 for process in running],
+    )
     for _ in range(FIRST + rounds):
         with took.measured(*processes):
             dist.broadcast(flat, src=0, group=group)
@@ -286,11 +332,15 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
-    parser.add_argument("--changed", type=float, default=0.025, help="share of the weights that a delta changes")
+    parser.add_argument(
+        "--changed", type=float, default=0.025, help="share of the weights that a delta changes"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--mbit", type=float, help="megabits per second of the simulated network for files")
+    parser.add_argument(
+        "--mbit", type=float, help="megabits per second of the simulated network for files"
+    )
     parser.add_argument("--receive", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.update(Topology().loopback_env())
@@ -300,7 +350,9 @@ def main() -> None:
         return
     weights = model_like(int(arguments.gb * 1e9))
     size = sum(tensor.nbytes for tensor in weights.values())
-    print(f"{size / 1e9:.2f} GB in {len(weights)} tensors, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; medians")
+    print(
+        f"{size / 1e9:.2f} GB in {len(weights)} tensors, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; medians"
+    )
     print(
         f"{'receivers':>9} {'way':>16} {'s':>6} {'copy s':>6} {'ratio':>6} {'CPU s':>6} {'copy':>6} {'ratio':>6} {'MB sent':>8}"
     )
@@ -308,14 +360,21 @@ def main() -> None:
         for way in arguments.ways:
             kind, share = way.split()[0], arguments.changed if "delta" in way else 1.0
             with tempfile.TemporaryDirectory() as folder:
-                took, plain, sent = published(kind, receivers, weights, share, arguments.rounds, Path(folder), arguments.mbit)
+                took, plain, sent = published(
+                    kind, receivers, weights, share, arguments.rounds, Path(folder), arguments.mbit
+                )
             if kind == "distributed":
                 plain = broadcast(receivers, size, arguments.rounds)
             cells = []
             for figures in ("seconds", "processor_s"):
-                mine, copy_s = (statistics.median(getattr(each, figures)[FIRST:]) for each in (took, plain))
+                mine, copy_s = (
+                    statistics.median(getattr(each, figures)[FIRST:]) for each in (took, plain)
+                )
                 cells.append(f"{mine:>6.2f} {copy_s:>6.2f} {mine / copy_s:>6.1f}")
-            print(f"{receivers:>9} {way:>16} {cells[0]} {cells[1]} {(sent or size) / 1e6:>8.0f}", flush=True)
+            print(
+                f"{receivers:>9} {way:>16} {cells[0]} {cells[1]} {(sent or size) / 1e6:>8.0f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

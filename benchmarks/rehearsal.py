@@ -1,12 +1,15 @@
-"""Rehearses one update of the real policy at full size, without a GPU and without computing anything.
+"""Rehearses one update of the real policy at full size, without a GPU and without computing
+anything.
 
-torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the `fake` process group,
-which communicates with nobody. One process therefore finds the bytes and FLOPs of one of any number of ranks in
-seconds. Times come from a roofline, not a measurement. Fake CPU tensors stand in for GPU tensors, and the code takes
-the GPU's paths. Host and rank share one device here, so settings that offload cannot be rehearsed; without them, the
-held bytes (weights, gradients, optimiser) are what those settings would move to the host.
+torch's fake tensors have shapes, types and lifetimes but no contents, and FSDP2 shards over the
+`fake` process group, which communicates with nobody. One process therefore finds the bytes and
+FLOPs of one of any number of ranks in seconds. Times come from a roofline, not a measurement. Fake
+CPU tensors stand in for GPU tensors, and the code takes the GPU's paths. Host and rank share one
+device here, so settings that offload cannot be rehearsed; without them, the held bytes (weights,
+gradients, optimiser) are what those settings would move to the host.
 
-    .venv/bin/python -m benchmarks.rehearsal MODEL --ranks 8 --profile --trainer.activation_checkpointing true
+    .venv/bin/python -m benchmarks.rehearsal MODEL --ranks 8 --profile
+    --trainer.activation_checkpointing true
 
 MODEL is a directory with a `config.json`. Any settings of a run may follow the options.
 """
@@ -53,9 +56,18 @@ from trainer.policy.reference import Reference
 _BLOCK = 512
 """CUDA's allocator rounds up to a multiple of this many bytes."""
 BANDWIDTH, PEAK, GEMM, LAUNCH_S = 3.0e12, 989e12, 0.7, 4e-6
-"""An H100: bytes per second (with an allowance), FLOPs per second from its data sheet, the share of these that matrix
-products reach, and the seconds to launch a kernel."""
-_FREE = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift", "new_empty", "is_same_size")
+"""An H100: bytes per second (with an allowance), FLOPs per second from its data sheet, the share of
+these that matrix products reach, and the seconds to launch a kernel."""
+_FREE = (
+    "empty",
+    "detach",
+    "alias",
+    "_unsafe_view",
+    "_reshape_alias",
+    "lift",
+    "new_empty",
+    "is_same_size",
+)
 """Operations without a kernel that torch does not call views."""
 
 
@@ -70,8 +82,17 @@ class Cost:
     seconds: float = 0.0
     """Roofline time: the slower of bandwidth and arithmetic for every call."""
 
-    def add(self, size: float, flops: float = 0.0, launch: float = LAUNCH_S, times: float = 1, share: float = GEMM) -> None:
-        """Adds a kernel that runs `times` times, takes at least `launch` seconds and reaches `share` of the peak."""
+    def add(
+        self,
+        size: float,
+        flops: float = 0.0,
+        launch: float = LAUNCH_S,
+        times: float = 1,
+        share: float = GEMM,
+    ) -> None:
+        """Adds a kernel that runs `times` times, takes at least `launch` seconds and reaches
+        `share` of the peak.
+        """
         self.calls += int(times)
         self.bytes += times * size
         self.flops += times * flops
@@ -108,7 +129,9 @@ class Rehearsal:
 
 
 class _Rank(Ranks):
-    """Looks to the policy like a rank with a GPU, but communicates with nobody and reads no files."""
+    """Looks to the policy like a rank with a GPU, but communicates with nobody and reads no
+    files.
+    """
 
     on_gpu = property(lambda _: True)
     device = property(lambda _: torch.device("cpu"), lambda *_: None)
@@ -161,7 +184,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         return out
 
     def _note(self, tensor: Tensor) -> None:
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = (
+            tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        ).untyped_storage()
         if storage._cdata not in self._live and tensor.device.type != "meta":
             self._live[storage._cdata] = 0, 0
             self._resize(storage._cdata, storage.nbytes())
@@ -186,7 +211,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
         if func.is_view or name.startswith(_FREE) or name.startswith("prim::") or not tensors:
             return
-        size = sum(tensor.numel() * tensor.element_size() for tensor in {id(tensor): tensor for tensor in tensors}.values())
+        size = sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in {id(tensor): tensor for tensor in tensors}.values()
+        )
         if name.startswith(("c10d::", "_c10d_functional::")):
             self.found.messages[name.partition("::")[2]].add(size)
             return
@@ -196,10 +224,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
         else:
             counter = flop_registry.get(func._overloadpacket)
             flops = counter(*args, **kwargs, out_val=out) if counter else 0.0
-        at_head = self.phase == "layers" and any(self._vocabulary in tensor.shape for tensor in tensors)
+        at_head = self.phase == "layers" and any(
+            self._vocabulary in tensor.shape for tensor in tensors
+        )
         largest = max(tensors, key=torch.Tensor.numel)
         if name in ("embedding", "gather", "scatter_add_"):  # these touch single rows of the matrix
-            size = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.shape != largest.shape)
+            size = 2 * sum(
+                tensor.numel() * tensor.element_size()
+                for tensor in tensors
+                if tensor.shape != largest.shape
+            )
         phase = f"{'head' if at_head else self.phase}, {'backward' if backward else 'forward'}"
         self.found.costs[self.phase if self.phase == "optimiser" else phase, name].add(size, flops)
 
@@ -207,7 +241,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     """Rehearses an update of two full micro-batches on one of `ranks` GPUs, after a first update.
 
-    `config.model.name` is a directory with a `config.json`. Raises ConfigError for settings that cannot be rehearsed.
+    `config.model.name` is a directory with a `config.json`. Raises ConfigError for settings that
+    cannot be rehearsed.
     """
     settings = config.trainer
     for name in ("offload_optimizer", "offload_reference"):
@@ -221,7 +256,9 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     shape = json.loads((Path(config.model.name) / "config.json").read_text())
     batch, pairs = _batch(config, ranks)
     width = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
-    recorder = _Recorder(shape["vocab_size"], 4.0 * pairs * shape["num_attention_heads"] * width, profile)
+    recorder = _Recorder(
+        shape["vocab_size"], 4.0 * pairs * shape["num_attention_heads"] * width, profile
+    )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         mesh_of = _Rank(0, ranks, shard_size=settings.shard_size)
@@ -229,10 +266,16 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
         with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
             policy = Policy(config, mesh_of)
             reference = Reference(policy)
-            names = [f"{name}.{key}" for name in policy.optimizer._named for key in ("exp_avg", "exp_avg_sq", "step")]
+            names = [
+                f"{name}.{key}"
+                for name in policy.optimizer._named
+                for key in ("exp_avg", "exp_avg_sq", "step")
+            ]
             policy.optimizer.load_state_dict(policy.optimizer.empty_state(names))
             recorder.start()
-            with patch.object(policy.optimizer, "step", _within(recorder, "optimiser", policy.optimizer.step)):
+            with patch.object(
+                policy.optimizer, "step", _within(recorder, "optimiser", policy.optimizer.step)
+            ):
                 policy.update(batch)
             recorder.phase = ""
             _sort(recorder, policy, reference)
@@ -249,7 +292,9 @@ def _sort(recorder: _Recorder, policy: Policy, reference: Reference) -> None:
     found.gradients = _bytes([each.grad for each in parameters if each.grad is not None])
     found.optimizer = _bytes([tensor for tensor in state if tensor.ndim])
     apart = reference.scorer is not None and reference.scorer.model is not policy.model
-    found.reference = _bytes(list(reference.scorer.model.parameters())) if apart and reference.scorer else 0
+    found.reference = (
+        _bytes(list(reference.scorer.model.parameters())) if apart and reference.scorer else 0
+    )
     models = [policy.model, *([reference.scorer.model] if apart and reference.scorer else [])]
     buffers = [buffer for model in models for buffer in model.buffers()]
     found.beside = _bytes([*(tensor for tensor in state if not tensor.ndim), *buffers])
@@ -273,7 +318,9 @@ def _within(recorder: _Recorder, phase: str, work: Any) -> Any:
 
 @contextmanager
 def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
-    """Makes fake CPU tensors take the GPU's code paths, which never look at contents, and reports resized storages."""
+    """Makes fake CPU tensors take the GPU's code paths, which never look at contents, and reports
+    resized storages.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:
@@ -282,7 +329,9 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         return result
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        return torch.mm(left, right, **({} if left.dtype == torch.float32 else {"out_dtype": torch.float32}))
+        return torch.mm(
+            left, right, **({} if left.dtype == torch.float32 else {"out_dtype": torch.float32})
+        )
 
     with (
         patch.object(attention, "_has_kernel", lambda _: True),
@@ -318,34 +367,59 @@ def _whole(pretrained: Pretrained) -> Any:
 
 
 def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
-    """Returns a batch of full micro-batches for every rank, and the number of attending token pairs per micro-batch."""
+    """Returns a batch of full micro-batches for every rank, and the number of attending token pairs
+    per micro-batch.
+    """
     groups = full_groups(config, ranks)
     batch = Batch.of([TrainingGroup(group) for group in groups], config)
     ones = [np.ones(len(row.completion_ids), np.float32) for row in batch.rows]
     batch.advantages = batch.old_logprobs = batch.ref_logprobs = ones
-    prompt, lengths = len(groups[0].prompt_token_ids), [len(each.token_ids) - 1 for each in groups[0].completions]
-    return batch, GROUPS * (prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths))
+    prompt, lengths = (
+        len(groups[0].prompt_token_ids),
+        [len(each.token_ids) - 1 for each in groups[0].completions],
+    )
+    return batch, GROUPS * (
+        prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths)
+    )
 
 
 def main() -> None:
     summary, *details = (__doc__ or "").split("\n\n")
-    parser = ArgumentParser("python -m benchmarks.rehearsal", description=summary, epilog="\n\n".join(details))
+    parser = ArgumentParser(
+        "python -m benchmarks.rehearsal", description=summary, epilog="\n\n".join(details)
+    )
     parser.formatter_class = RawDescriptionHelpFormatter
     parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)")
-    parser.add_argument("--profile", action="store_true", help="bytes, FLOPs and roofline milliseconds by operation")
+    parser.add_argument(
+        "--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="bytes, FLOPs and roofline milliseconds by operation"
+    )
     options, words = parser.parse_known_args()
     try:
-        config = load(["--model.name", str(options.model), "--trainer.warmup_steps", "0", *words], {})
+        config = load(
+            ["--model.name", str(options.model), "--trainer.warmup_steps", "0", *words], {}
+        )
         shape = ModelShape.of(json.loads((options.model / "config.json").read_text()))
         estimate = trainer_memory(shape, config, options.ranks)
         found = rehearse(config, options.ranks, options.profile)
     except (ConfigError, OSError) as error:
-        fail(error if isinstance(error, ConfigError) else ConfigError(str(error), field="MODEL", value=str(options.model)))
+        fail(
+            error
+            if isinstance(error, ConfigError)
+            else ConfigError(str(error), field="MODEL", value=str(options.model))
+        )
     table = Table("GB on a GPU", "rehearsed", "estimated")
     for name in ("weights", "gradients", "optimizer", "reference", "held"):
-        table.add_row(name, f"{getattr(found, name) / 1e9:.3f}", f"{getattr(estimate, name) / 1e9:.3f}")
-    table.add_row("peak, without CUDA's own", f"{found.peak / 1e9:.3f}", f"{(estimate.total - estimate.overhead) / 1e9:.3f}")
+        table.add_row(
+            name, f"{getattr(found, name) / 1e9:.3f}", f"{getattr(estimate, name) / 1e9:.3f}"
+        )
+    table.add_row(
+        "peak, without CUDA's own",
+        f"{found.peak / 1e9:.3f}",
+        f"{(estimate.total - estimate.overhead) / 1e9:.3f}",
+    )
     Console().print(table)
     if options.profile:
         _print_profile(found)
@@ -362,7 +436,14 @@ def _print_profile(found: Rehearsal) -> None:
     rows += [(("messages", name), cost) for name, cost in found.messages.items()]
     for (part, name), cost in rows:
         time = "" if part == "messages" else f"{cost.seconds * 1e3:.2f}"
-        table.add_row(part, name, f"{cost.calls:,}", f"{cost.bytes / 1e9:.2f}", f"{cost.flops / 1e12:.2f}", time)
+        table.add_row(
+            part,
+            name,
+            f"{cost.calls:,}",
+            f"{cost.bytes / 1e9:.2f}",
+            f"{cost.flops / 1e12:.2f}",
+            time,
+        )
     Console().print(table)
 
 

@@ -1,9 +1,11 @@
-"""Measures the replay buffer's throughput and sampling speed: `python -m benchmarks.replay [--rounds N] [--sizes N …]`.
+"""Measures the replay buffer's throughput and sampling speed: `python -m benchmarks.replay
+[--rounds N] [--sizes N …]`.
 
-The first part adds and takes 256 completions × 1,024 tokens per request over HTTP, in a real service process, by
-msgpack and by JSON in the same run; every add is synced to disk before it is acknowledged. The second part measures the
-cost of an index of `--sizes` reusable groups. The third measures each call on stores of `--sizes` groups of 8 answers,
-in this process, which holds the index as the service does. `--rounds 0` skips the requests.
+The first part adds and takes 256 completions × 1,024 tokens per request over HTTP, in a real
+service process, by msgpack and by JSON in the same run; every add is synced to disk before it is
+acknowledged. The second part measures the cost of an index of `--sizes` reusable groups. The third
+measures each call on stores of `--sizes` groups of 8 answers, in this process, which holds the
+index as the service does. `--rounds 0` skips the requests.
 """
 
 import argparse
@@ -44,7 +46,9 @@ def make_groups(name: str, rng: np.random.Generator) -> list[Group]:
             )
             for _ in range(COMPLETIONS)
         ]
-        groups.append(Group(f"{name}-{i}", "p", "a prompt", "42", np.arange(64, dtype=np.int32), completions))
+        groups.append(
+            Group(f"{name}-{i}", "p", "a prompt", "42", np.arange(64, dtype=np.int32), completions)
+        )
     return groups
 
 
@@ -57,7 +61,12 @@ async def timed(call: Callable[[], Awaitable[object]]) -> float:
 async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float, float]]:
     """Returns (median seconds, megabytes) of one request by path; the two encodings alternate."""
     rng = np.random.default_rng(0)
-    seconds: dict[str, list[float]] = {"msgpack add": [], "JSON add": [], "msgpack take": [], "JSON take": []}
+    seconds: dict[str, list[float]] = {
+        "msgpack add": [],
+        "JSON add": [],
+        "msgpack take": [],
+        "JSON take": [],
+    }
     sizes: dict[str, float] = {}
     json_headers = {"content-type": "application/json", "accept": "application/json"}
 
@@ -67,13 +76,20 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
         await client.request("POST", "/groups", content=body, headers=json_headers)
 
     async def take_json(request: TakeRequest) -> None:
-        answer = await client.request("POST", "/groups/take", json=request.model_dump(), headers={"accept": "application/json"})
+        answer = await client.request(
+            "POST",
+            "/groups/take",
+            json=request.model_dump(),
+            headers={"accept": "application/json"},
+        )
         assert len(codec.decode_json(answer.content, Groups).groups) == GROUPS
 
     for i in range(rounds):
         first, second = make_groups(f"m{i}", rng), make_groups(f"j{i}", rng)
         sizes["msgpack add"] = sizes["msgpack take"] = len(codec.encode_groups(first)) / MEGABYTE
-        take_first, take_second = (TakeRequest(count=GROUPS, request_id=f"{kind}{i}") for kind in "mj")
+        take_first, take_second = (
+            TakeRequest(count=GROUPS, request_id=f"{kind}{i}") for kind in "mj"
+        )
         seconds["msgpack add"].append(await timed(lambda groups=first: client.add(groups)))  # type: ignore[misc]
         seconds["msgpack take"].append(await timed(lambda request=take_first: client.take(request)))  # type: ignore[misc]
         seconds["JSON add"].append(await timed(lambda groups=second: add_json(groups)))  # type: ignore[misc]
@@ -82,7 +98,9 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
 
 
 def index_ms(groups: int) -> list[str]:
-    """Returns CPU milliseconds of an index of this many groups: the first draw of 64, a later one, and its updates."""
+    """Returns CPU milliseconds of an index of this many groups: the first draw of 64, a later one,
+    and its updates.
+    """
     priorities = np.random.default_rng(0).random(groups).tolist()
     index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
     draws, updates = [], []
@@ -95,7 +113,10 @@ def index_ms(groups: int) -> list[str]:
         index.append([(groups + 1 + 32 * step + i, groups // 100, 1.0, 0) for i in range(32)])
         draws.append(middle - begin)
         updates.append(time.process_time() - middle)
-    return [f"{groups:,}", *(f"{s * 1e3:.2f}" for s in (draws[0], *map(statistics.median, (draws[1:], updates[1:]))))]
+    return [
+        f"{groups:,}",
+        *(f"{s * 1e3:.2f}" for s in (draws[0], *map(statistics.median, (draws[1:], updates[1:])))),
+    ]
 
 
 def _seconds(call: Callable[[], object]) -> float:
@@ -105,17 +126,25 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
-    """Returns a row of the table: the cost of a store with `groups` small groups, half of them consumed.
+    """Returns a row of the table: the cost of a store with `groups` small groups, half of them
+    consumed.
 
-    The columns are: adding and taking 32 groups (which are then acknowledged), drawing 64 by priority, drawing 64
-    answers (the first time and later), opening the store, and megabytes on disk.
+    The columns are: adding and taking 32 groups (which are then acknowledged), drawing 64 by
+    priority, drawing 64 answers (the first time and later), opening the store, and megabytes on
+    disk.
     """
     ids = np.arange(4, dtype=np.int32)
-    completions = [Completion(ids, -ids.astype(np.float32), "a", "stop", [(0, 0, 4)], reward=i / 8) for i in range(8)]
+    completions = [
+        Completion(ids, -ids.astype(np.float32), "a", "stop", [(0, 0, 4)], reward=i / 8)
+        for i in range(8)
+    ]
     config = ReplaySection(capacity=8 * (groups + (rounds + 1) * GROUPS))
 
     def made(first: int, count: int) -> list[Group]:
-        return [Group(f"g-{i}", "p", "a prompt", "42", ids, completions, position=i) for i in range(first, first + count)]
+        return [
+            Group(f"g-{i}", "p", "a prompt", "42", ids, completions, position=i)
+            for i in range(first, first + count)
+        ]
 
     buffer = ReplayBuffer(config, path)
     for first in range(0, groups, 5_000):
@@ -128,11 +157,16 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     opened = time.perf_counter() - start
     add, take, sample, answers = [], [], [], []
     for i in range(rounds):
-        fresh, request = made(groups + i * GROUPS, GROUPS), TakeRequest(count=GROUPS, request_id=f"take-{i}")
+        fresh, request = (
+            made(groups + i * GROUPS, GROUPS),
+            TakeRequest(count=GROUPS, request_id=f"take-{i}"),
+        )
         add.append(_seconds(lambda fresh=fresh: buffer.add(fresh)))  # type: ignore[misc]
         take.append(_seconds(lambda request=request: buffer.take(request)))  # type: ignore[misc]
         sample.append(_seconds(lambda i=i: buffer.sample(SampleRequest(count=64, seed=i))))  # type: ignore[misc]
-        answers.append(_seconds(lambda i=i: buffer.sample_experiences(64, prioritized=True, seed=i)))  # type: ignore[misc]
+        answers.append(
+            _seconds(lambda i=i: buffer.sample_experiences(64, prioritized=True, seed=i))  # type: ignore[misc]
+        )
     size = buffer.store.size()
     buffer.close()
     times = [statistics.median(values) * 1e3 for values in (add, take, sample)]
@@ -157,20 +191,28 @@ def with_service(rounds: int) -> dict[str, tuple[float, float]]:
 def over_sockets(rounds: int) -> None:
     """Prints the cost of adding and taking over HTTP."""
     results = with_service(rounds)
-    print(f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request, median of {rounds}")
+    print(
+        f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request, median of {rounds}"
+    )
     for name, (seconds, size) in results.items():
         print(
             f"{name:13} {seconds * 1e3:8.1f} ms  {GROUPS / seconds:8.0f} groups/s  {size / seconds:7.1f} MB/s  ({size:.1f} MB)"
         )
     for kind in ("add", "take"):
-        print(f"msgpack is {results[f'JSON {kind}'][0] / results[f'msgpack {kind}'][0]:.1f} × as fast as JSON to {kind}")
+        print(
+            f"msgpack is {results[f'JSON {kind}'][0] / results[f'msgpack {kind}'][0]:.1f} × as fast as JSON to {kind}"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[10_000, 100_000], help="groups of the stores in the last table"
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[10_000, 100_000],
+        help="groups of the stores in the last table",
     )
     arguments = parser.parse_args()
     rounds = arguments.rounds
@@ -179,7 +221,9 @@ def main() -> None:
     print("groups; first draw of 64 by priority, later draws, updates after one (processor ms)")
     for groups in arguments.sizes:
         print(*index_ms(groups), sep=" | ", flush=True)
-    print("groups; add 32, take 32, sample 64, first and later 64 answers (ms); open (s); file (MB)")
+    print(
+        "groups; add 32, take 32, sample 64, first and later 64 answers (ms); open (s); file (MB)"
+    )
     for groups in arguments.sizes:
         with tempfile.TemporaryDirectory() as state:
             print(*at_size(Path(state) / "replay.db", groups), sep=" | ", flush=True)

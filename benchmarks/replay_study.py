@@ -1,8 +1,9 @@
-"""Does reuse help? Measures accuracy per generated token with 0, 25 and 50 % reuse, corrected or not.
+"""Does reuse help? Measures accuracy per generated token with 0, 25 and 50 % reuse, corrected or
+not.
 
-`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]` trains on the built-in task. Every arm
-may generate as many tokens as the first one needs for its steps; with reuse, it makes more updates from them. Needs the
-tiny base model (`make demo` creates it).
+`python -m benchmarks.replay_study [--seeds 3] [--steps 30] [--plot FILE.png]` trains on the
+built-in task. Every arm may generate as many tokens as the first one needs for its steps; with
+reuse, it makes more updates from them. Needs the tiny base model (`make demo` creates it).
 """
 
 import argparse
@@ -44,7 +45,9 @@ ARMS: dict[str, Arm] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay_study", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay_study", description=__doc__.split("\n\n")[0]
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm")
     parser.add_argument("--steps", type=int, default=30, help="steps of the arm without reuse")
     parser.add_argument("--plot", type=Path, help="write the curves here, as PNG")
@@ -64,17 +67,28 @@ def main() -> None:
 
 def _run(seeds: int, steps: int, temporary: Path) -> dict[str, list[Curve]]:
     curves: dict[str, list[Curve]] = {name: [] for name in ARMS}
-    for seed, name in track([(seed, name) for seed in range(seeds) for name in ARMS], description="training"):
+    for seed, name in track(
+        [(seed, name) for seed in range(seeds) for name in ARMS], description="training"
+    ):
         more, words = ARMS[name]
         place = temporary / f"{name}-{seed}"
-        last = ("--seed", str(seed), "--trainer.eval_every", str(EVERY), "--trainer.max_steps", str(math.ceil(steps * more)))
+        last = (
+            "--seed",
+            str(seed),
+            "--trainer.eval_every",
+            str(EVERY),
+            "--trainer.max_steps",
+            str(math.ceil(steps * more)),
+        )
         train(place, *words, *last)
         curves[name].append(Curve.read(place))
     return curves
 
 
 def _table(curves: dict[str, list[Curve]]) -> Table:
-    """Tabulates accuracy at equal numbers of generated tokens; the area is its mean over all of them."""
+    """Tabulates accuracy at equal numbers of generated tokens; the area is its mean over all of
+    them.
+    """
     first = next(iter(curves.values()))
     budget = mean(curve.tokens[-1] for curve in first)
     table = Table(title=f"Held-out greedy accuracy by generated tokens, mean of {len(first)} seeds")
@@ -86,7 +100,12 @@ def _table(curves: dict[str, list[Curve]]) -> Table:
         areas = [mean(curve.at_tokens(budget * i / 100) for i in range(101)) for curve in found]
         spread = stdev(areas) / math.sqrt(len(areas)) if len(areas) > 1 else 0.0
         seconds = mean(curve.cpu_seconds[-1] for curve in found)
-        numbers = (*(f"{value:.3f}" for value in at), f"{mean(areas):.3f}", f"{spread:.3f}", str(found[0].steps[-1]))
+        numbers = (
+            *(f"{value:.3f}" for value in at),
+            f"{mean(areas):.3f}",
+            f"{spread:.3f}",
+            str(found[0].steps[-1]),
+        )
         table.add_row(name, *numbers, f"{seconds:.1f}")
     return table
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.rewards [--cases 1000]
 
-Plain math-verify parses the gold and the whole response and verifies them in one process, as in its documentation. The
-cases are generated GSM8K-like responses, half of them wrong; the golden cases of the tests; and real solutions of GSM8K
-and MATH-500 if the files are available.
+Plain math-verify parses the gold and the whole response and verifies them in one process, as in its
+documentation. The cases are generated GSM8K-like responses, half of them wrong; the golden cases of
+the tests; and real solutions of GSM8K and MATH-500 if the files are available.
 """
 
 import argparse
@@ -38,7 +38,9 @@ class Case:
 
 
 def generated(count: int, rng: random.Random) -> list[Case]:
-    """Generates sums in the style of GSM8K, boxed in one of several notations; every second answer is a little off."""
+    """Generates sums in the style of GSM8K, boxed in one of several notations; every second answer
+    is a little off.
+    """
     cases = []
     for i in range(count):
         a, b, price = rng.randint(2, 400), rng.randint(2, 400), rng.randint(2, 20)
@@ -57,14 +59,22 @@ def real(count: int, rng: random.Random) -> list[Case]:
         reasoning, _, gold = json.loads(line)["answer"].rpartition("####")
         value = int(gold.replace(",", ""))
         said = value if i % 2 == 0 else value + rng.choice([-10, -1, 1, 10])
-        cases.append(Case(RewardItem(response=f"{reasoning}#### {said:,}", ground_truth=gold.strip()), said == value))
+        cases.append(
+            Case(
+                RewardItem(response=f"{reasoning}#### {said:,}", ground_truth=gold.strip()),
+                said == value,
+            )
+        )
     return cases
 
 
 def golden() -> list[Case]:
     """Returns the golden cases of the tests: many notations, right and wrong."""
     rows = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
-    return [Case(RewardItem(response=row["response"], ground_truth=row["ground_truth"]), row["correct"]) for row in rows]
+    return [
+        Case(RewardItem(response=row["response"], ground_truth=row["ground_truth"]), row["correct"])
+        for row in rows
+    ]
 
 
 def real_math(count: int) -> list[Case]:
@@ -72,14 +82,19 @@ def real_math(count: int) -> list[Case]:
     cases = []
     for i, line in enumerate(MATH500.read_text(encoding="utf-8").splitlines()[:count]):
         row = json.loads(line)
-        response = row["solution"] if i % 2 == 0 else f"So the answer is $\\boxed{{{row['answer']}+1}}$."
+        response = (
+            row["solution"] if i % 2 == 0 else f"So the answer is $\\boxed{{{row['answer']}+1}}$."
+        )
         cases.append(Case(RewardItem(response=response, ground_truth=row["answer"]), i % 2 == 0))
     return cases
 
 
 def plain(cases: Sequence[Case]) -> list[bool]:
     """Grades with math-verify as documented."""
-    return [bool(verify(parse(f"${case.item.ground_truth}$"), parse(case.item.response))) for case in cases]
+    return [
+        bool(verify(parse(f"${case.item.ground_truth}$"), parse(case.item.response)))
+        for case in cases
+    ]
 
 
 async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
@@ -102,7 +117,10 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
     our_seconds, mine = asyncio.run(ours(cases, batch))
     print(f"\n{name}: {len(cases)} cases, batches of {batch}")
     print(f"{'':24}{'answers/s':>12}{'right verdicts':>18}")
-    for label, took, verdicts in (("math-verify", seconds, theirs), ("reward-server's grader", our_seconds, mine)):
+    for label, took, verdicts in (
+        ("math-verify", seconds, theirs),
+        ("reward-server's grader", our_seconds, mine),
+    ):
         good = sum(verdict == case.right for verdict, case in zip(verdicts, cases, strict=True))
         print(f"{label:24}{len(cases) / took:12,.0f}{good:>11} / {len(cases)}")
     print(f"ratio {seconds / our_seconds:.1f}")
@@ -110,7 +128,9 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
 
 def main() -> None:
     """Prints the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()

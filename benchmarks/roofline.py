@@ -1,14 +1,16 @@
-"""Estimates the minimum time of an update on an H100 from the bytes and FLOPs of every operation on fake tensors.
+"""Estimates the minimum time of an update on an H100 from the bytes and FLOPs of every operation on
+fake tensors.
 
     python -m benchmarks.roofline
 
-One decoder layer of transformers runs forward and backward on tensors without contents, at full size and with the
-packed layout of `--tokens` prompt and completion tokens. In eager mode, every torch operation is a kernel that reads
-its inputs and writes its outputs; when compiled, a kernel is whatever Inductor's scheduler fuses. Head, optimiser and
-FSDP are counted by hand, from `trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes at 3 TB/s or
-its FLOPs at 70 % of 989 TFLOP/s, whichever is longer, and at least 4 µs in eager mode. Transfers between GPUs are
-assumed to be hidden behind computation. MFU counts the same as `benchmarks.update`: 6 FLOPs per parameter and token
-(the head for completion tokens only), and the attention.
+One decoder layer of transformers runs forward and backward on tensors without contents, at full
+size and with the packed layout of `--tokens` prompt and completion tokens. In eager mode, every
+torch operation is a kernel that reads its inputs and writes its outputs; when compiled, a kernel is
+whatever Inductor's scheduler fuses. Head, optimiser and FSDP are counted by hand, from
+`trainer/policy/logprobs.py` and torch. A kernel takes as long as its bytes at 3 TB/s or its FLOPs
+at 70 % of 989 TFLOP/s, whichever is longer, and at least 4 µs in eager mode. Transfers between GPUs
+are assumed to be hidden behind computation. MFU counts the same as `benchmarks.update`: 6 FLOPs per
+parameter and token (the head for completion tokens only), and the attention.
 
 This is a prediction; nothing ran on a GPU.
 """
@@ -44,9 +46,15 @@ from learning import attention, sharding
 from learning.layout import Packed, layout_for
 
 FLASH = {"2": 0.35, "3": 0.65}
-"""Share of the peak that each FlashAttention generation reaches on Hopper, according to its paper."""
+"""Share of the peak that each FlashAttention generation reaches on Hopper, according to its
+paper."""
 SHAPE_7B = {
-    **{"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28},
+    **{
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    },
     **{"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
 }
 _NO_KERNEL: tuple[str, ...] = (
@@ -62,7 +70,17 @@ _NO_KERNEL: tuple[str, ...] = (
     "unsqueeze",
     "empty",
 )
-_NO_KERNEL += ("as_strided", "alias", "permute", "squeeze", "unbind", "_reshape_alias", "lift", "new_empty", "device")
+_NO_KERNEL += (
+    "as_strided",
+    "alias",
+    "permute",
+    "squeeze",
+    "unbind",
+    "_reshape_alias",
+    "lift",
+    "new_empty",
+    "device",
+)
 
 
 class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for mypy here
@@ -76,7 +94,9 @@ class Eager(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed for 
         result = func(*args, **(kwargs or {}))
         name = str(func).partition(".")[2]
         if "varlen" not in name and not func.is_view and not name.startswith(_NO_KERNEL):
-            tensors = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+            tensors = {
+                id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)
+            }
             formula = flop_registry.get(func._overloadpacket)
             flops = formula(*args, **(kwargs or {}), out_val=result) if formula else 0
             self.cost.add(sum(t.numel() * t.element_size() for t in tensors.values()), flops)
@@ -94,28 +114,44 @@ def compiled(forward_passes: int) -> Iterator[Cost]:
         record_original_output_strides(graph_module)
         graph = GraphLowering(graph_module)
         times = 1 if options.get("is_backward") else forward_passes
-        with V.set_fake_mode(detect_fake_mode(inputs)), V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+        with (
+            V.set_fake_mode(detect_fake_mode(inputs)),
+            V.set_graph_handler(graph),
+            V.set_debug_handler(DebugContext()),
+        ):
             graph.run(*inputs)
             graph._update_scheduler()
             for node in graph.scheduler.nodes:
-                origins = [str(origin.target) for origin in (node.node.origins if node.node is not None else ())]
+                origins = [
+                    str(origin.target)
+                    for origin in (node.node.origins if node.node is not None else ())
+                ]
                 if not any("varlen" in origin for origin in origins):
-                    cost.add(node.get_read_write_buffers_sizes(), node.estimate_flops() or 0, launch=0.0, times=times)
+                    cost.add(
+                        node.get_read_write_buffers_sizes(),
+                        node.estimate_flops() or 0,
+                        launch=0.0,
+                        times=times,
+                    )
         return make_boxed_func(graph_module.forward)  # type: ignore[no-any-return]
 
     def backend(module: Any, inputs: Any) -> Any:
         return compile_fx(module, inputs, inner_compile=count)
 
     real = torch.compile
-    with patch.object(torch, "compile", lambda function, **_options: real(function, backend=backend, dynamic=False)):
+    with patch.object(
+        torch,
+        "compile",
+        lambda function, **_options: real(function, backend=backend, dynamic=False),
+    ):
         yield cost
 
 
 def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
     """Counts the head, forward and backward, for this many completion tokens.
 
-    `fused` counts the kernels of `trainer/policy/fused_head.py`; otherwise torch's operators on 256 MiB of logits at a
-    time, rounded to bfloat16.
+    `fused` counts the kernels of `trainer/policy/fused_head.py`; otherwise torch's operators on 256
+    MiB of logits at a time, rounded to bfloat16.
     """
     cost, logits, weight = Cost(), tokens * vocabulary, vocabulary * width
     product = 2.0 * logits * width
@@ -132,11 +168,15 @@ def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
         cost.add((2 + 4) * logits / parts, times=parts)  # to float32
         cost.add((4 + 4) * logits / parts, times=parts)  # log_softmax
         cost.add((4 + 4) * logits / parts, times=parts)  # exp
-    cost.add((4 + 4 + 4 + 4) * logits / parts, times=parts)  # entropy: multiply by p in place, then sum
+    cost.add(
+        (4 + 4 + 4 + 4) * logits / parts, times=parts
+    )  # entropy: multiply by p in place, then sum
     cost.add((4 + 2) * logits / parts, times=parts)  # to bfloat16
     cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
     cost.add((2 * logits + 2 * weight * parts) / parts, product / parts, times=parts)
-    cost.add((2 + 4 + 4) * weight, times=parts)  # the gradient of the weights, accumulated in float32
+    cost.add(
+        (2 + 4 + 4) * weight, times=parts
+    )  # the gradient of the weights, accumulated in float32
     return cost
 
 
@@ -160,13 +200,17 @@ class Variant:
     fused_head: bool
 
 
-def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2) -> dict[str, float]:
+def predicted(
+    config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2
+) -> dict[str, float]:
     """Returns the milliseconds of a micro-batch by part, and the MFU."""
     prompts, completions = rows(tokens, 8, 200, 400)
     layout = Packed.of(prompts, completions)
     length, scored = layout.input_ids.shape[1], len(layout.predicts)
     layers, width = config.num_hidden_layers, config.hidden_size
-    one = config.__class__(**{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100})
+    one = config.__class__(
+        **{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100}
+    )
     layer = layer_cost(one, layout, variant.settings)
     with torch.device("meta"):
         layer_size = sum(p.numel() for p in Qwen2ForCausalLM(one).model.layers.parameters())
@@ -178,7 +222,9 @@ def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batc
     again = variant.settings.activation_checkpointing is True
     attend.add(0, attention_flops * (1 + again), times=layers, share=FLASH["2"])
     attend.add(0, 2.5 * attention_flops, times=layers, share=FLASH["2"])
-    if variant.sharded:  # a rank casts its share, copies the gathered weights, and copies, casts and adds gradients
+    if (
+        variant.sharded
+    ):  # a rank casts its share, copies the gathered weights, and copies, casts and adds gradients
         copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=2)
         copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
     else:  # autocast casts once; gradients are cast and added
@@ -193,19 +239,28 @@ def predicted(config: Any, ranks: int, tokens: int, variant: Variant, micro_batc
         "copies": copies.seconds,
         "AdamW": optimizer.seconds,
     }
-    flops = 6.0 * layers * layer_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
+    flops = (
+        6.0 * layers * layer_size * length + 6.0 * matrix * scored + 3 * layers * attention_flops
+    )
     total = sum(parts.values())
-    return {name: 1e3 * seconds for name, seconds in parts.items()} | {"total": 1e3 * total, "MFU": flops / total / PEAK}
+    return {name: 1e3 * seconds for name, seconds in parts.items()} | {
+        "total": 1e3 * total,
+        "MFU": flops / total / PEAK,
+    }
 
 
 def rows(tokens: int, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
-    """Returns prompts and completions of about `tokens` tokens, with heavy-tailed lengths as in `benchmarks.update`."""
+    """Returns prompts and completions of about `tokens` tokens, with heavy-tailed lengths as in
+    `benchmarks.update`.
+    """
     rng, total = np.random.default_rng(0), 0
     prompts: list[Any] = []
     completions: list[Any] = []
     while True:
         ids = rng.integers(0, 1000, prompt).astype(np.int32)
-        lengths = np.clip((rng.lognormal(-0.32, 0.8, group) * completion).astype(int), 16, 8 * completion)
+        lengths = np.clip(
+            (rng.lognormal(-0.32, 0.8, group) * completion).astype(int), 16, 8 * completion
+        )
         if total + prompt + (lengths - 1).sum() > tokens:
             return prompts, completions
         total += prompt + int((lengths - 1).sum())
@@ -218,19 +273,35 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     layout_for(model, "on")
     layer = model.model.layers[0].train()
-    with FakeTensorMode(allow_non_fake_inputs=True), compiled(1 + (settings.activation_checkpointing is True)) as fused:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        compiled(1 + (settings.activation_checkpointing is True)) as fused,
+    ):
         sharding.prepare(model, settings, trained=True, device=torch.device("cpu"))
         layer.to_empty(device="cpu")
         length = layout.input_ids.shape[1]
-        states = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        cos = torch.empty(1, length, config.hidden_size // config.num_attention_heads, dtype=torch.bfloat16)
+        states = torch.empty(
+            1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True
+        )
+        cos = torch.empty(
+            1, length, config.hidden_size // config.num_attention_heads, dtype=torch.bfloat16
+        )
         tensors = {
             name: value
-            for name, value in ((field.name, getattr(layout.segments, field.name)) for field in fields(layout.segments))
+            for name, value in (
+                (field.name, getattr(layout.segments, field.name))
+                for field in fields(layout.segments)
+            )
             if isinstance(value, Tensor)
         }
-        segments = replace(layout.segments, **{name: torch.empty_like(value) for name, value in tensors.items()})
-        options = {"attention_mask": segments.mask, "position_embeddings": (cos, cos), "segments": segments}
+        segments = replace(
+            layout.segments, **{name: torch.empty_like(value) for name, value in tensors.items()}
+        )
+        options = {
+            "attention_mask": segments.mask,
+            "position_embeddings": (cos, cos),
+            "segments": segments,
+        }
         if settings.compile:
             layer.forward(states, **options).backward(torch.empty_like(states))
             return fused
@@ -248,7 +319,9 @@ def shapes() -> dict[str, tuple[Any, int]]:
 
 
 def variants(sharded: bool) -> list[Variant]:
-    """Returns the variants to compare; a model on several GPUs is checkpointed and stays sharded."""
+    """Returns the variants to compare; a model on several GPUs is checkpointed and stays
+    sharded.
+    """
     eager = TrainerSection(compile=False, activation_checkpointing=sharded)
     fused = TrainerSection(compile=True, activation_checkpointing=sharded)
     found = [
@@ -264,8 +337,12 @@ def variants(sharded: bool) -> list[Variant]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch"
+    )
     parser.add_argument("--models", nargs="*", default=["0.5B", "7B"], choices=["0.5B", "7B"])
     arguments = parser.parse_args()
     table = Table(title="predicted, not run: milliseconds of a micro-batch on an H100")
@@ -278,7 +355,9 @@ def main() -> None:
             for variant in variants(sharded=ranks > 1):
                 found = predicted(config, ranks, arguments.tokens, variant)
                 cells = [f"{found[name]:.1f}" for name in names]
-                table.add_row(f"{model} × {ranks}", variant.name, *cells, f"{100 * found['MFU']:.0f} %")
+                table.add_row(
+                    f"{model} × {ranks}", variant.name, *cells, f"{100 * found['MFU']:.0f} %"
+                )
     Console(width=140).print(table)
 
 

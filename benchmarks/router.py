@@ -1,14 +1,16 @@
-"""Measures sglang-router and smg as an agent starts them: `OMP_NUM_THREADS=1 python -m benchmarks.router [PART …]`.
+"""Measures sglang-router and smg as an agent starts them: `OMP_NUM_THREADS=1 python -m
+benchmarks.router [PART …]`.
 
-`balance`: 256 concurrent groups over 2 and 4 workers, by policy; the figure is the requests of the busiest worker over
-the mean. Prompts are all different, as in training, or share their first 600 tokens, as in a few-shot evaluation.
-`latency`: the latency the router adds to a request; 300 requests of each kind, one at a time, in turn. `recovery`: two
-embedded engines with 16 requests in flight; one engine is killed (kill -9) and started again on its port 10 s later.
-Requests come from a plain client, which never retries, and from RolloutClient. No agent removes the engine from the
+`balance`: 256 concurrent groups over 2 and 4 workers, by policy; the figure is the requests of the
+busiest worker over the mean. Prompts are all different, as in training, or share their first 600
+tokens, as in a few-shot evaluation. `latency`: the latency the router adds to a request; 300
+requests of each kind, one at a time, in turn. `recovery`: two embedded engines with 16 requests in
+flight; one engine is killed (kill -9) and started again on its port 10 s later. Requests come from
+a plain client, which never retries, and from RolloutClient. No agent removes the engine from the
 router or adds it again, so this measures the router's own health checks.
 
-The workers of the first two parts are processes that answer after a delay without computing. smg is skipped if it is
-not installed.
+The workers of the first two parts are processes that answer after a delay without computing. smg is
+skipped if it is not installed.
 """
 
 import argparse
@@ -41,7 +43,11 @@ from services.rollout.router import router_command
 GROUPS, ROUNDS, IN_FLIGHT, DOWN_S = 256, 300, 16, 10.0
 ROUTERS = ["sglang-router", *(["smg"] if importlib.util.find_spec("smg") else [])]
 POLICIES = ("round_robin", "random", "cache_aware")
-_ANSWER = {"text": "because " * 400, "output_ids": list(range(500)), "meta_info": {"finish_reason": {"type": "stop"}}}
+_ANSWER = {
+    "text": "because " * 400,
+    "output_ids": list(range(500)),
+    "meta_info": {"finish_reason": {"type": "stop"}},
+}
 
 
 def work(port: int, seconds: float) -> None:
@@ -59,9 +65,16 @@ def work(port: int, seconds: float) -> None:
         return web.json_response(_ANSWER)
 
     async def info(_: web.Request) -> web.Response:
-        load = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": 0, "num_total_reqs": running}
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": 0,
+            "num_total_reqs": running,
+        }
         said = {"asked": asked, "model_path": "/m", "served_model_name": "m", "is_generation": True}
-        return web.json_response({**said, "timestamp": time.time(), "version": "1", "loads": [load], "aggregate": load})
+        return web.json_response(
+            {**said, "timestamp": time.time(), "version": "1", "loads": [load], "aggregate": load}
+        )
 
     app = web.Application(client_max_size=1 << 30)
     app.router.add_post("/generate", generate)
@@ -80,27 +93,45 @@ class Bench:
         """Starts this many workers and returns their URLs."""
         urls = {f"http://127.0.0.1:{port}": port for port in (free_port() for _ in range(count))}
         for url, port in urls.items():
-            await self._start(["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)], url)
+            await self._start(
+                ["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)], url
+            )
         return list(urls)
 
     async def engine(self, model: Path, port: int) -> "subprocess.Popen[bytes]":
-        words = ["-m", "services.engine", "--model-path", str(model), "--port", str(port), "--weight-version", "1"]
+        words = [
+            "-m",
+            "services.engine",
+            "--model-path",
+            str(model),
+            "--port",
+            str(port),
+            "--weight-version",
+            "1",
+        ]
         return await self._start(words, f"http://127.0.0.1:{port}")
 
     async def _start(self, words: Sequence[str], url: str) -> "subprocess.Popen[bytes]":
         """Starts a process without output; requests in flight go on until it is healthy."""
-        (running,) = await asyncio.to_thread(self.stack.enter_context, processes([words], [url], disposable=True))
+        (running,) = await asyncio.to_thread(
+            self.stack.enter_context, processes([words], [url], disposable=True)
+        )
         return running
 
     async def router(self, name: str, policy: str, workers: Sequence[str]) -> str:
         """Starts a router and returns its URL once it lists all workers as healthy."""
-        settings = {"router": name, "router_policy": policy, "router_port": free_port(), "router_metrics_port": free_port()}
+        settings = {
+            "router": name,
+            "router_policy": policy,
+            "router_port": free_port(),
+            "router_metrics_port": free_port(),
+        }
         section = RolloutSection.model_validate(settings)
         url = f"http://127.0.0.1:{section.router_port}"
         await self._start(router_command(Config(rollout=section), Topology())[1:], url)
         for worker in workers:
             await self.http.post(f"{url}/workers", json={"url": worker})
-        while len(await self.healthy(url)) < len(workers):  # noqa: ASYNC110 - remote
+        while len(await self.healthy(url)) < len(workers):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         return url
 
@@ -116,7 +147,9 @@ class Bench:
         """Requests one group with a plain client and returns the outcome."""
         sampling = {"n": n, "max_new_tokens": 24, "temperature": 1.0}
         try:
-            async with self.http.post(f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}) as answer:
+            async with self.http.post(
+                f"{url}/generate", json={"input_ids": prompt, "sampling_params": sampling}
+            ) as answer:
                 await answer.read()
                 return str(answer.status)
         except aiohttp.ClientError as error:
@@ -126,7 +159,9 @@ class Bench:
 async def balance(bench: Bench) -> None:
     rng = random.Random(0)
     shots = [rng.randrange(1000) for _ in range(600)]
-    print(f"balance: busiest worker over the mean, {GROUPS} groups at once (different prompts / a common prefix)")
+    print(
+        f"balance: busiest worker over the mean, {GROUPS} groups at once (different prompts / a common prefix)"
+    )
     for name in ROUTERS:
         for policy in POLICIES:
             cells = []
@@ -134,14 +169,23 @@ async def balance(bench: Bench) -> None:
                 workers = await bench.workers(count, 1.0)
                 url, before = await bench.router(name, policy, workers), [0] * count
                 for prefix in ([], shots):
-                    prompts = [[*prefix, *(rng.randrange(1000) for _ in range(80))] for _ in range(GROUPS)]
-                    failed = Counter(await asyncio.gather(*(bench.ask(url, prompt) for prompt in prompts)))
+                    prompts = [
+                        [*prefix, *(rng.randrange(1000) for _ in range(80))] for _ in range(GROUPS)
+                    ]
+                    failed = Counter(
+                        await asyncio.gather(*(bench.ask(url, prompt) for prompt in prompts))
+                    )
                     assert set(failed) == {"200"}, failed
-                    now = [(await bench.json(f"{worker}/server_info"))["asked"] for worker in workers]
+                    now = [
+                        (await bench.json(f"{worker}/server_info"))["asked"] for worker in workers
+                    ]
                     asked = [new - old for new, old in zip(now, before, strict=True)]
                     before = now
                     cells.append(f"{max(asked) / statistics.mean(asked):.2f}")
-            print(f"  {name:14} {policy:12} 2 workers {cells[0]} / {cells[1]}   4 workers {cells[2]} / {cells[3]}", flush=True)
+            print(
+                f"  {name:14} {policy:12} 2 workers {cells[0]} / {cells[1]}   4 workers {cells[2]} / {cells[3]}",
+                flush=True,
+            )
 
 
 async def latency(bench: Bench) -> None:
@@ -155,39 +199,58 @@ async def latency(bench: Bench) -> None:
                 began = time.perf_counter()
                 await bench.ask(target, list(range(200)))
                 taken.append(time.perf_counter() - began)
-        added = [1000 * (through - direct) for through, direct in zip(seconds[url], seconds[worker], strict=True)]
+        added = [
+            1000 * (through - direct)
+            for through, direct in zip(seconds[url], seconds[worker], strict=True)
+        ]
         median, tail = statistics.median(added), statistics.quantiles(added, n=20)[-1]
-        print(f"  {name:14} {median:.2f} ({tail:.2f}); directly {1000 * statistics.median(seconds[worker]):.2f}", flush=True)
+        print(
+            f"  {name:14} {median:.2f} ({tail:.2f}); directly {1000 * statistics.median(seconds[worker]):.2f}",
+            flush=True,
+        )
 
 
 async def recovery(bench: Bench) -> None:
-    print(f"recovery: an engine of two is killed and started again after {DOWN_S:.0f} s, {IN_FLIGHT} requests in flight")
+    print(
+        f"recovery: an engine of two is killed and started again after {DOWN_S:.0f} s, {IN_FLIGHT} requests in flight"
+    )
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         prompts = build(model)
         for name in ROUTERS:
             ports = [free_port(), free_port()]
             engines = [await bench.engine(model, port) for port in ports]
-            url = await bench.router(name, "round_robin", [f"http://127.0.0.1:{port}" for port in ports])
+            url = await bench.router(
+                name, "round_robin", [f"http://127.0.0.1:{port}" for port in ports]
+            )
             over = asyncio.Event()
             async with RolloutClient("router", url) as client:
                 half = IN_FLIGHT // 2
-                plain = [asyncio.create_task(_plain(bench, url, prompts, over)) for _ in range(half)]
+                plain = [
+                    asyncio.create_task(_plain(bench, url, prompts, over)) for _ in range(half)
+                ]
                 ours = [asyncio.create_task(_ours(client, prompts, over)) for _ in range(half)]
                 await asyncio.sleep(3)
                 engines[1].send_signal(signal.SIGKILL)
                 await asyncio.sleep(DOWN_S)
                 await bench.engine(model, ports[1])
                 began = time.perf_counter()
-                while await _idle(bench, ports[1]):  # noqa: ASYNC110 - remote
+                while await _idle(bench, ports[1]):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 back = time.perf_counter() - began
                 over.set()
-                seen = [dict(sum(await asyncio.gather(*tasks), Counter())) for tasks in (plain, ours)]
-            print(f"  {name:14} first request {back:.1f} s after the engine is up; plain {seen[0]}, ours {seen[1]}", flush=True)
+                seen = [
+                    dict(sum(await asyncio.gather(*tasks), Counter())) for tasks in (plain, ours)
+                ]
+            print(
+                f"  {name:14} first request {back:.1f} s after the engine is up; plain {seen[0]}, ours {seen[1]}",
+                flush=True,
+            )
 
 
-async def _plain(bench: Bench, url: str, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
+async def _plain(
+    bench: Bench, url: str, prompts: list[list[int]], over: asyncio.Event
+) -> Counter[str]:
     """Sends requests until `over` is set; returns the number of answers by status."""
     seen: Counter[str] = Counter()
     while not over.is_set():
@@ -195,12 +258,16 @@ async def _plain(bench: Bench, url: str, prompts: list[list[int]], over: asyncio
     return seen
 
 
-async def _ours(client: RolloutClient, prompts: list[list[int]], over: asyncio.Event) -> Counter[str]:
+async def _ours(
+    client: RolloutClient, prompts: list[list[int]], over: asyncio.Event
+) -> Counter[str]:
     seen: Counter[str] = Counter()
     while not over.is_set():
         prompt = random.choice(prompts)
         try:
-            await client.generate(prompt, n=8, max_new_tokens=24, temperature=1.0, stop_token_ids=[])
+            await client.generate(
+                prompt, n=8, max_new_tokens=24, temperature=1.0, stop_token_ids=[]
+            )
             seen["200"] += 1
         except ServiceError as error:
             seen[str(error.status)] += 1
@@ -223,7 +290,9 @@ async def main(parts: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all if none is named")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)

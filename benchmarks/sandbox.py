@@ -1,4 +1,5 @@
-"""Measures programs per second in the sandbox of code rewards, compared with a bare, unprotected Python process.
+"""Measures programs per second in the sandbox of code rewards, compared with a bare, unprotected
+Python process.
 
     python -m benchmarks.sandbox [--programs 100]
 
@@ -44,7 +45,9 @@ def measured(run: Callable[[int], bool], programs: int, at_once: int) -> tuple[f
 
 def main() -> None:
     """Prints a row for each number of slots and of cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--programs", type=int, default=100)
     programs = parser.parse_args().programs
     logging.disable(logging.INFO)
@@ -57,14 +60,20 @@ def main() -> None:
             print(f"not measured: {error}")
             return
         for count in (1, 10):
-            cases = parse_cases([{"input": f"{i} {i + 1}", "output": str(2 * i + 1)} for i in range(count)])
+            cases = parse_cases(
+                [{"input": f"{i} {i + 1}", "output": str(2 * i + 1)} for i in range(count)]
+            )
 
             def run(_: int, sandbox: Sandbox = sandbox, cases: list[Case] = cases) -> bool:
                 return all(result.status == "passed" for result in sandbox.run(SOURCE, cases))
 
             report(f"sandbox, {slots} slots, {count} cases", count, *measured(run, programs, slots))
         case = parse_cases([{"input": "3 4", "output": "7"}])[0]
-        report(f"bare Python, {slots} at once", 1, *measured(lambda _, case=case: bare(case), programs, slots))  # type: ignore[misc]
+        report(
+            f"bare Python, {slots} at once",
+            1,
+            *measured(lambda _, case=case: bare(case), programs, slots),  # type: ignore[misc]
+        )
 
 
 def report(name: str, cases: int, rate: float, latencies: list[float]) -> None:

@@ -1,9 +1,10 @@
-"""Does anything leak? Runs the local job group on the built-in task for a long time and watches every process and file.
+"""Does anything leak? Runs the local job group on the built-in task for a long time and watches
+every process and file.
 
-`python -m benchmarks.soak [--minutes 30]` reads the memory, open files and threads of every process and the size of
-every store every ten seconds. The first quarter of the time is a warm-up; after it, lines are fitted. The exit status
-is 1 if anything grows beyond its bound. Files that grow by design (a line per step, checkpoints, logs) are shown with
-their rate.
+`python -m benchmarks.soak [--minutes 30]` reads the memory, open files and threads of every process
+and the size of every store every ten seconds. The first quarter of the time is a warm-up; after it,
+lines are fitted. The exit status is 1 if anything grows beyond its bound. Files that grow by design
+(a line per step, checkpoints, logs) are shown with their rate.
 """
 
 import argparse
@@ -29,11 +30,13 @@ from tests.chaos.targets import Process
 EVERY_S = 10.0
 WARM_UP = 0.25
 RSS_BOUND_MB_PER_HOUR, RSS_NOISE_MB = 40.0, 8.0
-"""A process may grow by this much per hour, plus the noise: in a short run, allocators settle late."""
+"""A process may grow by this much per hour, plus the noise: in a short run, allocators settle
+late."""
 FILES_BOUND, THREADS_BOUND = 3.0, 2.0
 """Allowed growth over the whole time."""
 STORE_BOUND_MB, STORE_SHARE = 4.0, 0.1
-"""A bounded store may grow by this much plus this share of its size, because it is written in chunks."""
+"""A bounded store may grow by this much plus this share of its size, because it is written in
+chunks."""
 SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "NUM_EPOCHS": "100000",
@@ -41,7 +44,8 @@ SETTINGS = {
     "BATCH_SIZE": "4",
     "RLHF_SAMPLING__GROUP_SIZE": "4",
     "RLHF_REPLAY__CAPACITY": "1600",  # full after a hundred steps, so that old groups are removed
-    "RLHF_TRAINER__LEARNING_RATE": "1e-6",  # the model hardly changes, so the step time stays constant
+    # the model hardly changes, so the step time stays constant
+    "RLHF_TRAINER__LEARNING_RATE": "1e-6",
     "RLHF_TRAINER__EVAL_EVERY": "100",
     "RLHF_TRAINER__EVAL_SAMPLES": "16",
     "RLHF_TRAINER__EVAL_PASS_SAMPLES": "0",
@@ -157,12 +161,16 @@ def judge(samples: Samples, since: float, until: float) -> list[str]:
     for what, table, bound in bounds:
         for name, series in table.items():
             if (more := growth(series, since)) > bound:
-                found.append(f"{name}: {more:+.1f} {what} in {until - since:.0f} s, more than {bound:.1f}")
+                found.append(
+                    f"{name}: {more:+.1f} {what} in {until - since:.0f} s, more than {bound:.1f}"
+                )
     for name in STORES:
         series = samples.stores[name]
         bound = STORE_BOUND_MB * 1e6 + STORE_SHARE * series[-1][1]
         if (more := growth(series, since)) > bound:
-            found.append(f"{name}: {more / 1e6:+.1f} MB on disk in {until - since:.0f} s, more than {bound / 1e6:.1f}")
+            found.append(
+                f"{name}: {more / 1e6:+.1f} MB on disk in {until - since:.0f} s, more than {bound / 1e6:.1f}"
+            )
     return found
 
 
@@ -184,14 +192,18 @@ def report(samples: Samples, since: float, console: Console) -> None:
         table.add_column(title, justify="left" if title == "what" else "right")
     for name, series in samples.stores.items():
         rate = f"{series[-1][1] / steps:.0f}" if name in BY_DESIGN else "bounded"
-        table.add_row(name, f"{series[-1][1] / 1e6:.2f}", f"{growth(series, since) / 1e6:+.2f}", rate)
+        table.add_row(
+            name, f"{series[-1][1] / 1e6:.2f}", f"{growth(series, since) / 1e6:+.2f}", rate
+        )
     console.print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
-    parser.add_argument("--minutes", type=float, default=30.0, help="duration, counted from the first step")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="duration, counted from the first step"
+    )
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
     parser.add_argument("--json", type=Path, help="write every sample here")
     options = parser.parse_args(argv)
@@ -216,11 +228,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         since, until = WARM_UP * samples.steps[-1][0], samples.steps[-1][0]
         problems = judge(samples, since, until)
         if ended is not None:
-            problems.append(f"the group ended by itself with status {ended}:\n{group.output()[-3000:]}")
+            problems.append(
+                f"the group ended by itself with status {ended}:\n{group.output()[-3000:]}"
+            )
         if restarts := dict(group.restarts()):
             problems.append(f"tasks were restarted: {restarts}")
     report(samples, since, console)
-    console.print(f"{samples.steps[-1][1]:.0f} steps in {until:.0f} s, {len(samples.steps)} samples")
+    console.print(
+        f"{samples.steps[-1][1]:.0f} steps in {until:.0f} s, {len(samples.steps)} samples"
+    )
     for problem in problems:
         console.print(f"grows or fails: {problem}", style="red", markup=False)
     if options.json:

@@ -1,7 +1,8 @@
-"""TRL's half of `benchmarks.vs_trl_learning`: TRL's GRPOTrainer on the job in a JSON file. Runs in `.venv-trl`.
+"""TRL's half of `benchmarks.vs_trl_learning`: TRL's GRPOTrainer on the job in a JSON file. Runs in
+`.venv-trl`.
 
-`.venv-trl/bin/python -m benchmarks.trl_side JOB.json` reads the fields of `Job` from the file. The only code of this
-project it uses is the grader, which needs only math-verify.
+`.venv-trl/bin/python -m benchmarks.trl_side JOB.json` reads the fields of `Job` from the file. The
+only code of this project it uses is the grader, which needs only math-verify.
 """
 
 import json
@@ -29,11 +30,13 @@ class Job:
     settings: dict[str, Any]
     """Arguments of GRPOConfig."""
     learning_rates: list[float]
-    """Learning rate of every step; empty: TRL's own schedule, with `warmup_steps` in the settings."""
+    """Learning rate of every step; empty: TRL's own schedule, with `warmup_steps` in the
+    settings."""
     prompts: list[dict[str, Any]]
     """Prompts in the order of the steps, each with `text`, `ids` and `answer`."""
     completions: list[list[int]] | None = None
-    """Completions (token ids) to train on instead of sampling, `num_generations` per prompt, in order."""
+    """Completions (token ids) to train on instead of sampling, `num_generations` per prompt, in
+    order."""
 
     @classmethod
     def read(cls, path: Path) -> "Job":
@@ -57,7 +60,9 @@ def grade(answer: str, text: str, stopped: bool) -> bool:
 
 
 def main() -> None:
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # silences the warning about rollout_func
+    os.environ.setdefault(
+        "TRL_EXPERIMENTAL_SILENCE", "1"
+    )  # silences the warning about rollout_func
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -68,16 +73,22 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     job = Job.read(Path(sys.argv[1]))
-    completions = job.settings["per_device_train_batch_size"] * job.settings["gradient_accumulation_steps"]
+    completions = (
+        job.settings["per_device_train_batch_size"] * job.settings["gradient_accumulation_steps"]
+    )
 
     class Trainer(GRPOTrainer):  # type: ignore[misc]
-        """GRPOTrainer with a given learning rate for every step; TRL's own schedule starts at zero, a step later."""
+        """GRPOTrainer with a given learning rate for every step; TRL's own schedule starts at zero,
+        a step later.
+        """
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             if not job.learning_rates:
                 return super().create_scheduler(num_training_steps, optimizer)
             rates = [rate / self.args.learning_rate for rate in job.learning_rates]
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, lambda i: rates[min(i, len(rates) - 1)])
+            schedule = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda i: rates[min(i, len(rates) - 1)]
+            )
             self.lr_scheduler = schedule
             return schedule
 
@@ -100,7 +111,12 @@ def main() -> None:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.seconds.append(time.perf_counter() - self._began)
 
-    def reward(completions: Sequence[str], completion_ids: Sequence[list[int]], answer: Sequence[str], **_: Any) -> list[float]:
+    def reward(
+        completions: Sequence[str],
+        completion_ids: Sequence[list[int]],
+        answer: Sequence[str],
+        **_: Any,
+    ) -> list[float]:
         stops = set(trainer.eos_token_ids)
         answers = zip(answer, completions, completion_ids, strict=True)
         return [float(grade(right, text, ids[-1] in stops)) for right, text, ids in answers]
@@ -109,7 +125,11 @@ def main() -> None:
         assert job.completions is not None
         start = trainer.state.global_step * len(prompts)
         ids = trainer.processing_class(text=list(prompts))["input_ids"]
-        return {"prompt_ids": ids, "completion_ids": job.completions[start : start + len(prompts)], "logprobs": None}
+        return {
+            "prompt_ids": ids,
+            "completion_ids": job.completions[start : start + len(prompts)],
+            "logprobs": None,
+        }
 
     clock, generation = Clock(), list[float]()
     trainer = Trainer(
@@ -128,14 +148,18 @@ def main() -> None:
             use_cpu=True,
             **job.settings,
         ),
-        train_dataset=Dataset.from_list([{"prompt": prompt["text"], "answer": prompt["answer"]} for prompt in job.prompts]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt["text"], "answer": prompt["answer"]} for prompt in job.prompts]
+        ),
         callbacks=[clock],
         rollout_func=replayed if job.completions is not None else None,
     )
     for prompt in job.prompts:
         ids = trainer.processing_class(text=[prompt["text"]])["input_ids"][0]
         if ids != prompt["ids"]:
-            raise SystemExit(f"TRL's tokenisation of {prompt['text']!r} differs: {ids}, not {prompt['ids']}")
+            raise SystemExit(
+                f"TRL's tokenisation of {prompt['text']!r} differs: {ids}, not {prompt['ids']}"
+            )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     log = {"steps": steps, "seconds": clock.seconds, "generation": generation}

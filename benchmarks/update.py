@@ -1,13 +1,15 @@
 """Measures the update alone: tokens per second, MFU and peak memory, on models of real shapes.
 
-Each measurement is one GRPO update with random weights and random tokens in the shape of Qwen2.5: `--tokens` prompt and
-completion tokens in groups of `--group`, with heavy-tailed completions of `--completion` tokens on average. Each case
-runs in a separate process. FLOPs are those the update needs: 6 per parameter and token (a shared prompt counts once,
-the head for completion tokens only), and the attention. MFU is the share of the peak in the GPU's data sheet (bfloat16,
-dense); on a CPU, of the measured rate of a large float32 matrix product.
+Each measurement is one GRPO update with random weights and random tokens in the shape of Qwen2.5:
+`--tokens` prompt and completion tokens in groups of `--group`, with heavy-tailed completions of
+`--completion` tokens on average. Each case
+runs in a separate process. FLOPs are those the update needs: 6 per parameter and token (a shared
+prompt counts once, the head for completion tokens only), and the attention. MFU is the share of the
+peak in the GPU's data sheet (bfloat16, dense); on a CPU, of the measured rate of a large float32
+matrix product.
 
-`--trl` adds the step of TRL's GRPOTrainer on exactly the same tokens, without generation, in `.venv-trl`, which
-`make bench-trl` creates.
+`--trl` adds the step of TRL's GRPOTrainer on exactly the same tokens, without generation, in
+`.venv-trl`, which `make bench-trl` creates.
 """
 
 import argparse
@@ -49,11 +51,21 @@ SHAPES = {
         "vocab_size": 8192,
     },
     "0.5b": {
-        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+        **{
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+        },
         "vocab_size": 151_936,
     },
     "1.5b": {
-        **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+        **{
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+        },
         "vocab_size": 151_936,
     },
     "7b-layers": {
@@ -96,14 +108,22 @@ SHAPES = {
         "vocab_size": 1024,
     },
 }
-"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values unless given, tied embeddings.
+"""The shapes of Qwen2.5, and one for CPUs; two heads of keys and values unless given, tied
+embeddings.
 
-`-layers` are a few layers of Qwen2.5-7B and 32B and of Qwen3-30B-A3B under a small vocabulary, so that the layers are
-what is measured.
+`-layers` are a few layers of Qwen2.5-7B and 32B and of Qwen3-30B-A3B under a small vocabulary, so
+that the layers are what is measured.
 """
 GROUPS = 4
 """Groups of a full micro-batch (`full_groups`)."""
-_PEAKS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+_PEAKS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "4090": 165e12,
+}
 """bfloat16 FLOP/s without sparsity, from the makers' data sheets."""
 
 
@@ -137,7 +157,9 @@ class Result:
 
 
 def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") -> None:
-    """Creates a random model of this shape with the built-in tokenizer; large models faster on a GPU."""
+    """Creates a random model of this shape with the built-in tokenizer; large models faster on a
+    GPU.
+    """
     quiet()
     torch.manual_seed(0)
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
@@ -157,7 +179,12 @@ def make_model(shape: str, directory: Path, device: torch.device | str = "cpu") 
 
 
 def random_group(
-    name: str, prompt: list[int], lengths: list[int], rng: np.random.Generator, vocabulary: int, text: str = ""
+    name: str,
+    prompt: list[int],
+    lengths: list[int],
+    rng: np.random.Generator,
+    vocabulary: int,
+    text: str = "",
 ) -> Group:
     """Returns a group of random completions; every second one is right."""
     completions = [
@@ -173,20 +200,39 @@ def random_group(
         for i, length in enumerate(lengths)
     ]
     ids = np.array(prompt, np.int32)
-    return Group(id=name, prompt_id=name, prompt=text, ground_truth="", prompt_token_ids=ids, completions=completions)
+    return Group(
+        id=name,
+        prompt_id=name,
+        prompt=text,
+        ground_truth="",
+        prompt_token_ids=ids,
+        completions=completions,
+    )
 
 
 def full_groups(config: Config, ranks: int = 1) -> list[Group]:
-    """Returns groups of random tokens, with a heavy tail of lengths, that exactly fill two micro-batches of every rank."""
+    """Returns groups of random tokens, with a heavy tail of lengths, that exactly fill two
+    micro-batches of every rank.
+    """
     rng, size = np.random.default_rng(0), config.sampling.group_size
-    vocabulary = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    vocabulary = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))[
+        "vocab_size"
+    ]
     tokens = config.trainer.micro_batch_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
-    lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(int)  # the last token is not computed
+    lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(
+        int
+    )  # the last token is not computed
     lengths[-1] += tokens - prompt - (lengths - 1).sum()
     return [
-        random_group(str(number), rng.integers(10, vocabulary, prompt).tolist(), lengths.tolist(), rng, vocabulary)
+        random_group(
+            str(number),
+            rng.integers(10, vocabulary, prompt).tolist(),
+            lengths.tolist(),
+            rng,
+            vocabulary,
+        )
         for number in range(2 * ranks * GROUPS)
     ]
 
@@ -203,13 +249,19 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
         left -= int(lengths.sum()) + case.group * case.prompt
         text = tokenizer.decode(rng.integers(10, vocabulary, case.prompt))
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        groups.append(random_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text))
+        groups.append(
+            random_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text)
+        )
     return groups
 
 
 def tokens_of(groups: list[Group]) -> int:
     """Returns the prompt and completion tokens; a prompt counts once per completion."""
-    return sum(len(group.prompt_token_ids) + len(each.token_ids) for group in groups for each in group.completions)
+    return sum(
+        len(group.prompt_token_ids) + len(each.token_ids)
+        for group in groups
+        for each in group.completions
+    )
 
 
 def required_flops(groups: list[Group], model: Any) -> float:
@@ -219,7 +271,9 @@ def required_flops(groups: list[Group], model: Any) -> float:
     """
     config = model.config
     head = config.vocab_size * config.hidden_size
-    body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head  # the embedding is a lookup
+    body = (
+        sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head
+    )  # the embedding is a lookup
     experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
     if experts:
         body -= experts - experts * config.num_experts_per_tok // config.num_experts
@@ -247,17 +301,27 @@ def measure(case: Case) -> Result:
         *case.settings,
     ]
     config = load(words, {})
-    with Ranks.from_env(600, config.trainer.device, config.trainer.shard_size, config.trainer.offload_optimizer) as ranks:
+    with Ranks.from_env(
+        600, config.trainer.device, config.trainer.shard_size, config.trainer.offload_optimizer
+    ) as ranks:
         policy = Policy(config, ranks)
         reference, groups = Reference(policy), make_groups(case, load_tokenizer(config.model))
         flops = required_flops(groups, policy.model)
         seconds = [learn(policy, reference, groups, config)[0] for _ in range(case.repeats + 1)]
         on_gpu = ranks.device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return Result(statistics.median(seconds[1:]), tokens_of(groups), flops, peak(ranks.device), memory)
+        memory = (
+            torch.cuda.max_memory_allocated()
+            if on_gpu
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+        return Result(
+            statistics.median(seconds[1:]), tokens_of(groups), flops, peak(ranks.device), memory
+        )
 
 
-def learn(policy: Policy, reference: Reference, groups: list[Group], config: Config) -> tuple[float, UpdateMetrics]:
+def learn(
+    policy: Policy, reference: Reference, groups: list[Group], config: Config
+) -> tuple[float, UpdateMetrics]:
     """Makes an update on these groups; returns its seconds and metrics."""
     batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
     start = time.perf_counter()
@@ -270,13 +334,19 @@ def learn(policy: Policy, reference: Reference, groups: list[Group], config: Con
 
 
 def peak(device: torch.device) -> float:
-    """Returns the FLOP/s at 100 % utilisation. Raises ConfigError for a GPU with an unknown data sheet."""
+    """Returns the FLOP/s at 100 % utilisation. Raises ConfigError for a GPU with an unknown data
+    sheet.
+    """
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for part, rate in _PEAKS.items():
             if part in name:
                 return rate
-        raise ConfigError("the peak of this GPU is not known", value=name, remedy="add it to _PEAKS of benchmarks/update.py")
+        raise ConfigError(
+            "the peak of this GPU is not known",
+            value=name,
+            remedy="add it to _PEAKS of benchmarks/update.py",
+        )
     left, right, rates = torch.randn(2048, 2048), torch.randn(2048, 2048), []
     for _ in range(5):
         start = time.perf_counter()
@@ -290,7 +360,9 @@ def trl_seconds(case: Case, directory: Path) -> float:
     from benchmarks.trl_side import Job  # this module imports the graders
 
     groups = make_groups(case, load_tokenizer(load(["--model.name", case.model], {}).model))
-    completions = [completion.token_ids.tolist() for group in groups for completion in group.completions]
+    completions = [
+        completion.token_ids.tolist() for group in groups for completion in group.completions
+    ]
     steps = case.repeats + 1
     settings = {
         "per_device_train_batch_size": len(completions),
@@ -303,8 +375,20 @@ def trl_seconds(case: Case, directory: Path) -> float:
         "bf16": False,
         "gradient_checkpointing": False,
     }
-    prompts = [{"ids": group.prompt_token_ids.tolist(), "text": group.prompt, "answer": "0"} for group in groups] * steps
-    job = Job(case.model, str(directory), 0, steps + 1, settings, [1e-6] * steps, prompts, completions * steps)
+    prompts = [
+        {"ids": group.prompt_token_ids.tolist(), "text": group.prompt, "answer": "0"}
+        for group in groups
+    ] * steps
+    job = Job(
+        case.model,
+        str(directory),
+        0,
+        steps + 1,
+        settings,
+        [1e-6] * steps,
+        prompts,
+        completions * steps,
+    )
     run(directory / "output.txt", TRL_PYTHON, "-m", "benchmarks.trl_side", job.write())
     seconds: list[float] = json.loads((directory / "log.json").read_text())["seconds"]
     return statistics.median(seconds[1:])
@@ -314,17 +398,37 @@ def main() -> None:
     head, *details = (__doc__ or "").split("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.update", description=head, epilog="\n\n".join(details), formatter_class=layout
+        prog="python -m benchmarks.update",
+        description=head,
+        epilog="\n\n".join(details),
+        formatter_class=layout,
     )
     gpu = torch.cuda.is_available()
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16_384, 32_768] if gpu else [4096, 8192])
+    parser.add_argument(
+        "--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"]
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[4096, 8192, 16_384, 32_768] if gpu else [4096, 8192],
+    )
     parser.add_argument("--group", type=int, default=8, help="completions of a prompt (default 8)")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt (default 200)")
-    parser.add_argument("--completion", type=int, default=400, help="mean tokens of a completion (default 400)")
+    parser.add_argument(
+        "--completion", type=int, default=400, help="mean tokens of a completion (default 400)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="updates that are timed (default 3)")
-    parser.add_argument("--variant", action="append", default=[], metavar="WORDS", help="extra settings, another row")
-    parser.add_argument("--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="WORDS",
+        help="extra settings, another row",
+    )
+    parser.add_argument(
+        "--trl", action="store_true", help="also measure TRL's step (float32 on a CPU)"
+    )
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -341,7 +445,17 @@ def compare(options: argparse.Namespace) -> None:
     """Measures everything and prints the table."""
     if options.trl:
         require_trl()
-    table = Table("shape", "tokens", "settings", "s/update", "tokens/s", "TFLOP/s", "MFU", "peak GB", "of TRL's step")
+    table = Table(
+        "shape",
+        "tokens",
+        "settings",
+        "s/update",
+        "tokens/s",
+        "TFLOP/s",
+        "MFU",
+        "peak GB",
+        "of TRL's step",
+    )
     with tempfile.TemporaryDirectory() as temporary:
         result = Path(temporary) / "result.json"
         for shape in options.shape:
@@ -349,19 +463,44 @@ def compare(options: argparse.Namespace) -> None:
             make_model(shape, model)
             for tokens in options.tokens:
                 for variant in ["", *options.variant]:
-                    about = (tokens, options.group, options.prompt, options.completion, variant.split(), options.repeats)
+                    about = (
+                        tokens,
+                        options.group,
+                        options.prompt,
+                        options.completion,
+                        variant.split(),
+                        options.repeats,
+                    )
                     case = Case(str(model), *about)
                     words = ("-m", "benchmarks.update", "--one", json.dumps(asdict(case)))
                     run(Path(temporary) / "output.txt", sys.executable, *words, result)
                     found = Result(**json.loads(result.read_text()))
-                    peer = trl_seconds(case, Path(temporary) / f"trl-{shape}-{tokens}") if options.trl and not variant else None
+                    peer = (
+                        trl_seconds(case, Path(temporary) / f"trl-{shape}-{tokens}")
+                        if options.trl and not variant
+                        else None
+                    )
                     rate = found.flops / found.seconds
                     table.add_row(
-                        *(shape, f"{found.tokens:,}", variant, f"{found.seconds:.3f}", f"{found.tokens / found.seconds:,.0f}"),
-                        *(f"{rate / 1e12:.3f}", f"{rate / found.peak:.1%}", f"{found.memory / 1e9:.2f}"),
+                        *(
+                            shape,
+                            f"{found.tokens:,}",
+                            variant,
+                            f"{found.seconds:.3f}",
+                            f"{found.tokens / found.seconds:,.0f}",
+                        ),
+                        *(
+                            f"{rate / 1e12:.3f}",
+                            f"{rate / found.peak:.1%}",
+                            f"{found.memory / 1e9:.2f}",
+                        ),
                         "" if peer is None else f"{found.seconds / peer:.2f}",
                     )
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    device = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
     console = Console()
     console.print(f"{device}, torch {torch.__version__}")
     console.print(table)

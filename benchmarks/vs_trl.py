@@ -1,14 +1,16 @@
-"""Compares seconds per step of this system and TRL's GRPOTrainer on the same machine, task, model, batch and lengths.
+"""Compares seconds per step of this system and TRL's GRPOTrainer on the same machine, task, model,
+batch and lengths.
 
-Three contestants run alternately, one at a time. The *whole* job group is five tasks as processes that talk HTTP; by
-default it is the one that `make demo` starts, with two rollout nodes behind the router and two trainer nodes. The
-*bare* trainer is the same code in one process (`train_in_process`). TRL runs in one process, with one thread and with
-one per core; the better result counts. All train on groups of the same prompts, but each samples its own completions,
-so the report includes their lengths.
+Three contestants run alternately, one at a time. The *whole* job group is five tasks as processes
+that talk HTTP; by default it is the one that `make demo` starts, with two rollout nodes behind the
+router and two trainer nodes. The
+*bare* trainer is the same code in one process (`train_in_process`). TRL runs in one process, with
+one thread and with one per core; the better result counts. All train on groups of the same prompts,
+but each samples its own completions, so the report includes their lengths.
 
-The default is the built-in task. `--config FILE` and settings such as `--model.name DIRECTORY` choose another model and
-task. TRL runs in `.venv-trl`, which `make bench-trl` creates. Evaluation and checkpoints are off; the first steps are
-not counted.
+The default is the built-in task. `--config FILE` and settings such as `--model.name DIRECTORY`
+choose another model and task. TRL runs in `.venv-trl`, which `make bench-trl` creates. Evaluation
+and checkpoints are off; the first steps are not counted.
 """
 
 import argparse
@@ -46,7 +48,8 @@ class Run:
     tokens: float
     """Mean completion length."""
     split: dict[str, float]
-    """Mean seconds per step by stage; TRL's generation includes its rewards, and the rest is its update."""
+    """Mean seconds per step by stage; TRL's generation includes its rewards, and the rest is its
+    update."""
 
     @property
     def step(self) -> float:
@@ -70,13 +73,25 @@ class Task:
 
     def load(self, steps: int, seed: int, directory: Path) -> Config:
         """Returns the settings of this trainer's runs; TRL gets the same."""
-        own = {"seed": seed, "state_dir": directory / "state", "trainer.run_dir": directory, "trainer.max_steps": steps}
-        words = [word for name, value in {**self.settings, **own}.items() for word in (f"--{name}", str(value))]
+        own = {
+            "seed": seed,
+            "state_dir": directory / "state",
+            "trainer.run_dir": directory,
+            "trainer.max_steps": steps,
+        }
+        words = [
+            word
+            for name, value in {**self.settings, **own}.items()
+            for word in (f"--{name}", str(value))
+        ]
         return load(["--config", self.config, *words], {})
 
     def whole(self, steps: int, seed: int, directory: Path) -> Run:
         """Runs the job group."""
-        fixed = {f"RLHF_{name.replace('.', '__').upper()}": value for name, value in self.settings.items()}
+        fixed = {
+            f"RLHF_{name.replace('.', '__').upper()}": value
+            for name, value in self.settings.items()
+        }
         own = {
             "RUN_CONFIG": self.config,
             "SEED": seed,
@@ -84,7 +99,11 @@ class Task:
             "RUN_DIR": directory,
             "STATE_DIR": directory / "state",
         }
-        words = [word for name, value in {**fixed, **own}.items() for word in ("--env", f"{name}={value}")]
+        words = [
+            word
+            for name, value in {**fixed, **own}.items()
+            for word in ("--env", f"{name}={value}")
+        ]
         command = ["-m", "jobgroup.local", self.jobgroup, "--log-dir", str(directory / "logs")]
         command += [*words, "--env", f"OMP_NUM_THREADS={self.threads}"]
         run(directory / "output.txt", sys.executable, *command, OMP_NUM_THREADS=str(self.threads))
@@ -111,14 +130,21 @@ class Task:
         settings = self.load(steps, seed, directory)
         completions = settings.trainer.batch_size * settings.sampling.group_size
         parts = max(1, completions // self.rows) if self.rows else 1
-        rows = {"per_device_train_batch_size": completions // parts, "gradient_accumulation_steps": parts}
+        rows = {
+            "per_device_train_batch_size": completions // parts,
+            "gradient_accumulation_steps": parts,
+        }
         task = replace(job(settings, directory, rows), save_every=steps + 1)
         command = (TRL_PYTHON, "-m", "benchmarks.trl_side", task.write())
         run(directory / "output.txt", *command, OMP_NUM_THREADS=str(threads))
         log: dict[str, Any] = json.loads((directory / "log.json").read_text())
         tokens = [entry["completions/mean_length"] for entry in log["steps"]][self.warm_up :]
         seconds, generation = (log[name][self.warm_up :] for name in ("seconds", "generation"))
-        return Run(seconds, mean(tokens), {"generation": mean(generation), "update": mean(seconds) - mean(generation)})
+        return Run(
+            seconds,
+            mean(tokens),
+            {"generation": mean(generation), "update": mean(seconds) - mean(generation)},
+        )
 
 
 def compare(task: Task, names: list[str], rounds: int, steps: int, console: Console) -> None:
@@ -128,10 +154,16 @@ def compare(task: Task, names: list[str], rounds: int, steps: int, console: Cons
     own: dict[str, Callable[[int, int, Path], Run]] = {"whole": task.whole, "bare": task.bare}
     contestants = {name: own[name] for name in names}
     for threads in sorted({task.threads, cores}):
-        contestants[f"TRL, {threads} threads"] = lambda *about, threads=threads: task.trl(threads, *about)
+        contestants[f"TRL, {threads} threads"] = lambda *about, threads=threads: task.trl(
+            threads, *about
+        )
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as temporary:
-        turns = [(seed, name) for seed in range(rounds) for name in (contestants if seed % 2 == 0 else [*contestants][::-1])]
+        turns = [
+            (seed, name)
+            for seed in range(rounds)
+            for name in (contestants if seed % 2 == 0 else [*contestants][::-1])
+        ]
         for seed, name in track(turns, description="running", console=console):
             directory = Path(temporary) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
             runs[name].append(contestants[name](task.warm_up + steps, seed, directory))
@@ -140,24 +172,54 @@ def compare(task: Task, names: list[str], rounds: int, steps: int, console: Cons
 
 
 def report(runs: dict[str, list[Run]], cores: int, console: Console) -> None:
-    """Prints the seconds, the ratios of runs of the same round, and where the whole system spends its time."""
-    best = min((name for name in runs if name.startswith("TRL")), key=lambda name: median(run.step for run in runs[name]))
-    table = Table("", "s/step, median of runs", "lowest to highest", "tokens/completion", f"of {best}", "lowest to highest")
+    """Prints the seconds, the ratios of runs of the same round, and where the whole system spends
+    its time.
+    """
+    best = min(
+        (name for name in runs if name.startswith("TRL")),
+        key=lambda name: median(run.step for run in runs[name]),
+    )
+    table = Table(
+        "",
+        "s/step, median of runs",
+        "lowest to highest",
+        "tokens/completion",
+        f"of {best}",
+        "lowest to highest",
+    )
     for name, of in runs.items():
-        steps, ratios = [run.step for run in of], [run.step / peer.step for run, peer in zip(of, runs[best], strict=True)]
+        steps, ratios = (
+            [run.step for run in of],
+            [run.step / peer.step for run, peer in zip(of, runs[best], strict=True)],
+        )
         table.add_row(
             *(name, f"{median(steps):.3f}", f"{min(steps):.3f} to {max(steps):.3f}"),
-            *(f"{mean(run.tokens for run in of):.1f}", f"{median(ratios):.2f}", f"{min(ratios):.2f} to {max(ratios):.2f}"),
+            *(
+                f"{mean(run.tokens for run in of):.1f}",
+                f"{median(ratios):.2f}",
+                f"{min(ratios):.2f} to {max(ratios):.2f}",
+            ),
         )
-    console.print(f"{cores} cores; {len(runs[best])} rounds of {len(runs[best][0].seconds)} steps each")
+    console.print(
+        f"{cores} cores; {len(runs[best])} rounds of {len(runs[best][0].seconds)} steps each"
+    )
     console.print(table)
     own = [name for name in runs if not name.startswith("TRL")]
-    means = {name: {stage: mean(run.split[stage] for run in of) for stage in of[0].split} for name, of in runs.items()}
+    means = {
+        name: {stage: mean(run.split[stage] for run in of) for stage in of[0].split}
+        for name, of in runs.items()
+    }
     split = Table("seconds of a step", *own, best, *(f"{name}, of {best}" for name in own))
     for stage in means[own[0]]:
         theirs = means[best].get(stage)
-        row = [f"{means[name][stage]:.3f}" for name in own] + ["" if theirs is None else f"{theirs:.3f}"]
-        split.add_row(stage, *row, *("" if theirs is None else f"{means[name][stage] / theirs:.2f}" for name in own))
+        row = [f"{means[name][stage]:.3f}" for name in own] + [
+            "" if theirs is None else f"{theirs:.3f}"
+        ]
+        split.add_row(
+            stage,
+            *row,
+            *("" if theirs is None else f"{means[name][stage] / theirs:.2f}" for name in own),
+        )
     console.print(split)
 
 
@@ -165,22 +227,49 @@ def main() -> None:
     head, *details = (__doc__ or "").split("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl", description=head, epilog="\n\n".join(details), formatter_class=layout
+        prog="python -m benchmarks.vs_trl",
+        description=head,
+        epilog="\n\n".join(details),
+        formatter_class=layout,
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps per run (default 20)")
-    parser.add_argument("--warm-up", type=int, default=5, help="uncounted first steps per run (default 5)")
+    parser.add_argument(
+        "--warm-up", type=int, default=5, help="uncounted first steps per run (default 5)"
+    )
     parser.add_argument("--config", default=_CONFIG, help=f"settings (default {_CONFIG})")
-    parser.add_argument("--jobgroup", default=_JOBGROUP, help=f"job group of the whole system (default {_JOBGROUP})")
-    parser.add_argument("--contestants", nargs="+", choices=("whole", "bare"), default=["whole", "bare"], help="beside TRL")
-    parser.add_argument("--threads", type=int, default=1, help="threads of each of this system's processes (default 1)")
-    parser.add_argument("--trl-rows", type=int, default=0, help="TRL's micro-batch size (default: all of a step)")
+    parser.add_argument(
+        "--jobgroup", default=_JOBGROUP, help=f"job group of the whole system (default {_JOBGROUP})"
+    )
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        choices=("whole", "bare"),
+        default=["whole", "bare"],
+        help="beside TRL",
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="threads of each of this system's processes (default 1)",
+    )
+    parser.add_argument(
+        "--trl-rows", type=int, default=0, help="TRL's micro-batch size (default: all of a step)"
+    )
     parser.add_argument("--bare", nargs=3, help=argparse.SUPPRESS)
     options, words = parser.parse_known_args()
     if len(words) % 2 or not all(word.startswith("--") for word in words[::2]):
         parser.error(f"further settings are pairs of --NAME VALUE, not {words}")
     settings = _SETTINGS | dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
-    task = Task(options.config, options.jobgroup, settings, options.warm_up, options.threads, options.trl_rows)
+    task = Task(
+        options.config,
+        options.jobgroup,
+        settings,
+        options.warm_up,
+        options.threads,
+        options.trl_rows,
+    )
     try:
         if options.bare:
             steps, seed, directory = options.bare

@@ -1,13 +1,16 @@
-"""Does this trainer learn like TRL's GRPOTrainer? Both get the same model, prompts, settings, grader and evaluator.
+"""Does this trainer learn like TRL's GRPOTrainer? Both get the same model, prompts, settings,
+grader and evaluator.
 
-There are two measurements on the built-in task with the demo's settings. *Free*: each half samples its own completions
-over several seeds; the held-out greedy accuracy of the checkpoints and the rewards of the training batches are compared
-pairwise per seed. *Replay*: TRL trains on exactly the tokens that this trainer trained on, so the loss, gradient norm
-and weights of every step can be compared deterministically.
+There are two measurements on the built-in task with the demo's settings. *Free*: each half samples
+its own completions over several seeds; the held-out greedy accuracy of the checkpoints and the
+rewards of the training batches are compared
+pairwise per seed. *Replay*: TRL trains on exactly the tokens that this trainer trained on, so the
+loss, gradient norm and weights of every step can be compared deterministically.
 
-TRL runs in `.venv-trl`, which `make bench-trl` creates. Runs alternate, one at a time. For a controlled experiment,
-give one half other settings: `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl '{"top_k": 50}'`.
-With `--reuse`, the unchanged half comes from an earlier run.
+TRL runs in `.venv-trl`, which `make bench-trl` creates. Runs alternate, one at a time. For a
+controlled experiment,
+give one half other settings: `--ours '--algorithm.aggregation sequence_mean_token_mean'` or `--trl
+'{"top_k": 50}'`. With `--reuse`, the unchanged half comes from an earlier run.
 """
 
 import argparse
@@ -40,14 +43,29 @@ from trainer.policy.policy import learning_rate
 from trainer.policy.scorer import load_tokenizer, quiet, stop_token_ids
 
 _TRL_EPS = "1e-4"
-"""The constant TRL adds to a group's standard deviation; TRL has no setting for it, so this trainer adopts it."""
+"""The constant TRL adds to a group's standard deviation; TRL has no setting for it, so this trainer
+adopts it."""
 
 
 def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
     """Returns the settings of this trainer's half."""
     words = [
-        *("--config", "jobgroup/configs/tiny-cpu.yaml", "--seed", str(seed), "--algorithm.advantage_eps", _TRL_EPS),
-        *("--trainer.run_dir", str(directory), "--state_dir", str(directory / "state"), "--trainer.max_steps", str(steps)),
+        *(
+            "--config",
+            "jobgroup/configs/tiny-cpu.yaml",
+            "--seed",
+            str(seed),
+            "--algorithm.advantage_eps",
+            _TRL_EPS,
+        ),
+        *(
+            "--trainer.run_dir",
+            str(directory),
+            "--state_dir",
+            str(directory / "state"),
+            "--trainer.max_steps",
+            str(steps),
+        ),
         *("--trainer.eval_every", str(every), "--trainer.eval_pass_samples", "0"),
         *("--trainer.checkpoint_every", str(every), "--trainer.keep_checkpoints", "1000"),
     ]
@@ -55,7 +73,9 @@ def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> 
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
-    """Returns the same settings under TRL's names, but only those that matter or differ from TRL's defaults."""
+    """Returns the same settings under TRL's names, but only those that matter or differ from TRL's
+    defaults.
+    """
     trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
     return {
         "per_device_train_batch_size": trainer.batch_size * sampling.group_size,
@@ -82,12 +102,18 @@ def trl_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Group] | None = None) -> Job:
-    """Returns TRL's half: the first prompts of the data-server's stream and, with `groups`, their completions."""
+def job(
+    config: Config, output: Path, overrides: dict[str, Any], groups: list[Group] | None = None
+) -> Job:
+    """Returns TRL's half: the first prompts of the data-server's stream and, with `groups`, their
+    completions.
+    """
     trainer, tokenizer = config.trainer, load_tokenizer(config.model)
     assert trainer.max_steps is not None
     with tempfile.TemporaryDirectory() as state:
-        stream = PromptStream(load_split(config.data, "train", config.seed), config.seed, Path(state))
+        stream = PromptStream(
+            load_split(config.data, "train", config.seed), config.seed, Path(state)
+        )
         prompts = stream.take(trainer.max_steps * trainer.batch_size).prompts
         stream.close()
     rates = [learning_rate(step, None, trainer) for step in range(trainer.max_steps)]
@@ -103,7 +129,9 @@ def job(config: Config, output: Path, overrides: dict[str, Any], groups: list[Gr
             {"ids": one, "text": _text(one, tokenizer), "answer": prompt.ground_truth}
             for one, prompt in zip(ids, prompts, strict=True)
         ],
-        completions=None if groups is None else [c.token_ids.tolist() for group in groups for c in group.completions],
+        completions=None
+        if groups is None
+        else [c.token_ids.tolist() for group in groups for c in group.completions],
     )
 
 
@@ -112,9 +140,15 @@ def _prompt_ids(prompt: Prompt, config: Config, tokenizer: Any) -> list[int]:
 
 
 def _text(ids: list[int], tokenizer: Any) -> str:
-    """Returns the text that tokenizes to these tokens, without a first token that the tokenizer adds itself."""
+    """Returns the text that tokenizes to these tokens, without a first token that the tokenizer
+    adds itself.
+    """
     text = str(tokenizer.decode(ids))
-    return text if tokenizer(text)["input_ids"] == ids else str(tokenizer.decode(ids, skip_special_tokens=True))
+    return (
+        text
+        if tokenizer(text)["input_ids"] == ids
+        else str(tokenizer.decode(ids, skip_special_tokens=True))
+    )
 
 
 def recorded(config: Config) -> list[Group]:
@@ -132,31 +166,52 @@ def padded(tokenizer: Any, prompts: list[list[int]]) -> Any:
 
 
 def greedy_accuracy(directory: Path, config: Config) -> float:
-    """Evaluates a checkpoint of either half: transformers' greedy decoding on the held-out problems."""
+    """Evaluates a checkpoint of either half: transformers' greedy decoding on the held-out
+    problems.
+    """
     tokenizer = load_tokenizer(config.model)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     stops = stop_token_ids(model, tokenizer)
     problems = load_split(config.data, "eval", config.seed)[: config.trainer.eval_samples]
     inputs = padded(tokenizer, [_prompt_ids(problem, config, tokenizer) for problem in problems])
     with torch.inference_mode():
-        output = model.generate(**inputs, do_sample=False, max_new_tokens=config.sampling.max_new_tokens, eos_token_id=stops)
+        output = model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=config.sampling.max_new_tokens,
+            eos_token_id=stops,
+        )
     right = 0
-    for problem, tokens in zip(problems, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
+    for problem, tokens in zip(
+        problems, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True
+    ):
         stopped = any(stop in tokens for stop in stops)
-        right += bool(grade(problem.ground_truth, tokenizer.decode(tokens, skip_special_tokens=True), stopped))
+        right += bool(
+            grade(problem.ground_truth, tokenizer.decode(tokens, skip_special_tokens=True), stopped)
+        )
     return right / len(problems)
 
 
 class Runs:
-    """Runs each half in a separate process under `root`, or takes it from `options.reuse`, and reads the results."""
+    """Runs each half in a separate process under `root`, or takes it from `options.reuse`, and
+    reads the results.
+    """
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
         self.options, self.root = options, root
-        self.steps = sorted({*range(options.every, options.steps + 1, options.every), options.steps})
+        self.steps = sorted(
+            {*range(options.every, options.steps + 1, options.every), options.steps}
+        )
 
     def config(self, seed: int, extra: str = "", root: Path | None = None) -> Config:
         """Returns the settings of this trainer's half; TRL's half gets the same without `extra`."""
-        return settings((root or self.root) / f"ours-{seed}", seed, self.options.steps, self.options.every, extra)
+        return settings(
+            (root or self.root) / f"ours-{seed}",
+            seed,
+            self.options.steps,
+            self.options.every,
+            extra,
+        )
 
     def run(self, half: str, seed: int) -> None:
         if self._place(half, seed).parent != self.root:
@@ -175,13 +230,17 @@ class Runs:
         config = self.config(seed, root=ours.parent)
         groups = recorded(config)
         task = job(config, output, json.loads(self.options.trl), groups)
-        assert [prompt["ids"] for prompt in task.prompts] == [group.prompt_token_ids.tolist() for group in groups]
+        assert [prompt["ids"] for prompt in task.prompts] == [
+            group.prompt_token_ids.tolist() for group in groups
+        ]
         self._trl(task)
         base, points = Path(config.model.name), []
         for step in self.steps:
             own, other = _checkpoint(ours, step), _checkpoint(output, step)
             apart = _distance(own, other) / _distance(own, base)
-            points.append(Point(step, greedy_accuracy(own, config), greedy_accuracy(other, config), apart))
+            points.append(
+                Point(step, greedy_accuracy(own, config), greedy_accuracy(other, config), apart)
+            )
         return Replay(read_lines(ours / "metrics.jsonl"), _log(output)["steps"], points)
 
     def read(self, half: str, seed: int) -> Half:
@@ -190,7 +249,9 @@ class Runs:
         if half == "trl":
             return Half.of_trl(accuracy, _log(place))
         lines = {line["step"]: line["accuracy"] for line in read_lines(place / "evaluations.jsonl")}
-        return Half.of_ours(accuracy, read_lines(place / "metrics.jsonl"), [lines[step] for step in self.steps])
+        return Half.of_ours(
+            accuracy, read_lines(place / "metrics.jsonl"), [lines[step] for step in self.steps]
+        )
 
     def _job(self, seed: int, root: Path) -> Job:
         return job(self.config(seed), root / f"trl-{seed}", json.loads(self.options.trl))
@@ -200,13 +261,17 @@ class Runs:
         run(Path(f"{task.output}.txt"), *command, OMP_NUM_THREADS="1")
 
     def _place(self, half: str, seed: int) -> Path:
-        """Returns the directory of a half: an earlier one if it finished with exactly these settings."""
+        """Returns the directory of a half: an earlier one if it finished with exactly these
+        settings.
+        """
         earlier = self.options.reuse and self.options.reuse / f"{half}-{seed}"
         if earlier and half == "trl" and (earlier / "log.json").exists():
             same = Job.read(earlier / "job.json") == self._job(seed, earlier.parent)
         elif earlier and half == "ours" and _checkpoint(earlier, self.options.steps).exists():
             before = json.loads((earlier / "config.json").read_text(encoding="utf-8"))
-            same = before == self.config(seed, self.options.ours, earlier.parent).model_dump(mode="json")
+            same = before == self.config(seed, self.options.ours, earlier.parent).model_dump(
+                mode="json"
+            )
         else:
             same = False
         return earlier if same else self.root / f"{half}-{seed}"
@@ -223,7 +288,10 @@ def _log(place: Path) -> Any:
 
 def _distance(one: Path, other: Path) -> float:
     """Returns the Euclidean distance between the weights of two checkpoints."""
-    left, right = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict() for path in (one, other))
+    left, right = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+        for path in (one, other)
+    )
     return float(torch.cat([(left[name] - right[name]).flatten() for name in left]).norm())
 
 
@@ -231,24 +299,55 @@ def main() -> None:
     head, *details = __doc__.split("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_learning", description=head, epilog="\n\n".join(details), formatter_class=layout
+        prog="python -m benchmarks.vs_trl_learning",
+        description=head,
+        epilog="\n\n".join(details),
+        formatter_class=layout,
     )
-    parser.add_argument("--seeds", type=int, default=5, help="pairs of runs; at least 2 for a standard error (default 5)")
-    parser.add_argument("--first-seed", type=int, default=0, help="first of the consecutive seeds (default 0)")
-    parser.add_argument("--steps", type=int, default=40, help="updates of every run (default 40)")
-    parser.add_argument("--every", type=int, default=10, help="steps between compared checkpoints (default 10)")
-    parser.add_argument("--replays", type=int, default=1, help="seeds on which TRL also trains on our tokens (default 1)")
-    parser.add_argument("--ours", default="", metavar="WORDS", help="extra settings of this trainer, for an experiment")
     parser.add_argument(
-        "--trl", default="{}", metavar="JSON", help="extra GRPOConfig fields; `warmup_steps`: TRL's own schedule"
+        "--seeds",
+        type=int,
+        default=5,
+        help="pairs of runs; at least 2 for a standard error (default 5)",
     )
-    parser.add_argument("--out", type=Path, help="an empty directory that keeps runs, logs and checkpoints")
-    parser.add_argument("--reuse", type=Path, metavar="DIR", help="reuse equal runs of this earlier --out")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="first of the consecutive seeds (default 0)"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="updates of every run (default 40)")
+    parser.add_argument(
+        "--every", type=int, default=10, help="steps between compared checkpoints (default 10)"
+    )
+    parser.add_argument(
+        "--replays",
+        type=int,
+        default=1,
+        help="seeds on which TRL also trains on our tokens (default 1)",
+    )
+    parser.add_argument(
+        "--ours",
+        default="",
+        metavar="WORDS",
+        help="extra settings of this trainer, for an experiment",
+    )
+    parser.add_argument(
+        "--trl",
+        default="{}",
+        metavar="JSON",
+        help="extra GRPOConfig fields; `warmup_steps`: TRL's own schedule",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="an empty directory that keeps runs, logs and checkpoints"
+    )
+    parser.add_argument(
+        "--reuse", type=Path, metavar="DIR", help="reuse equal runs of this earlier --out"
+    )
     parser.add_argument("--one", type=int, metavar="SEED", help=argparse.SUPPRESS)
     options = parser.parse_args()
     try:
         if options.one is not None:
-            train_in_process(Runs(options, options.out).config(options.one, options.ours), Console(quiet=True))
+            train_in_process(
+                Runs(options, options.out).config(options.one, options.ours), Console(quiet=True)
+            )
         else:
             compare(options)
     except ConfigError as error:
@@ -259,7 +358,12 @@ def compare(options: argparse.Namespace) -> None:
     """Runs everything and prints the tables."""
     require_trl()
     if options.out and options.out.exists() and any(options.out.iterdir()):
-        raise ConfigError("the directory is not empty", field="--out", value=str(options.out), remedy="name a new one")
+        raise ConfigError(
+            "the directory is not empty",
+            field="--out",
+            value=str(options.out),
+            remedy="name a new one",
+        )
     quiet()
     torch.set_num_threads(1)
     seeds = range(options.first_seed, options.first_seed + options.seeds)
@@ -267,11 +371,21 @@ def compare(options: argparse.Namespace) -> None:
         root = options.out or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         runs = Runs(options, root)
-        turns = [(half, seed) for seed in seeds for half in (("ours", "trl") if seed % 2 == 0 else ("trl", "ours"))]
+        turns = [
+            (half, seed)
+            for seed in seeds
+            for half in (("ours", "trl") if seed % 2 == 0 else ("trl", "ours"))
+        ]
         for half, seed in track(turns, description="training"):
             runs.run(half, seed)
-        replays = {seed: runs.replay(seed) for seed in track(seeds[: options.replays], description="replaying")}
-        ours, trl = ([runs.read(half, seed) for seed in track(seeds, description="evaluating")] for half in ("ours", "trl"))
+        replays = {
+            seed: runs.replay(seed)
+            for seed in track(seeds[: options.replays], description="replaying")
+        }
+        ours, trl = (
+            [runs.read(half, seed) for seed in track(seeds, description="evaluating")]
+            for half in ("ours", "trl")
+        )
     print_free(runs.steps, ours, trl)
     if replays:
         print_replays(replays)

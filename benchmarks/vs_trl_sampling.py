@@ -1,10 +1,12 @@
-"""Do both halves of `benchmarks.vs_trl_learning` sample from the policy? Sampling may differ although their updates agree.
+"""Do both halves of `benchmarks.vs_trl_learning` sample from the policy? Sampling may differ
+although their updates agree.
 
-With a correct sampler, the log-probability of the next token plus the entropy of its distribution is zero on average,
-whatever the prefix. So is the sum over a completion. Completions are independent, so the mean over all of them in
-standard errors is a z-score. The benchmark measures it on the completions that this trainer trained on right after each
-checkpoint of a run kept with `--out`, and on as many that transformers' `generate` draws from the same checkpoints and
-prompts with the settings TRL gives it.
+With a correct sampler, the log-probability of the next token plus the entropy of its distribution
+is zero on average, whatever the prefix. So is the sum over a completion. Completions are
+independent, so the mean over all of them in standard errors is a z-score. The benchmark measures it
+on the completions that this trainer trained on right after each checkpoint of a run kept with
+`--out`, and on as many that transformers' `generate` draws from the same checkpoints and prompts
+with the settings TRL gives it.
 """
 
 import argparse
@@ -28,8 +30,12 @@ from trainer.policy.scorer import Scorer, load_tokenizer, quiet, stop_token_ids
 
 
 def surplus(model: Any, pairs: list[tuple[list[int], list[int]]]) -> Tensor:
-    """Returns the sum of log-probability + entropy [completions] of each (prompt, completion) pair."""
-    rows = Padded.of(*([np.array(tokens, np.int32) for tokens in part] for part in zip(*pairs, strict=True)))
+    """Returns the sum of log-probability + entropy [completions] of each (prompt, completion)
+    pair.
+    """
+    rows = Padded.of(
+        *([np.array(tokens, np.int32) for tokens in part] for part in zip(*pairs, strict=True))
+    )
     lengths = torch.tensor([len(completion) for _, completion in pairs])
     targets = torch.tensor([token for _, completion in pairs for token in completion])
     with torch.inference_mode():
@@ -46,29 +52,52 @@ def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[lis
     inputs = padded(tokenizer, prompts)
     with torch.inference_mode():
         output = model.generate(
-            **inputs, do_sample=True, top_k=0, top_p=1.0, max_new_tokens=config.sampling.max_new_tokens, eos_token_id=stops
+            **inputs,
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=config.sampling.max_new_tokens,
+            eos_token_id=stops,
         )
     drawn = output[:, inputs["input_ids"].shape[1] :].tolist()
-    ends = [next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens)) for tokens in drawn]
-    return [(prompt, tokens[:end]) for prompt, tokens, end in zip(prompts, drawn, ends, strict=True)]
+    ends = [
+        next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        for tokens in drawn
+    ]
+    return [
+        (prompt, tokens[:end]) for prompt, tokens, end in zip(prompts, drawn, ends, strict=True)
+    ]
 
 
 def main() -> None:
     head, *details = __doc__.split("\n\n")
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_sampling", description=head, epilog="\n\n".join(details), formatter_class=layout
+        prog="python -m benchmarks.vs_trl_sampling",
+        description=head,
+        epilog="\n\n".join(details),
+        formatter_class=layout,
     )
     parser.add_argument("runs", type=Path, help="the --out directory of vs_trl_learning")
-    parser.add_argument("--seeds", type=int, default=5, help="number of runs, from seed 0 (default 5)")
-    parser.add_argument("--steps", type=int, default=40, help="the --steps of the runs (default 40)")
-    parser.add_argument("--every", type=int, default=10, help="the --every of the runs (default 10)")
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="number of runs, from seed 0 (default 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=40, help="the --steps of the runs (default 40)"
+    )
+    parser.add_argument(
+        "--every", type=int, default=10, help="the --every of the runs (default 10)"
+    )
     options = parser.parse_args()
     quiet()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sums: dict[str, list[Tensor]] = {"ours": [], "generate, as TRL calls it": []}
-    points = [(seed, step) for seed in range(options.seeds) for step in range(0, options.steps, options.every)]
+    points = [
+        (seed, step)
+        for seed in range(options.seeds)
+        for step in range(0, options.steps, options.every)
+    ]
     for seed, step in track(points, description="scoring"):
         place = options.runs / f"ours-{seed}"
         config = settings(place, seed, options.steps, options.every, "")
@@ -76,7 +105,11 @@ def main() -> None:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         start = step * config.trainer.batch_size
         groups = recorded(config)[start : start + config.trainer.batch_size]
-        own = [(group.prompt_token_ids.tolist(), c.token_ids.tolist()) for group in groups for c in group.completions]
+        own = [
+            (group.prompt_token_ids.tolist(), c.token_ids.tolist())
+            for group in groups
+            for c in group.completions
+        ]
         for label, pairs in zip(sums, (own, generated(model, config, groups)), strict=True):
             sums[label].append(surplus(model, pairs))
     for label, parts in sums.items():

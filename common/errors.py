@@ -1,4 +1,6 @@
-"""The error type of the system: what is wrong, in which field, with which value, and how to fix it."""
+"""The error type of the system: what is wrong, in which field, with which value, and how to fix
+it.
+"""
 
 import reprlib
 from typing import Any
@@ -12,8 +14,14 @@ _REPR.maxstring = _REPR.maxother = _REPR.maxlong = _MAX_VALUE_CHARS
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
-    """Returns `value` as text of at most `limit` characters, so that no error carries or formats a whole bad body."""
-    text = value if isinstance(value, str) else _REPR.repr(value[:limit] if isinstance(value, bytes) else value)
+    """Returns `value` as text of at most `limit` characters, so that no error carries or formats a
+    whole bad body.
+    """
+    text = (
+        value
+        if isinstance(value, str)
+        else _REPR.repr(value[:limit] if isinstance(value, bytes) else value)
+    )
     text = text[: limit + 1].encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
@@ -21,9 +29,9 @@ def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
 class ServiceError(Exception):
     """An error with a code for programs, and a message, field, value and remedy for users.
 
-    Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the status and
-    `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients.base` turns that body back into this exception, with
-    the id of the `request` that both sides log.
+    Domain code raises a subclass and does not depend on HTTP: `services.http.app` turns it into the
+    status and `{"error": {code, message, field?, value?, remedy?}}`, and `common.clients.base`
+    turns that body back into this exception, with the id of the `request` that both sides log.
     """
 
     status = 500
@@ -51,7 +59,9 @@ class ServiceError(Exception):
 
     def _text(self) -> str:
         parts = ((name, getattr(self, name)) for name in ("field", "value", "remedy", "request"))
-        return " · ".join([self.message, *(f"{name}: {text}" for name, text in parts if text is not None)])
+        return " · ".join(
+            [self.message, *(f"{name}: {text}" for name, text in parts if text is not None)]
+        )
 
     def body(self) -> dict[str, Any]:
         optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
@@ -108,7 +118,8 @@ class Overloaded(NotReady):
 
 
 class ServiceLost(ServiceError):
-    """The service will never answer again (500): its part that works has died or cannot start, and nobody restarts it.
+    """The service will never answer again (500): its part that works has died or cannot start, and
+    nobody restarts it.
 
     A run ends with this error at once, since neither a retry nor another prompt would help.
     """

@@ -1,4 +1,5 @@
-"""What mkdocs builds beyond the pages in this folder: the generated reference, and the pages that live elsewhere.
+"""What mkdocs builds beyond the pages in this folder: the generated reference, and the pages that
+live elsewhere.
 
 Every generated page is made from the code it describes, at build time, and is not committed.
 """
@@ -51,7 +52,9 @@ def on_config(config: Any) -> Any:
     sys.path.insert(0, str(ROOT))  # here, since mkdocs restores the path after it has loaded a hook
     docs = Path(config["docs_dir"])
     for title, folder in (("Decisions", "adr"), ("Reports", "reports")):
-        config["nav"].append({title: [f"{folder}/{path.name}" for path in sorted((docs / folder).glob("*.md"))]})
+        config["nav"].append(
+            {title: [f"{folder}/{path.name}" for path in sorted((docs / folder).glob("*.md"))]}
+        )
     return config
 
 
@@ -71,7 +74,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links are written for the repository; here they get the address that their target has on the site."""
+    """Links are written for the repository; here they get the address that their target has on the
+    site.
+    """
     where = page.file.src_uri
     sources = {name: source for source, name in _outside().items()}
     folder = (ROOT / sources[where] if where in sources else ROOT / "docs" / where).parent
@@ -81,7 +86,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         if not target:
             return match[0]
         path = os.path.relpath(folder / target, ROOT)
-        site = _outside().get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        site = _outside().get(path) or (
+            path.removeprefix("docs/") if path.startswith("docs/") else None
+        )
         if site is None:
             return text  # a file of the source: the text says which
         return f"{image}[{text}]({os.path.relpath(site, Path(where).parent)}{anchor or ''})"
@@ -91,9 +98,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def _outside() -> dict[str, str]:
-    """Markdown outside of docs/ that is part of the site: its path in the repository, and the page it becomes."""
+    """Markdown outside of docs/ that is part of the site: its path in the repository, and the page
+    it becomes.
+    """
     examples = {
-        str(path.relative_to(ROOT)): f"examples/{path.parent.name}.md" for path in (ROOT / "examples").glob("*/README.md")
+        str(path.relative_to(ROOT)): f"examples/{path.parent.name}.md"
+        for path in (ROOT / "examples").glob("*/README.md")
     }
     return {"SECURITY.md": "security.md", "examples/README.md": "examples/index.md", **examples}
 
@@ -113,14 +123,24 @@ def settings() -> str:
         "A later source wins: defaults, the file of `--config` (or `RUN_CONFIG`), the environment",
         "(`RLHF_SECTION__FIELD` and the short names below), the command line (`--section.field`).",
         "A name that does not exist is refused, and so is a setting that the other settings make pointless.\n",
-        "Short names: " + ", ".join(f"`{name}` for `{setting}`" for setting, name in short.items()) + ".\n",
+        "Short names: "
+        + ", ".join(f"`{name}` for `{setting}`" for setting, name in short.items())
+        + ".\n",
     ]
-    own = {name: field for name, field in Config.model_fields.items() if not hasattr(field.annotation, "model_fields")}
+    own = {
+        name: field
+        for name, field in Config.model_fields.items()
+        if not hasattr(field.annotation, "model_fields")
+    }
     lines += ["## The whole run\n", *_setting_rows("", own)]
     for section, field in Config.model_fields.items():
         if (model := field.annotation) is not None and hasattr(model, "model_fields"):
             about = _one_line(model.__doc__ or "")
-            lines += [f"\n## {section}\n", f"{about}\n", *_setting_rows(f"{section}.", model.model_fields)]
+            lines += [
+                f"\n## {section}\n",
+                f"{about}\n",
+                *_setting_rows(f"{section}.", model.model_fields),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -150,7 +170,13 @@ def _type(annotation: Any) -> str:
         return f"{get_origin(annotation).__name__} of {' to '.join(dict.fromkeys(_type(part) for part in parts))}"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
-    names = {"str": "text", "bool": "true or false", "float": "number", "int": "whole number", "Path": "path"}
+    names = {
+        "str": "text",
+        "bool": "true or false",
+        "float": "number",
+        "int": "whole number",
+        "Path": "path",
+    }
     return names.get(annotation.__name__, str(annotation.__name__))
 
 
@@ -173,10 +199,20 @@ def commands() -> str:
         "`services.replay`, `services.rollout`, `services.critic`, `services.environment`) take the same settings as",
         "`python -m trainer`.\n",
     ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "110", "OMP_WAIT_POLICY": "passive"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "110",
+        "OMP_WAIT_POLICY": "passive",
+    }
     for name in COMMANDS:
         done = subprocess.run(
-            [sys.executable, "-m", name, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-m", name, "--help"],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         lines += [f"## {name}\n", "```text", done.stdout.strip(), "```\n"]
     return "\n".join(lines)
@@ -191,7 +227,9 @@ def http_api() -> str:
 
     base = ROOT / ".cache" / "tiny-base"
     if not base.exists():
-        raise FileNotFoundError(f"{base} is missing and the engine needs a model: python -m trainer.tiny_model {base}")
+        raise FileNotFoundError(
+            f"{base} is missing and the engine needs a model: python -m trainer.tiny_model {base}"
+        )
     lines = [
         "# HTTP API\n",
         "Generated from the OpenAPI description of each service, which it serves itself at `/docs` and `/openapi.json`.",
@@ -203,12 +241,17 @@ def http_api() -> str:
     common = set.intersection(*(set(each["paths"]) for each in described.values()))
     lines += ["## Every service\n", *_calls(described["data"], common)]
     for service, title in SERVICES.items():
-        lines += [f"## {title}\n", *_calls(described[service], set(described[service]["paths"]) - common)]
+        lines += [
+            f"## {title}\n",
+            *_calls(described[service], set(described[service]["paths"]) - common),
+        ]
     return "\n".join(lines) + "\n"
 
 
 async def _described(apps: Any, base: Path, directory: Path) -> dict[str, dict[str, Any]]:
-    """The OpenAPI description by service. Some apps want a running event loop when they are made."""
+    """The OpenAPI description by service. Some apps want a running event loop when they are
+    made.
+    """
     return {name: apps.make(name, apps.tiny(base, directory / name)).openapi() for name in SERVICES}
 
 
@@ -222,10 +265,20 @@ def _calls(api: dict[str, Any], paths: set[str]) -> Iterator[str]:
                 for each in call.get("parameters", [])
             ]
             for kind, body in call.get("requestBody", {}).get("content", {}).items():
-                rows += _body_rows(_resolved(api, body["schema"]), f"body, {kind.partition('/')[2]}")
+                rows += _body_rows(
+                    _resolved(api, body["schema"]), f"body, {kind.partition('/')[2]}"
+                )
             if rows:
-                yield "| field | in | type | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-            answer = call["responses"].get("200", {}).get("content", {}).get("application/json", {}).get("schema", {})
+                yield (
+                    "| field | in | type | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+                )
+            answer = (
+                call["responses"]
+                .get("200", {})
+                .get("content", {})
+                .get("application/json", {})
+                .get("schema", {})
+            )
             names = _resolved(api, answer).get("properties", {})
             if names:
                 yield "Answer: " + ", ".join(f"`{name}`" for name in names) + ".\n"
@@ -240,13 +293,20 @@ def _resolved(api: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 
 def _body_rows(schema: dict[str, Any], where: str) -> list[str]:
     required = schema.get("required", [])
-    return [_field_row(name, each, name in required, where) for name, each in schema.get("properties", {}).items()]
+    return [
+        _field_row(name, each, name in required, where)
+        for name, each in schema.get("properties", {}).items()
+    ]
 
 
 def _field_row(name: str, schema: dict[str, Any], required: bool, where: str) -> str:
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
-    default = [f"default `{_plain(schema['default'])}`"] if schema.get("default") not in (None, "", [], {}) else []
+    default = (
+        [f"default `{_plain(schema['default'])}`"]
+        if schema.get("default") not in (None, "", [], {})
+        else []
+    )
     kind = ", ".join([_schema_type(schema), *bounds, *default, *(["required"] if required else [])])
     return f"| `{name}` | {where} | {kind} | {_one_line(schema.get('description', ''))} |"
 
@@ -273,7 +333,11 @@ def python_api() -> str:
         "Every public name of the package `trainer`, from its docstring. How to use them:",
         "[training in one process](../how-to/python-api.md).\n",
     ]
-    lines += ["The fields of `TrainerConfig`:\n", *_setting_rows("", trainer.TrainerConfig.model_fields), ""]
+    lines += [
+        "The fields of `TrainerConfig`:\n",
+        *_setting_rows("", trainer.TrainerConfig.model_fields),
+        "",
+    ]
     public = [getattr(trainer, name) for name in trainer.__all__]
     lines += [f"::: {each.__module__}.{each.__qualname__}\n" for each in public]
     return "\n".join(lines)

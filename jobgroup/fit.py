@@ -1,7 +1,9 @@
-"""Checks that the tasks of a job group fit each other: settings against GPUs and nodes, spot nodes against volumes.
+"""Checks that the tasks of a job group fit each other: settings against GPUs and nodes, spot nodes
+against volumes.
 
-SkyPilot checks none of this, so mistakes would show only in a running pod. Part of `jobgroup/check.py`, which runs in
-SkyPilot's environment, so this imports nothing that needs the project's.
+SkyPilot checks none of this, so mistakes would show only in a running pod. Part of
+`jobgroup/check.py`, which runs in SkyPilot's environment, so this imports nothing that needs the
+project's.
 """
 
 import re
@@ -27,7 +29,8 @@ _PROGRAMS = {
 }
 """The task of each program."""
 _KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
-"""Tasks that must not lose their disk: the variable naming its directory, and the other effect of a preemption."""
+"""Tasks that must not lose their disk: the variable naming its directory, and the other effect of a
+preemption."""
 
 
 @dataclass
@@ -73,14 +76,19 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             for gpus in task.gpus:
                 ranks = task.nodes * max(1, gpus)
                 if ranks % size:
-                    yield task.name, f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)"
+                    yield (
+                        task.name,
+                        f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)",
+                    )
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
             yield task.name, f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`"
     yield from ((", ".join(names), text) for text, names in wrong.items())
     first: dict[str, Placed] = {}
     for task in tasks:  # each task reads the whole configuration
-        settings = {name: task.env.get(name, "") for name in _SHARED}  # empty: as if it were not there
+        settings = {
+            name: task.env.get(name, "") for name in _SHARED
+        }  # empty: as if it were not there
         for name, value in task.env.items():
             if name.startswith("RLHF_") and name not in _OWN:
                 settings[name] = value
@@ -88,14 +96,20 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             other = first.setdefault(name, task)
             elsewhere = other.env.get(name, "")
             if elsewhere != value:
-                yield task.name, f"{name} is {value!r}, but {elsewhere!r} in {other.name}: make them equal"
+                yield (
+                    task.name,
+                    f"{name} is {value!r}, but {elsewhere!r} in {other.name}: make them equal",
+                )
 
 
 def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
     """Yields tasks that run one of our programs under a name the other tasks do not look for."""
     for program, name in _PROGRAMS.items():
         if _runs(task, program) and task.name != name:
-            yield task.name, f"it runs {program}, which the other tasks look up as {name}: rename it"
+            yield (
+                task.name,
+                f"it runs {program}, which the other tasks look up as {name}: rename it",
+            )
 
 
 def _runs(task: Placed, program: str) -> bool:
@@ -108,9 +122,20 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     if TRAINER not in there:
         return
     config = there[TRAINER].config
-    remote = isinstance(config, Config) and config.algorithm.needs_critic and config.critic.location == "server"
+    remote = (
+        isinstance(config, Config)
+        and config.algorithm.needs_critic
+        and config.critic.location == "server"
+    )
     plays = isinstance(config, Config) and config.environment.name
-    needed = (DATA, ROLLOUT, REWARD, REPLAY, *([CRITIC] if remote else []), *([ENVIRONMENT] if plays else []))
+    needed = (
+        DATA,
+        ROLLOUT,
+        REWARD,
+        REPLAY,
+        *([CRITIC] if remote else []),
+        *([ENVIRONMENT] if plays else []),
+    )
     for program, name in _PROGRAMS.items():
         if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
             yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
@@ -124,9 +149,16 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
             for gpus in task.gpus:
                 if used < gpus > 1:
                     unused = f"a node has {gpus} GPUs, and its engine uses {used}"
-                    yield task.name, f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
+                    yield (
+                        task.name,
+                        f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs",
+                    )
         variable, loss = _KEPT.get(task.name, ("", ""))
         folder = PurePosixPath(task.env.get(variable) or "/")
-        if task.spot and variable and not any(folder.is_relative_to(mount) for mount in task.mounts):
+        if (
+            task.spot
+            and variable
+            and not any(folder.is_relative_to(mount) for mount in task.mounts)
+        ):
             place = f"it is on spot nodes and {variable} is not on a volume"
             yield task.name, f"{place}: a preemption loses what it has learnt and {loss}"

@@ -1,7 +1,9 @@
-"""`python -m jobgroup.scrape YAML`: prints the Prometheus configuration that scrapes every node of a job group.
+"""`python -m jobgroup.scrape YAML`: prints the Prometheus configuration that scrapes every node of
+a job group.
 
-Every service, agent and engine, and the router. Targets are the job group's host names, which its pods resolve;
-with `JOBGROUP_HOSTS` they are the addresses of that local run. `jobgroup.local` writes the same file beside its logs.
+Every service, agent and engine, and the router. Targets are the job group's host names, which its
+pods resolve; with `JOBGROUP_HOSTS` they are the addresses of that local run. `jobgroup.local`
+writes the same file beside its logs.
 """
 
 import os
@@ -15,7 +17,17 @@ import yaml
 from common.errors import ConfigError
 from common.process.cli import CommandParser
 from common.process.security import tls
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology, parse_hosts
+from common.process.topology import (
+    CRITIC,
+    DATA,
+    ENVIRONMENT,
+    REPLAY,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    Topology,
+    parse_hosts,
+)
 from common.settings.config import fail
 from jobgroup import spec
 
@@ -34,10 +46,11 @@ ENGINE, ROUTER = "rollout-engine", "router"
 
 
 def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: str | None) -> str:
-    """Returns the text of a `prometheus.yml` with a job for every kind of service. Raises ConfigError for wrong settings.
+    """Returns the text of a `prometheus.yml` with a job for every kind of service. Raises
+    ConfigError for wrong settings.
 
-    `hosts` is the environment with `JOBGROUP_HOSTS` of a local run, empty on a cluster. `token_file` holds the run's API_TOKEN.
-    The router's page requires none, so it gets none.
+    `hosts` is the environment with `JOBGROUP_HOSTS` of a local run, empty on a cluster.
+    `token_file` holds the run's API_TOKEN. The router's page requires none, so it gets none.
     """
     local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
     topology, files = Topology(group=group.name, local_hosts=local), tls()
@@ -46,20 +59,31 @@ def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: st
         for rank in range(task.num_nodes):
             for job, port in _ports(task, rank):
                 target = topology.url(task.name, port, rank).partition("://")[2]
-                jobs.setdefault(job, []).append({"targets": [target], "labels": {"node": f"{task.name}-{rank}"}})
+                jobs.setdefault(job, []).append(
+                    {"targets": [target], "labels": {"node": f"{task.name}-{rank}"}}
+                )
 
     def access(job: str) -> dict[str, Any]:
         if job == ROUTER:
             return {}
-        found: dict[str, Any] = {"authorization": {"credentials_file": token_file}} if token_file else {}
+        found: dict[str, Any] = (
+            {"authorization": {"credentials_file": token_file}} if token_file else {}
+        )
         if files.certificate:
             found["scheme"] = "https"
         if files.certificate and files.authority:
             found["tls_config"] = {"ca_file": files.authority}
         return found
 
-    scraped = [{"job_name": job, **access(job), "static_configs": nodes} for job, nodes in jobs.items()]
-    return str(yaml.safe_dump({"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": scraped}, sort_keys=False))
+    scraped = [
+        {"job_name": job, **access(job), "static_configs": nodes} for job, nodes in jobs.items()
+    ]
+    return str(
+        yaml.safe_dump(
+            {"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": scraped},
+            sort_keys=False,
+        )
+    )
 
 
 def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
@@ -80,11 +104,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command. A wrong YAML or setting ends with status 2."""
     parser = CommandParser("jobgroup.scrape", __doc__ or "")
     parser.add_argument("yaml", type=Path, metavar="YAML", help="the job group")
-    parser.add_argument("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task")
-    parser.add_argument("--token-file", metavar="FILE", help="on Prometheus' machine: holds the API_TOKEN of the run")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="sets a variable in every task"
+    )
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="on Prometheus' machine: holds the API_TOKEN of the run",
+    )
     options = parser.parse_args(argv)
     try:
-        group = spec.load(options.yaml, dict(spec.assignment(text, "--env") for text in options.env), {}, {})
+        group = spec.load(
+            options.yaml, dict(spec.assignment(text, "--env") for text in options.env), {}, {}
+        )
         sys.stdout.write(configuration(group, os.environ, options.token_file))
     except ConfigError as error:
         fail(error)

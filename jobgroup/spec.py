@@ -1,4 +1,6 @@
-"""Reads a job-group YAML as SkyPilot does, but refuses what SkyPilot would ignore or notice late."""
+"""Reads a job-group YAML as SkyPilot does, but refuses what SkyPilot would ignore or notice
+late.
+"""
 
 import math
 import os
@@ -45,12 +47,15 @@ class Task:
     """Variables of the YAML that name a folder on a volume."""
 
     def without_volumes(self) -> "Task":
-        """Returns the task for a machine that mounts no volumes: what would be on them goes to the default folders."""
+        """Returns the task for a machine that mounts no volumes: what would be on them goes to the
+        default folders.
+        """
         env = {name: value for name, value in self.env.items() if name not in self.on_volumes}
         return replace(self, env=env)
 
     def settings(self, env: Mapping[str, str]) -> config.Config:
-        """Returns the settings of the task's processes in the environment `env`. Raises ConfigError.
+        """Returns the settings of the task's processes in the environment `env`. Raises
+        ConfigError.
 
         RUN_CONFIG is relative to the task's folder, or else comes with the installed package.
         """
@@ -66,7 +71,9 @@ class JobGroup:
     tasks: tuple[Task, ...]
 
     def task(self, name: str, option: str) -> Task:
-        """Returns the task of that name. Raises ConfigError that names `option` when there is none."""
+        """Returns the task of that name. Raises ConfigError that names `option` when there is
+        none.
+        """
         for task in self.tasks:
             if task.name == name:
                 return task
@@ -105,8 +112,11 @@ class _TaskDocument(_Document):
     config: dict[str, Any] = {}
 
 
-def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]) -> JobGroup:
-    """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override the file.
+def load(
+    path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]
+) -> JobGroup:
+    """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override
+    the file.
 
     Raises ConfigError naming the field, its value and the remedy.
     """
@@ -120,7 +130,9 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
     for name in env:
         known_variable(name, documents, "--env")
     head = _validated(_Header, header, "header")
-    tasks = [_validated(_TaskDocument, content, f"task {i + 1}") for i, content in enumerate(documents)]
+    tasks = [
+        _validated(_TaskDocument, content, f"task {i + 1}") for i, content in enumerate(documents)
+    ]
     names = [task.name for task in tasks]
     _check_names(head, names)
     group = JobGroup(head.name, tuple(_task(task, head, env, secrets, num_nodes) for task in tasks))
@@ -130,10 +142,14 @@ def load(path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nod
 
 
 def seconds(text: str | int, field: str) -> float:
-    """Parses `10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot does. Raises ConfigError."""
+    """Parses `10s`, `1m`, `2h`, `1d`, `1w` or a number of seconds, as SkyPilot does. Raises
+    ConfigError.
+    """
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([smhdw]?)", str(text).lower())
     if match is None:
-        raise ConfigError("this is not a duration", field=field, value=text, remedy="write 10s, 1m or 2h")
+        raise ConfigError(
+            "this is not a duration", field=field, value=text, remedy="write 10s, 1m or 2h"
+        )
     return math.ceil(float(match[1]) * _SECONDS[match[2] or "s"])
 
 
@@ -150,11 +166,17 @@ def variable(name: str, field: str) -> str:
 
 
 def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: str) -> None:
-    """Raises ConfigError for a variable that no task declares and that looks like a misspelt setting."""
-    if any(isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents):
+    """Raises ConfigError for a variable that no task declares and that looks like a misspelt
+    setting.
+    """
+    if any(
+        isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents
+    ):
         return
     if hint := config.misspelt(name):
-        raise ConfigError("there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?")
+        raise ConfigError(
+            "there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?"
+        )
 
 
 def assignment(text: str, option: str) -> tuple[str, str]:
@@ -162,7 +184,12 @@ def assignment(text: str, option: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     variable(name, option)
     if not equals and name not in os.environ:
-        raise ConfigError(f"{name} is not set here", field=option, value=text, remedy=f"write {option} {name}=VALUE")
+        raise ConfigError(
+            f"{name} is not set here",
+            field=option,
+            value=text,
+            remedy=f"write {option} {name}=VALUE",
+        )
     return name, value if equals else os.environ[name]
 
 
@@ -178,7 +205,10 @@ class _Loader(yaml.SafeLoader):
             if key in seen:
                 line = key_node.start_mark.line + 1
                 raise ConfigError(
-                    "this key occurs twice in one mapping", field=f"line {line}", value=key, remedy="remove one of them"
+                    "this key occurs twice in one mapping",
+                    field=f"line {line}",
+                    value=key,
+                    remedy="remove one of them",
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -187,16 +217,29 @@ class _Loader(yaml.SafeLoader):
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an invalid date
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:  # ValueError: an invalid date
         remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
         raise ConfigError(
-            f"the job group cannot be read: {yaml_problem(error)}", field="YAML", value=str(path), remedy=remedy
+            f"the job group cannot be read: {yaml_problem(error)}",
+            field="YAML",
+            value=str(path),
+            remedy=remedy,
         ) from None
     documents = [document for document in documents if document is not None]
     for document in documents:
         if not isinstance(document, dict):
             remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-            raise ConfigError("every document of a job group must be a mapping", field="YAML", value=str(path), remedy=remedy)
+            raise ConfigError(
+                "every document of a job group must be a mapping",
+                field="YAML",
+                value=str(path),
+                remedy=remedy,
+            )
     if len(documents) < 2:
         raise ConfigError(
             "a job group needs a header and at least one task, separated by ---",
@@ -209,18 +252,27 @@ def _documents(path: Path) -> list[dict[str, Any]]:
 
 def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
     try:
-        return model.model_validate({key: value for key, value in content.items() if value is not None})
+        return model.model_validate(
+            {key: value for key, value in content.items() if value is not None}
+        )
     except ValidationError as error:
         problems = error.errors()  # a misspelt field comes before the field that it leaves missing
         first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
-        where = content["name"] if isinstance(content.get("name"), str) and model is _TaskDocument else where
+        where = (
+            content["name"]
+            if isinstance(content.get("name"), str) and model is _TaskDocument
+            else where
+        )
         field = ".".join([where, *(str(part) for part in first["loc"])])
         known = f"the known fields are {', '.join(model.model_fields)}"
         unknown = first["type"] == "extra_forbidden"
         message, remedy = explained(first)
         if unknown:
             hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-            message, remedy = "a job group that runs on this machine has no such field", f"{hint} {known}".strip()
+            message, remedy = (
+                "a job group that runs on this machine has no such field",
+                f"{hint} {known}".strip(),
+            )
         value = None if first["type"] == "missing" else first["input"]
         raise ConfigError(message, field=field, value=value, remedy=remedy) from None
 
@@ -228,17 +280,28 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
 def _check_names(head: _Header, names: list[str]) -> None:
     for i, name in enumerate(names):
         if name in names[:i]:
-            raise ConfigError("two tasks have the same name", field="name", value=name, remedy="rename one")
+            raise ConfigError(
+                "two tasks have the same name", field="name", value=name, remedy="rename one"
+            )
     delays = head.termination_delay if isinstance(head.termination_delay, dict) else {}
     mentioned = [("primary_tasks", name) for name in head.primary_tasks]
     mentioned += [("termination_delay", name) for name in delays if name != "default"]
     for field, name in mentioned:
         if name not in names:
-            raise ConfigError("there is no such task", field=field, value=name, remedy=f"the tasks are {', '.join(names)}")
+            raise ConfigError(
+                "there is no such task",
+                field=field,
+                value=name,
+                remedy=f"the tasks are {', '.join(names)}",
+            )
 
 
 def _task(
-    task: _TaskDocument, head: _Header, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]
+    task: _TaskDocument,
+    head: _Header,
+    env: Mapping[str, str],
+    secrets: Mapping[str, str],
+    num_nodes: Mapping[str, int],
 ) -> Task:
     delay = head.termination_delay
     if isinstance(delay, dict):
@@ -266,13 +329,19 @@ def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str,
     names = []
     for key, value in task.envs.items():
         folder = PurePosixPath(str(value))
-        if str(key) not in overrides and any(folder.is_relative_to(mount) for mount in task.volumes):
+        if str(key) not in overrides and any(
+            folder.is_relative_to(mount) for mount in task.volumes
+        ):
             names.append(str(key))
     return tuple(names)
 
 
-def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of a task, literally. An empty secret comes from `--secret` or this environment."""
+def _environment(
+    task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the variables of a task, literally. An empty secret comes from `--secret` or this
+    environment.
+    """
     values: dict[str, Any] = {str(key): value for key, value in task.envs.items()} | dict(env)
     declared = task.secrets if isinstance(task.secrets, dict) else dict.fromkeys(task.secrets)
     for key, default in declared.items():
@@ -283,7 +352,10 @@ def _environment(task: _TaskDocument, env: Mapping[str, str], secrets: Mapping[s
         variable(name, f"{task.name}.envs")
         if value is None:
             raise ConfigError(
-                f"{name} has no value", field=f"{task.name}.envs", value=name, remedy=f"give it with --env {name}=… or --secret"
+                f"{name} has no value",
+                field=f"{task.name}.envs",
+                value=name,
+                remedy=f"give it with --env {name}=… or --secret",
             )
     return {name: str(value) for name, value in values.items()}
 
@@ -308,7 +380,10 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
     recovery = task.resources.get("job_recovery")
     if not isinstance(recovery, dict):  # only a strategy's name
         return 0, frozenset()
-    restarts, codes = recovery.get("max_restarts_on_errors", 0), recovery.get("recover_on_exit_codes", [])
+    restarts, codes = (
+        recovery.get("max_restarts_on_errors", 0),
+        recovery.get("recover_on_exit_codes", []),
+    )
     codes = codes if isinstance(codes, list) else [codes]
     if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
         raise ConfigError(
@@ -323,7 +398,8 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
 def _gpus(task: _TaskDocument) -> int:
     """Returns the GPUs that a node requests: `H100:2` or `{H100: 2}`.
 
-    Of several alternatives (`any_of`, `ordered`, a list, a mapping of several) the first one counts.
+    Of several alternatives (`any_of`, `ordered`, a list, a mapping of several) the first one
+    counts.
     """
     wanted = task.resources.get("accelerators")
     alternatives = task.resources.get("any_of") or task.resources.get("ordered")

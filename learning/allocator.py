@@ -12,20 +12,24 @@ _PINNED_MB = PINNED_EXACT_BYTES >> 20
 _PINNED = f"pinned_max_round_threshold_mb:{_PINNED_MB},pinned_max_cached_size_mb:{_PINNED_MB}"
 """Pins large blocks of host memory at their exact size instead of rounding up to powers of two.
 
-Blocks that are not rounded must not be cached either, because torch 2.13 would reuse a freed block for a larger request.
+Blocks that are not rounded must not be cached either, because torch 2.13 would reuse a freed block
+for a larger request.
 """
 _SEGMENTS = "expandable_segments:True"
-"""Lets blocks of GPU memory grow, so that micro-batches of changing lengths leave no unusable gaps between them.
+"""Lets blocks of GPU memory grow, so that micro-batches of changing lengths leave no unusable gaps
+between them.
 
 Such memory cannot be shared with another process in every container. The trainer shares none.
 """
 
 
 def configure_allocators(environment: Mapping[str, str]) -> str:
-    """Applies this project's settings, except for what the user has set in `environment`; returns all settings.
+    """Applies this project's settings, except for what the user has set in `environment`; returns
+    all settings.
 
-    They hold in this process only. SGLang, which a trainer may start, could not release the memory of expandable
-    segments when it shares its GPU. Raises ValueError for a setting of the user that torch does not know.
+    They hold in this process only. SGLang, which a trainer may start, could not release the memory
+    of expandable segments when it shares its GPU. Raises ValueError for a setting of the user that
+    torch does not know.
     """
     settings = next((environment[name] for name in _VARIABLES if environment.get(name)), "")
     if "pinned_max" not in settings:

@@ -1,8 +1,11 @@
-"""A sequence is computed as if alone: LongRoPE gets one set of factors, and other dependence on the batch is found.
+"""A sequence is computed as if alone: LongRoPE gets one set of factors, and other dependence on the
+batch is found.
 
-Transformers chooses the factors of LongRoPE once per pass, by the longest sequence in it. An engine could not even sample
-from a policy that chooses them for each sequence: the keys in its cache have the factors of a shorter sequence. So a run
-has one set, by the longest sequence that it permits (docs/adr/0055-a-sequence-is-computed-alone.md).
+Transformers chooses the factors of LongRoPE once per pass, by the longest sequence in it. An engine
+could not even sample
+from a policy that chooses them for each sequence: the keys in its cache have the factors of a
+shorter sequence. So a run has one set, by the longest sequence that it permits
+(docs/adr/0055-a-sequence-is-computed-alone.md).
 """
 
 import inspect
@@ -23,22 +26,33 @@ log = logging.getLogger(__name__)
 _SHORT, _LONG = 12, 24
 """Tokens of the two made-up sequences."""
 _ROUNDING, _COARSE_ROUNDING = 1e-4, 0.1
-"""Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum in another order."""
+"""Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum
+in another order."""
 Score = Callable[[Tensor, Tensor | None], Tensor]
-"""(tokens [rows, T], their positions [rows, T] or None for 0 to T - 1) -> log-probabilities [rows, T - 1] after the first."""
+"""(tokens [rows, T], their positions [rows, T] or None for 0 to T - 1) -> log-probabilities [rows,
+T - 1] after the first."""
 
 
 def fix_rotary_factors(config: Any, max_tokens: int | None) -> None:
-    """Makes LongRoPE use its long factors for every sequence if those of a run may have up to `max_tokens` and need them.
+    """Makes LongRoPE use its long factors for every sequence if those of a run may have up to
+    `max_tokens` and need them.
 
-    Sequences up to the length at which the factors change need nothing: transformers uses the short ones. `config` is the
-    configuration of a transformers model that is not built yet; None for `max_tokens` changes nothing.
+    Sequences up to the length at which the factors change need nothing: transformers uses the short
+    ones. `config` is the configuration of a transformers model that is not built yet; None for
+    `max_tokens` changes nothing.
     """
     text = config.get_text_config()
     switches_at = switch_length(text.to_dict())
-    if switches_at is None or max_tokens is None or longest_sequence(text, max_tokens) <= switches_at:
+    if (
+        switches_at is None
+        or max_tokens is None
+        or longest_sequence(text, max_tokens) <= switches_at
+    ):
         return
-    log.info("sequences may be longer than %d tokens, so all of them get the long factors of LongRoPE", switches_at)
+    log.info(
+        "sequences may be longer than %d tokens, so all of them get the long factors of LongRoPE",
+        switches_at,
+    )
     for each in rotations(text.rope_parameters):
         for name in ("factor", "mscale"):
             if f"long_{name}" in each:
@@ -46,7 +60,9 @@ def fix_rotary_factors(config: Any, max_tokens: int | None) -> None:
 
 
 def longest_sequence(text: Any, max_tokens: int | None) -> int:
-    """Returns the length in tokens of the longest sequence of a run with a model of this text configuration."""
+    """Returns the length in tokens of the longest sequence of a run with a model of this text
+    configuration.
+    """
     positions = getattr(text, "max_position_embeddings", None)
     bounds = [each for each in (positions, max_tokens) if each is not None]
     return min(bounds) if bounds else _LONG
@@ -60,11 +76,13 @@ def check_alone(
     low_precision: bool = False,
     modes: Sequence[bool] = (False,),
 ) -> set[float]:
-    """Checks that nothing beside a sequence changes its log-probabilities; returns the rates of dropout in these modes.
+    """Checks that nothing beside a sequence changes its log-probabilities; returns the rates of
+    dropout in these modes.
 
-    `score` is called with a short sequence, and with it and a longer one, which has the last positions that the run
-    permits if the model can be told positions. Nothing is dropped, and random numbers, buffers and mode of the model stay
-    as they are. A collective if the model is sharded.
+    `score` is called with a short sequence, and with it and a longer one, which has the last
+    positions that the run permits if the model can be told positions. Nothing is dropped, and
+    random numbers, buffers and mode of the model stay as they are. A collective if the model is
+    sharded.
 
     Args:
         model: a transformers model.
@@ -77,7 +95,9 @@ def check_alone(
     Raises ConfigError when a log-probability changes.
     """
     text, vocabulary = model.config.get_text_config(), model.get_input_embeddings().num_embeddings
-    longest = longest_sequence(text, switch_length(text.to_dict()) if max_tokens is None else max_tokens)
+    longest = longest_sequence(
+        text, switch_length(text.to_dict()) if max_tokens is None else max_tokens
+    )
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
     # The first tokens differ, because rows that begin with the same prompt would share it.
@@ -106,7 +126,10 @@ def _left_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     training = model.training
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             yield
     finally:
         model.train(training)
@@ -137,25 +160,37 @@ def _refusal(model: Any, training: bool, change: float, at_random: bool) -> Conf
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
-    """Returns a context in which compiled layers run without being compiled, which would take minutes."""
+    """Returns a context in which compiled layers run without being compiled, which would take
+    minutes.
+    """
     # The compiler is large. Where no layer is compiled, it was not imported, and is not needed.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 def next_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, of logits [rows, T, V]."""
+    """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, of logits
+    [rows, T, V].
+    """
     logs = logits[:, :-1].float().log_softmax(-1)
     return logs.gather(2, tokens[:, 1:, None])[..., 0]
 
 
 class NoDropout(TorchFunctionMode):  # type: ignore[misc]  # torch is not typed for mypy here
-    """Inside this context nothing is dropped, also in training mode; `rates` are those that would have been used."""
+    """Inside this context nothing is dropped, also in training mode; `rates` are those that would
+    have been used.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.rates: set[float] = set()
 
-    def __torch_function__(self, function: Any, _types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: Any = (), options: Any = None
+    ) -> Any:
         options = dict(options or {})
         if function is torch.nn.functional.dropout:
             bound = inspect.signature(torch.nn.functional.dropout).bind(*arguments, **options)

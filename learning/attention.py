@@ -25,18 +25,21 @@ NAME = "packed"
 _WASTE = 0.9
 """Rows are computed together if the shortest has at least this share of the longest's tokens."""
 _SKIP = 0.25
-"""Share of the prompt in a row above which a mask is cheaper than also computing the prompt's queries."""
+"""Share of the prompt in a row above which a mask is cheaper than also computing the prompt's
+queries."""
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 GQA = "enable_gqa" in signature(varlen_attn).parameters
-"""Whether the kernel supports fewer key and value heads than query heads, as torch's does since 2.12."""
+"""Whether the kernel supports fewer key and value heads than query heads, as torch's does since
+2.12."""
 
 
 @dataclass(slots=True)
 class Segments:
-    """The prompts and completions of a packed line of T tokens, in two forms for two kinds of kernels.
+    """The prompts and completions of a packed line of T tokens, in two forms for two kinds of
+    kernels.
 
-    Variable-length kernels take the line and the keys of every segment. Other kernels take segments of similar length
-    together, each as a row with its prompt's tokens and its own.
+    Variable-length kernels take the line and the keys of every segment. Other kernels take segments
+    of similar length together, each as a row with its prompt's tokens and its own.
     """
 
     mask: Tensor
@@ -46,9 +49,11 @@ class Segments:
     key_starts: Tensor
     """[segments + 1] int32: the start of each segment's keys, and the end of the last."""
     keys: Tensor
-    """[K] the keys of all segments as positions in the line: the prompt's keys, then the segment's own."""
+    """[K] the keys of all segments as positions in the line: the prompt's keys, then the segment's
+    own."""
     row_queries: Tensor
-    """[sum of rows · (width - skip)] queries as positions in the line, by bucket and row; 0 after the end of a row."""
+    """[sum of rows · (width - skip)] queries as positions in the line, by bucket and row; 0 after
+    the end of a row."""
     row_keys: Tensor
     """[sum of rows · width] keys, likewise."""
     back: Tensor
@@ -56,17 +61,24 @@ class Segments:
     longest: int
     longest_keys: int
     buckets: list[tuple[int, int, int]]
-    """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the prompts' tokens)."""
+    """Per bucket: rows, width, and how many tokens at the start of every row are only keys (the
+    prompts' tokens)."""
 
     @classmethod
-    def of(cls, starts: _Array, sizes: _Array, prefix_starts: _Array, prefixes: _Array) -> "Segments":
-        """Describes consecutive segments that begin at `starts` in the line, and the prompts that come before them.
+    def of(
+        cls, starts: _Array, sizes: _Array, prefix_starts: _Array, prefixes: _Array
+    ) -> "Segments":
+        """Describes consecutive segments that begin at `starts` in the line, and the prompts that
+        come before them.
 
-        All [segments]; `prefixes` are the prompts' lengths, 0 for the prompts themselves. No size is 0.
+        All [segments]; `prefixes` are the prompts' lengths, 0 for the prompts themselves. No size
+        is 0.
         """
         totals = prefixes + sizes
         key, prefix = _within(totals), np.repeat(prefixes, totals)
-        keys = key + np.where(key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals))
+        keys = key + np.where(
+            key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals)
+        )
         first = np.cumsum(totals) - totals
         row_queries, row_keys, buckets, places, size = [], [], [], np.empty_like(starts), 0
         for part in _similar_lengths(prefixes, totals):
@@ -74,7 +86,11 @@ class Segments:
             if skip < _SKIP * width:
                 skip = 0
             columns = np.arange(width)
-            row = np.where(columns < totals[part, None], keys[np.minimum(first[part, None] + columns, len(keys) - 1)], 0)
+            row = np.where(
+                columns < totals[part, None],
+                keys[np.minimum(first[part, None] + columns, len(keys) - 1)],
+                0,
+            )
             row_keys.append(row.reshape(-1))
             row_queries.append(row[:, skip:].reshape(-1))
             places[part] = size + np.arange(len(part)) * (width - skip) + prefixes[part] - skip
@@ -109,23 +125,36 @@ def unpackable(model: Any) -> str | None:
     checks = {
         "it keeps a state from token to token": getattr(body, "_is_stateful", False),
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
-        "it does not rotate positions": not any(name.endswith("rotary_emb") for name, _ in body.named_modules()),
+        "it does not rotate positions": not any(
+            name.endswith("rotary_emb") for name, _ in body.named_modules()
+        ),
         "its positions have several axes": "mrope_section" in rope,
         "it caps attention": bool(getattr(config, "attn_logit_softcapping", None)),
-        "it has attention sinks": any(name.endswith("sinks") for name, _ in body.named_parameters()),
-        "its tokens attend to later tokens": bool(getattr(config, "use_bidirectional_attention", None)),
+        "it has attention sinks": any(
+            name.endswith("sinks") for name, _ in body.named_parameters()
+        ),
+        "its tokens attend to later tokens": bool(
+            getattr(config, "use_bidirectional_attention", None)
+        ),
         "its keys and values differ in size": getattr(config, "v_head_dim", None) is not None,
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
         "transformers cannot replace its attention": not (
-            getattr(body, "_supports_attention_backend", False) and body._can_set_attn_implementation()
+            getattr(body, "_supports_attention_backend", False)
+            and body._can_set_attn_implementation()
         ),
-        f"it runs with {config._attn_implementation} attention": config._attn_implementation not in ("sdpa", NAME),
+        f"it runs with {config._attn_implementation} attention": config._attn_implementation
+        not in ("sdpa", NAME),
     }
     return next((reason for reason, applies in checks.items() if applies), None)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Returns [1, T, heads, size] from [1, heads, T, size], as transformers calls it.
 
@@ -133,25 +162,37 @@ def _attention(
     """
     segments: Segments | None = options.pop("segments", None)
     if segments is None:
-        if attention_mask is not None and attention_mask.shape == (1, 1, 1, 1) and query.shape[2] > 1:
+        if (
+            attention_mask is not None
+            and attention_mask.shape == (1, 1, 1, 1)
+            and query.shape[2] > 1
+        ):
             raise ConfigError(  # the placeholder of a packed line
                 "the layers of this model pass no options on to their attention, so its rows cannot be packed",
                 field="trainer.packing",
                 remedy="set it to off",
             )
-        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
         return plain
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # rotary embedding returns float32
-        query, key, value = (states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value))
+        query, key, value = (
+            states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value)
+        )
     line = [states[0].transpose(0, 1) for states in (query, key, value)]
     attend = _attend_segments if _has_kernel(query) else _attend_rows
-    result = attend(line[0], line[1], line[2], segments, options.get("scaling"), options.get("sliding_window"))
+    result = attend(
+        line[0], line[1], line[2], segments, options.get("scaling"), options.get("sliding_window")
+    )
     return result[None], None
 
 
 def _has_kernel(query: Tensor) -> bool:
-    """Whether variable-length flash attention is available: half precision on an NVIDIA GPU, Ampere or later."""
+    """Whether variable-length flash attention is available: half precision on an NVIDIA GPU, Ampere
+    or later.
+    """
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -163,10 +204,18 @@ def _has_kernel(query: Tensor) -> bool:
 
 
 def _attend_segments(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     if not GQA:
-        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], 1) for states in (key, value))
+        key, value = (
+            states.repeat_interleave(query.shape[1] // states.shape[1], 1)
+            for states in (key, value)
+        )
     keys, values = (_take(states, segments.keys) for states in (key, value))
     result = varlen_attn(
         query.contiguous(),
@@ -177,7 +226,10 @@ def _attend_segments(
         segments.longest,
         segments.longest_keys,
         scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # the last query and the last key are of one token
+        window_size=(
+            -1 if window is None else window - 1,
+            0,
+        ),  # the last query and the last key are of one token
         **({"enable_gqa": True} if GQA else {}),
     )
     assert isinstance(result, Tensor)
@@ -185,28 +237,48 @@ def _attend_segments(
 
 
 def _attend_rows(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    queries, keys, values = _take(query, segments.row_queries), _take(key, segments.row_keys), _take(value, segments.row_keys)
+    queries, keys, values = (
+        _take(query, segments.row_queries),
+        _take(key, segments.row_keys),
+        _take(value, segments.row_keys),
+    )
     query_rows = queries.split([count * (width - skip) for count, width, skip in segments.buckets])
-    key_rows, value_rows = (states.split([count * width for count, width, _ in segments.buckets]) for states in (keys, values))
+    key_rows, value_rows = (
+        states.split([count * width for count, width, _ in segments.buckets])
+        for states in (keys, values)
+    )
     results = []
-    for (count, width, skip), *rows in zip(segments.buckets, query_rows, key_rows, value_rows, strict=True):
+    for (count, width, skip), *rows in zip(
+        segments.buckets, query_rows, key_rows, value_rows, strict=True
+    ):
         q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in rows)
         whole = skip == 0 and (window is None or window >= width)
         mask = None if whole else _mask(width, skip, window, q)
-        result = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=True)
+        result = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=True
+        )
         results.append(result.transpose(1, 2).flatten(0, 1))
     return _take(torch.cat(results) if len(results) > 1 else results[0], segments.back)
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:
-    """Gathers [N, heads, size] from [T, heads, size], as an embedding, whose gradient needs no atomic additions."""
+    """Gathers [N, heads, size] from [T, heads, size], as an embedding, whose gradient needs no
+    atomic additions.
+    """
     return embedding(places, states.reshape(len(states), -1)).view(len(places), *states.shape[1:])
 
 
 def _mask(width: int, skip: int, window: int | None, like: Tensor) -> Tensor:
-    """Returns [width - skip, width] 0 where a query may look, at itself and earlier (in its window), -inf elsewhere."""
+    """Returns [width - skip, width] 0 where a query may look, at itself and earlier (in its
+    window), -inf elsewhere.
+    """
     allowed = torch.ones(width - skip, width, dtype=torch.bool, device=like.device).tril(skip)
     if window is not None:
         allowed = allowed.triu(skip + 1 - window)

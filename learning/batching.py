@@ -1,6 +1,7 @@
 """Splits a batch into mini-batches, shares for the ranks and micro-batches.
 
-Pure functions over lengths and indices, so that every rank splits the same batch the same way without communication.
+Pure functions over lengths and indices, so that every rank splits the same batch the same way
+without communication.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from learning.ranks import Ranks
 Indices = NDArray[np.int64]
 
 _QUADRATIC = 24_576
-"""Row length in tokens at which attention costs as much as everything else: 12 × the hidden size, here 2048."""
+"""Row length in tokens at which attention costs as much as everything else: 12 × the hidden size,
+here 2048."""
 
 
 @dataclass(slots=True)
@@ -31,20 +33,33 @@ class Sizes:
     groups: Indices
     """[rows] number of the row's prompt; equal for equal prompts."""
     shared: bool
-    """Whether the rows of one part compute a shared prompt once, without padding; otherwise rows are padded."""
+    """Whether the rows of one part compute a shared prompt once, without padding; otherwise rows
+    are padded."""
     scored: Indices | None = None
     """[rows] tokens of the completions that are scored: those that are not masked; None for all."""
 
     @classmethod
     def of(
-        cls, prompts: Sequence[Int32], completions: Sequence[Int32], shared: bool, scored: Sequence[int] | None = None
+        cls,
+        prompts: Sequence[Int32],
+        completions: Sequence[Int32],
+        shared: bool,
+        scored: Sequence[int] | None = None,
     ) -> "Sizes":
-        """Measures rows of [P] and [L] token ids, of which all or only the `scored` completion tokens are scored."""
+        """Measures rows of [P] and [L] token ids, of which all or only the `scored` completion
+        tokens are scored.
+        """
         known: dict[bytes, int] = {}
         groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
         sizes, lengths = ([len(tokens) for tokens in column] for column in (prompts, completions))
         counted = None if scored is None else np.array(scored, np.int64)
-        return cls(np.array(sizes, np.int64), np.array(lengths, np.int64), np.array(groups, np.int64), shared, counted)
+        return cls(
+            np.array(sizes, np.int64),
+            np.array(lengths, np.int64),
+            np.array(groups, np.int64),
+            shared,
+            counted,
+        )
 
     @property
     def totals(self) -> Indices:
@@ -58,11 +73,17 @@ class Sizes:
         return computed
 
     def order(self, indices: Indices) -> Indices:
-        """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else shortest first."""
-        return indices[np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")]
+        """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else
+        shortest first.
+        """
+        return indices[
+            np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")
+        ]
 
     def costs(self, indices: Indices) -> NDArray[np.float64]:
-        """Returns [len(indices)] the cost that each row, in `order`, adds: tokens, plus attention in tokens."""
+        """Returns [len(indices)] the cost that each row, in `order`, adds: tokens, plus attention
+        in tokens.
+        """
         totals = self.totals[indices].astype(np.float64)
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
@@ -73,15 +94,19 @@ class Sizes:
 
 
 def mini_batches(count: int, parts: int, seed: int) -> list[Indices]:
-    """Splits `count` rows in random order into `parts` nearly equal parts; a single part keeps their order."""
+    """Splits `count` rows in random order into `parts` nearly equal parts; a single part keeps
+    their order.
+    """
     order = np.arange(count) if parts == 1 else np.random.default_rng(seed).permutation(count)
     return [part for part in np.array_split(order, parts) if len(part)]
 
 
 def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
-    """Splits `indices` into one part per rank of similar cost, above the mean by at most twice the costliest row.
+    """Splits `indices` into one part per rank of similar cost, above the mean by at most twice the
+    costliest row.
 
-    Rows that share a prompt stay together, except at the border between two ranks, where both compute the prompt.
+    Rows that share a prompt stay together, except at the border between two ranks, where both
+    compute the prompt.
     """
     order = sizes.order(indices)
     if not sizes.shared:
@@ -92,25 +117,38 @@ def shares(sizes: Sizes, indices: Indices, world_size: int) -> list[Indices]:
     return [order[ranks == rank] for rank in range(world_size)]
 
 
-def micro_batches(sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int, max_rows: int | None = None) -> list[Indices]:
-    """Splits this rank's share of `indices` into micro-batches; all ranks get equally many, so some may be empty.
+def micro_batches(
+    sizes: Sizes, indices: Indices, ranks: Ranks, max_tokens: int, max_rows: int | None = None
+) -> list[Indices]:
+    """Splits this rank's share of `indices` into micro-batches; all ranks get equally many, so some
+    may be empty.
 
-    A micro-batch has at most `max_tokens` computed tokens (or a single row) and at most `max_rows` rows, if given.
-    Their number is minimal and their sizes are as even as possible.
+    A micro-batch has at most `max_tokens` computed tokens (or a single row) and at most `max_rows`
+    rows, if given. Their number is minimal and their sizes are as even as possible.
     """
     parts = shares(sizes, indices, ranks.world_size)
     count = max(len(_filled(sizes, part, max_tokens, max_rows)) for part in parts)
     low, high, mine = 0, max_tokens, parts[ranks.rank]
     while low + 1 < high and count > 1:  # find the lowest budget that needs no more parts
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_filled(sizes, mine, middle, max_rows)) <= count else (middle, high)
+        low, high = (
+            (low, middle)
+            if len(_filled(sizes, mine, middle, max_rows)) <= count
+            else (middle, high)
+        )
     cuts = _filled(sizes, mine, high, max_rows)
     return [np.array(cut, np.int64) for cut in (*cuts, *([[]] * (count - len(cuts))))]
 
 
-def _filled(sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | None) -> list[list[int]]:
+def _filled(
+    sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | None
+) -> list[list[int]]:
     """Splits `indices`, which are in `order`, into parts that are as full as the bounds permit."""
-    prompts, completions, groups = sizes.prompts.tolist(), sizes.computed.tolist(), sizes.groups.tolist()
+    prompts, completions, groups = (
+        sizes.prompts.tolist(),
+        sizes.computed.tolist(),
+        sizes.groups.tolist(),
+    )
     cuts: list[list[int]] = []
     tokens = 0
     for index in indices.tolist():
@@ -120,7 +158,9 @@ def _filled(sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | Non
         elif not sizes.shared:
             grown = total * (len(cuts[-1]) + 1)  # the newest is the longest of its part
         else:
-            grown = tokens + (completions[index] if groups[cuts[-1][-1]] == groups[index] else total)
+            grown = tokens + (
+                completions[index] if groups[cuts[-1][-1]] == groups[index] else total
+            )
         if not cuts or grown > max_tokens or len(cuts[-1]) == max_rows:
             cuts.append([])
             grown = total
@@ -135,27 +175,41 @@ def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
 
 
 def score_shared(
-    sizes: Sizes, ranks: Ranks, max_tokens: int, score: Callable[[Indices], Tensor], max_rows: int | None = None
+    sizes: Sizes,
+    ranks: Ranks,
+    max_tokens: int,
+    score: Callable[[Indices], Tensor],
+    max_rows: int | None = None,
 ) -> list[Float32]:
-    """Returns one number per scored completion token of every row. Each rank computes a part; all get the whole result.
+    """Returns one number per scored completion token of every row. Each rank computes a part; all
+    get the whole result.
 
-    `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row, for at most
-    `max_tokens` computed tokens. With sharded models all ranks call it equally often; a rank that has run out of rows
-    passes the first row.
+    `score` returns [C] numbers for the completion tokens of the rows at some indices, row by row,
+    for at most `max_tokens` computed tokens. With sharded models all ranks call it equally often; a
+    rank that has run out of rows passes the first row.
     """
     lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
     parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)
-    scored = [(part, score(part if len(part) else np.zeros(1, np.int64))) for part in parts if len(part) or ranks.sharded]
+    scored = [
+        (part, score(part if len(part) else np.zeros(1, np.int64)))
+        for part in parts
+        if len(part) or ranks.sharded
+    ]
     return by_row([(part, numbers) for part, numbers in scored if len(part)], lengths, ranks)
 
 
-def by_row(scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks) -> list[Float32]:
-    """Gathers [L] for every row from the ranks that computed them; the result is the same on every rank.
+def by_row(
+    scored: Sequence[tuple[Indices, Tensor]], lengths: Sequence[int], ranks: Ranks
+) -> list[Float32]:
+    """Gathers [L] for every row from the ranks that computed them; the result is the same on every
+    rank.
 
     Tokens that no rank computed are 0. A collective.
     """
     flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
     for indices, numbers in scored:
-        places = np.concatenate([np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()])
+        places = np.concatenate(
+            [np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()]
+        )
         flat[torch.from_numpy(places)] = numbers.float().cpu()
     return split(ranks.sum(flat).numpy(), lengths)

@@ -1,4 +1,6 @@
-"""Chooses the device of a process, by one rule for the trainer, the critic, the embedded engine and reward models."""
+"""Chooses the device of a process, by one rule for the trainer, the critic, the embedded engine and
+reward models.
+"""
 
 import ctypes
 import os
@@ -13,12 +15,19 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 
 
 def choose_device(
-    kind: DeviceKind, field: str, *, value: Any = None, on_cpu: str = "set it to cpu to compute on the CPU", rank: int = 0
+    kind: DeviceKind,
+    field: str,
+    *,
+    value: Any = None,
+    on_cpu: str = "set it to cpu to compute on the CPU",
+    rank: int = 0,
 ) -> torch.device:
-    """Returns the device: the CPU for `cpu`, else GPU `rank`; `auto` is the CPU when no GPU exists or is assigned.
+    """Returns the device: the CPU for `cpu`, else GPU `rank`; `auto` is the CPU when no GPU exists
+    or is assigned.
 
-    Raises ConfigError when a GPU is requested or assigned but none is usable, so that no run with GPUs silently
-    computes on the CPU. `field` and `value` (`kind` when None) name the setting; `on_cpu` says how to do without a GPU.
+    Raises ConfigError when a GPU is requested or assigned but none is usable, so that no run with
+    GPUs silently computes on the CPU. `field` and `value` (`kind` when None) name the setting;
+    `on_cpu` says how to do without a GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -27,14 +36,18 @@ def choose_device(
         count = torch.cuda.device_count()
         if 0 < count <= rank:
             given = f", and {assigned}" if assigned else ""
-            reason = f"torch finds {count} GPUs for {rank + 1} or more processes of this node{given}"
+            reason = (
+                f"torch finds {count} GPUs for {rank + 1} or more processes of this node{given}"
+            )
             remedy = "run one process per GPU: compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node"
             raise ConfigError(reason, field=field, value=value or kind, remedy=remedy)
         return torch.device("cuda", rank)
     if kind == "cuda" or assigned:
         reason, remedy = _why_none()
         given = f"torch finds no GPU, but {assigned}" if assigned else "torch finds no GPU"
-        raise ConfigError(f"{given}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}")
+        raise ConfigError(
+            f"{given}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}"
+        )
     return torch.device("cpu")
 
 
@@ -47,20 +60,24 @@ def _why_none() -> tuple[str, str]:
     """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
-        remedy = (
-            "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
-        )
+        remedy = "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
         return f"torch {torch.__version__} is a CPU build", remedy
     if hidden_gpus():
         found = os.environ["CUDA_VISIBLE_DEVICES"]
-        return f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU", "unset it, or name GPUs in it: 0,1"
+        return (
+            f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU",
+            "unset it, or name GPUs in it: 0,1",
+        )
     if (driver := _driver()) is None:
         remedy = "install NVIDIA's driver; start a container with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
         return "there is no NVIDIA driver (libcuda.so.1)", remedy
     if version is not None and driver and driver // 1000 < int(version.partition(".")[0]):
         supported = f"{driver // 1000}.{driver % 1000 // 10}"
         remedy = "update the driver (CUDA 13 needs the 580 series), or install a build of torch for the driver's CUDA version"
-        return f"the driver supports CUDA {supported}, but torch {torch.__version__} needs {version}", remedy
+        return (
+            f"the driver supports CUDA {supported}, but torch {torch.__version__} needs {version}",
+            remedy,
+        )
     return (
         "the driver is installed, but gives this process no GPU",
         "check nvidia-smi, CUDA_VISIBLE_DEVICES and the kernel's log",
@@ -68,7 +85,9 @@ def _why_none() -> tuple[str, str]:
 
 
 def _driver() -> int | None:
-    """Returns the newest CUDA that the driver supports, 13000 for 13.0; 0 if unknown, None without a driver."""
+    """Returns the newest CUDA that the driver supports, 13000 for 13.0; 0 if unknown, None without
+    a driver.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,6 @@
-"""What a model does to the output of its head: some models scale logits (Granite, Cohere), some cap them (Gemma 2)."""
+"""What a model does to the output of its head: some models scale logits (Granite, Cohere), some cap
+them (Gemma 2).
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class FinalLogits:
-    """The logits of a model as a function of the output z of its head: cap · tanh(scale · z / cap), or scale · z."""
+    """The logits of a model as a function of the output z of its head: cap · tanh(scale · z / cap),
+    or scale · z.
+    """
 
     scale: float = 1.0
     cap: float | None = None
@@ -31,17 +35,22 @@ class FinalLogits:
 def final_logits(model: Any) -> FinalLogits:
     """Returns what a transformers model does to the output of its head.
 
-    Runs the code of the model around a made-up decoder and head, so that it needs neither weights nor a list of models.
-    Raises ConfigError when the logits are anything but a scaled and capped output.
+    Runs the code of the model around a made-up decoder and head, so that it needs neither weights
+    nor a list of models. Raises ConfigError when the logits are anything but a scaled and capped
+    output.
     """
     try:
         output, logits = _around_made_up_parts(model)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        raise _refused(model, f"this model does not run around a made-up decoder and head: {error}") from error
+        raise _refused(
+            model, f"this model does not run around a made-up decoder and head: {error}"
+        ) from error
     scale = logits[0].item() / output[0].item()
     highest = logits[1].item()
     if highest < scale * output[1].item() / 1000:
-        found = FinalLogits(math.atanh(logits[0].item() / highest) * highest / output[0].item(), highest)
+        found = FinalLogits(
+            math.atanh(logits[0].item() / highest) * highest / output[0].item(), highest
+        )
     else:
         found = FinalLogits(scale)
     if not torch.allclose(logits, found.of(output), rtol=_ROUNDING, atol=0.0):
@@ -51,14 +60,20 @@ def final_logits(model: Any) -> FinalLogits:
 
 
 def _refused(model: Any, reason: str) -> ConfigError:
-    return ConfigError(reason, field="model.name", value=model.config.name_or_path, remedy="use another model")
+    return ConfigError(
+        reason, field="model.name", value=model.config.name_or_path, remedy="use another model"
+    )
 
 
 def _around_made_up_parts(model: Any) -> tuple[Tensor, Tensor]:
-    """Returns the output [V] of a made-up head, and the logits [V] that the model makes of it, in float64."""
+    """Returns the output [V] of a made-up head, and the logits [V] that the model makes of it, in
+    float64.
+    """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     vocabulary, width = head.weight.shape
-    sizes = torch.linspace(-10, 12, width).round().exp2()  # powers of two, which no precision rounds
+    sizes = (
+        torch.linspace(-10, 12, width).round().exp2()
+    )  # powers of two, which no precision rounds
     states = torch.where(torch.arange(width) % 2 == 0, sizes, -1.5 * sizes).double()
     states[0], states[1] = _SMALL, _LARGE
     entry_of_token = torch.arange(vocabulary) % width

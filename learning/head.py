@@ -9,9 +9,12 @@ from torch import Tensor, nn
 def float32_product(left: Tensor, right: Tensor) -> Tensor:
     """Returns left [M, K] times right [K, N] in float32, never rounded to a lower precision.
 
-    Products of two bfloat16 numbers are exact in float32, so two programs differ only in the order of summation.
+    Products of two bfloat16 numbers are exact in float32, so two programs differ only in the order
+    of summation.
     """
-    if left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None:  # only CUDA supports it
+    if (
+        left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None
+    ):  # only CUDA supports it
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 

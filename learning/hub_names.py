@@ -1,8 +1,10 @@
-"""Converts between a model's tensors and the names and shapes in its files, as the hub and the engines use them.
+"""Converts between a model's tensors and the names and shapes in its files, as the hub and the
+engines use them.
 
-transformers renames tensors when it loads a model, and stacks or splits some: the experts of a mixture become one
-tensor. It stores the conversions that the files needed in `_weight_conversions` and reverses them in `save_pretrained`.
-This module reverses them one tensor at a time, as publishing and checkpoints gather the tensors.
+transformers renames tensors when it loads a model, and stacks or splits some: the experts of a
+mixture become one tensor. It stores the conversions that the files needed in `_weight_conversions`
+and reverses them in `save_pretrained`. This module reverses them one tensor at a time, as
+publishing and checkpoints gather the tensors.
 """
 
 from collections import Counter
@@ -23,23 +25,32 @@ from transformers.core_model_loading import (
 
 
 def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
-    """Sets the conversions that files with these `names` need, for a model that `from_pretrained` did not load.
+    """Sets the conversions that files with these `names` need, for a model that `from_pretrained`
+    did not load.
 
     `own` are the model's tensors by their names in the model.
     """
     conversions = get_model_conversion_mapping(model)
     for name in sorted(names, key=dot_natural_key):
-        rename_source_key(name, *_by_kind(conversions), model.base_model_prefix, own)  # it notes which conversions apply
+        rename_source_key(
+            name, *_by_kind(conversions), model.base_model_prefix, own
+        )  # it notes which conversions apply
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
 def stacks(model: Any) -> bool:
-    """Whether some tensors of the model consist of several tensors in its files, or of parts of them."""
+    """Whether some tensors of the model consist of several tensors in its files, or of parts of
+    them.
+    """
     return bool(_by_kind(_conversions(model))[1])
 
 
-def to_hub(model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors in the form of the model's files. `names` are the names of all tensors in `named`."""
+def to_hub(
+    model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors in the form of the model's files. `names` are the names of all tensors in
+    `named`.
+    """
     conversions = _conversions(model)
     if not conversions:
         yield from named
@@ -56,21 +67,32 @@ def to_hub(model: Any, named: Iterable[tuple[str, Tensor]], names: Iterable[str]
 
 
 def hub_shapes(model: Any, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors without memory that have the names, shapes and dtypes of the model's files."""
-    empty = ((name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")) for name, tensor in own.items())
+    """Returns tensors without memory that have the names, shapes and dtypes of the model's
+    files.
+    """
+    empty = (
+        (name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        for name, tensor in own.items()
+    )
     return dict(to_hub(model, empty, own))
 
 
 def from_hub(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Converts tensors from the form of the model's files to the model's own; a combined tensor needs all its parts."""
+    """Converts tensors from the form of the model's files to the model's own; a combined tensor
+    needs all its parts.
+    """
     conversions = _conversions(model)
     if not conversions:
         return dict(tensors)
     own, (renamings, converters) = model.state_dict(), _by_kind(conversions)
-    converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_of = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     work: dict[str, Any] = {}
     for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        target, pattern = rename_source_key(
+            name, renamings, converters, model.base_model_prefix, own
+        )
         if pattern is None:
             made = work[target] = WeightRenaming(name, target)
         else:

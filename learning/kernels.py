@@ -1,4 +1,6 @@
-"""Checks that GPU kernels can be compiled here, for `torch.compile` and the project's own Triton kernels."""
+"""Checks that GPU kernels can be compiled here, for `torch.compile` and the project's own Triton
+kernels.
+"""
 
 import importlib.util
 import logging
@@ -11,7 +13,9 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton(device_type: str) -> bool:
-    """Whether Triton can compile for this device type: a GPU, with the package and a C compiler for its launchers."""
+    """Whether Triton can compile for this device type: a GPU, with the package and a C compiler for
+    its launchers.
+    """
     if device_type != "cuda":
         return False
     missing = [] if importlib.util.find_spec("triton") else ["the package triton"]

@@ -1,7 +1,8 @@
-"""Lays out prompts and completions as the tensors that a model reads: padded, or packed without padding.
+"""Lays out prompts and completions as the tensors that a model reads: padded, or packed without
+padding.
 
-C is the number of unmasked completion tokens of all rows. Results for them are concatenated in the order of the rows.
-The last token of a completion predicts nothing and is left out.
+C is the number of unmasked completion tokens of all rows. Results for them are concatenated in the
+order of the rows. The last token of a completion predicts nothing and is left out.
 """
 
 from collections.abc import Sequence
@@ -37,12 +38,20 @@ class Padded:
     """[C] positions in the flattened [rows · T] whose next token is a completion token."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
+    def of(
+        cls,
+        prompts: Sequence[Int32],
+        completions: Sequence[Int32],
+        masks: Sequence[Int32 | None] = (),
+    ) -> Self:
         """Lays out rows of [P] and [L] token ids; prompts must not be empty.
 
         `masks` [L] drop completion tokens where 0.
         """
-        width = max(len(prompt) + len(completion[:-1]) for prompt, completion in zip(prompts, completions, strict=True))
+        width = max(
+            len(prompt) + len(completion[:-1])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        )
         input_ids = np.zeros((len(prompts), width), np.int64)
         for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
             row[: len(prompt)] = prompt
@@ -52,17 +61,21 @@ class Padded:
         return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
 
     def hidden(self, body: nn.Module) -> Tensor:
-        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict the completions."""
+        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
+        the completions.
+        """
         states = body(input_ids=self.input_ids, use_cache=False).last_hidden_state
         return nn.functional.embedding(self.predicts, states.flatten(0, 1))
 
 
 @dataclass(slots=True)
 class Packed:
-    """All rows in one line of T tokens without padding; a prompt shared by consecutive rows is computed only once.
+    """All rows in one line of T tokens without padding; a prompt shared by consecutive rows is
+    computed only once.
 
-    Prompt, completion 1 … completion n, next prompt …: a completion's positions continue after its prompt, and it attends to
-    its prompt and to itself. The state of a prompt's last token predicts the first token of every completion.
+    Prompt, completion 1 … completion n, next prompt …: a completion's positions continue after its
+    prompt, and it attends to its prompt and to itself. The state of a prompt's last token predicts
+    the first token of every completion.
     """
 
     shared: ClassVar[bool] = True
@@ -71,14 +84,22 @@ class Packed:
     position_ids: Tensor
     """[1, T]"""
     predicts: Tensor
-    """[C] positions in the line whose next token is a completion token; a prompt's end occurs once per completion."""
+    """[C] positions in the line whose next token is a completion token; a prompt's end occurs once
+    per completion."""
     segments: Segments
     """Which tokens attend to which."""
 
     @classmethod
-    def of(cls, prompts: Sequence[Int32], completions: Sequence[Int32], masks: Sequence[Int32 | None] = ()) -> Self:
+    def of(
+        cls,
+        prompts: Sequence[Int32],
+        completions: Sequence[Int32],
+        masks: Sequence[Int32 | None] = (),
+    ) -> Self:
         """Lays out rows like `Padded.of`. Rows that share a prompt must be consecutive."""
-        first = np.array([i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)])
+        first = np.array(
+            [i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)]
+        )
         tokens: list[Int32] = []
         for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
             tokens += [prompt, completion[:-1]] if new else [completion[:-1]]
@@ -89,9 +110,18 @@ class Packed:
         some = lengths > 0
         predicts = _ranges(starts - 1, lengths)
         predicts[(np.cumsum(lengths) - lengths)[some]] = (prompt_starts + sizes - 1)[some]
-        there = np.stack([first, computed > 0], 1).reshape(-1)  # prompt and completion of every row in turn
-        columns = ((prompt_starts, starts), (sizes, computed), (prompt_starts, prompt_starts), (np.zeros_like(sizes), sizes))
-        own, length, prefix_start, prefix = (np.stack(column, 1).reshape(-1)[there] for column in columns)
+        there = np.stack([first, computed > 0], 1).reshape(
+            -1
+        )  # prompt and completion of every row in turn
+        columns = (
+            (prompt_starts, starts),
+            (sizes, computed),
+            (prompt_starts, prompt_starts),
+            (np.zeros_like(sizes), sizes),
+        )
+        own, length, prefix_start, prefix = (
+            np.stack(column, 1).reshape(-1)[there] for column in columns
+        )
         return cls(
             torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
             torch.from_numpy(_ranges(prefix, length))[None],
@@ -100,7 +130,9 @@ class Packed:
         )
 
     def hidden(self, body: nn.Module) -> Tensor:
-        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict the completions."""
+        """Returns [C, H] final hidden states of `body` (a decoder without its head) that predict
+        the completions.
+        """
         states = body(
             input_ids=self.input_ids,
             position_ids=self.position_ids,
@@ -117,7 +149,8 @@ Layout = Padded | Packed
 def layout_for(model: Any, packing: Packing) -> type[Layout]:
     """Returns the layout for a transformers model and prepares the model for it.
 
-    `auto` packs if the model supports it; with `on`, raises ConfigError naming `trainer.packing` if it does not.
+    `auto` packs if the model supports it; with `on`, raises ConfigError naming `trainer.packing` if
+    it does not.
     """
     reason = unpackable(model) if packing != "off" else "it is off"
     if packing == "on" and reason:
@@ -139,7 +172,9 @@ def moved(value: _T, device: torch.device) -> _T:
     if device.type == "cpu" or not (isinstance(value, Tensor) or is_dataclass(value)):
         return value
     if isinstance(value, Tensor):
-        return cast(_T, (value if value.is_cuda else value.pin_memory()).to(device, non_blocking=True))
+        return cast(
+            _T, (value if value.is_cuda else value.pin_memory()).to(device, non_blocking=True)
+        )
     there = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
     return cast(_T, replace(cast(Any, value), **there))
 
@@ -152,7 +187,10 @@ def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 
     """Returns the positions of the tokens that are not masked."""
     if not any(mask is not None for mask in masks):
         return predicts
-    kept = [np.ones(len(ids)) if mask is None else mask for ids, mask in zip(completions, masks, strict=True)]
+    kept = [
+        np.ones(len(ids)) if mask is None else mask
+        for ids, mask in zip(completions, masks, strict=True)
+    ]
     found: _Array = predicts[np.concatenate(kept) == 1]
     return found
 
@@ -163,5 +201,7 @@ def _lengths(rows: Sequence[Int32]) -> _Array:
 
 def _ranges(starts: _Array, lengths: _Array) -> _Array:
     """Returns start, start + 1 … start + length - 1 for each pair, concatenated."""
-    ranges: _Array = np.arange(lengths.sum()) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    ranges: _Array = np.arange(lengths.sum()) + np.repeat(
+        starts - (np.cumsum(lengths) - lengths), lengths
+    )
     return ranges

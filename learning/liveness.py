@@ -1,11 +1,13 @@
-"""Watches the ranks of a run: when one is lost, the others exit and name it instead of waiting for it in a collective.
+"""Watches the ranks of a run: when one is lost, the others exit and name it instead of waiting for
+it in a collective.
 
     rank k ──beat, "gone k …"──► rank 0 ──beat, "gone j …"──► every other rank
 
-A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed connection means a
-killed process and is noticed at once; silence means a node without power or network, or a stopped process. A rank in a
-long computation still sends beats, because torch releases the interpreter lock in kernels and collectives. A rank that
-ends by itself first sends the reason. ADR 0013 explains why this is not part of rank 0's HTTP server.
+A thread of every rank holds one TCP connection to rank 0, which relays what it receives. A closed
+connection means a killed process and is noticed at once; silence means a node without power or
+network, or a stopped process. A rank in a long computation still sends beats, because torch
+releases the interpreter lock in kernels and collectives. A rank that ends by itself first sends the
+reason. ADR 0013 explains why this is not part of rank 0's HTTP server.
 """
 
 import asyncio
@@ -31,14 +33,17 @@ _BEATS = 9
 """Number of beats within the limit of silence."""
 _TICK_S = 0.2
 _OWN_ERROR_S = 5.0
-"""An error often hits all ranks: each gets this many seconds to report its own before it ends because of another's."""
+"""An error often hits all ranks: each gets this many seconds to report its own before it ends
+because of another's."""
 _VERDICT_S = 10.0
 """Seconds to wait, after a failed collective, for the news that a rank is lost."""
 _SHUTDOWN_S = 1.0
-"""Seconds that an ending rank waits for others to read why: closing a socket with unread input discards sent data."""
+"""Seconds that an ending rank waits for others to read why: closing a socket with unread input
+discards sent data."""
 _MAX_LINE_BYTES = 4096
 _MAX_UNAUTHENTICATED, _HANDSHAKE_S = 64, 10.0
-"""Connections that have not sent a valid token yet: how many may be open, and for how many seconds."""
+"""Connections that have not sent a valid token yet: how many may be open, and for how many
+seconds."""
 
 
 class _Departure(NamedTuple):
@@ -49,7 +54,8 @@ class _Departure(NamedTuple):
 
 
 class Liveness:
-    """A context manager that watches the other ranks while inside; does nothing in a single process.
+    """A context manager that watches the other ranks while inside; does nothing in a single
+    process.
 
     A rank is lost after `lost_after_s` seconds of silence.
     """
@@ -73,30 +79,51 @@ class Liveness:
             others = range(1, self._ranks.world_size) if self._ranks.is_rank_zero else [0]
             self._heard = dict.fromkeys(others, time.monotonic())
             endpoint = self._endpoint()
-            self._thread = threading.Thread(target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True)
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._watch(endpoint)), name="liveness", daemon=True
+            )
             self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._thread is None:
             return
-        if isinstance(value, RuntimeError):  # raised by torch, perhaps by a collective with a lost rank
-            log.warning("%s; checking whether a rank is lost", shorten(str(value).partition("\n")[0]))
+        if isinstance(
+            value, RuntimeError
+        ):  # raised by torch, perhaps by a collective with a lost rank
+            log.warning(
+                "%s; checking whether a rank is lost", shorten(str(value).partition("\n")[0])
+            )
             self._failed_at = "".join(traceback.format_tb(trace))
             self._verdict_wanted = True
             self._thread.join(_VERDICT_S)  # ends this process if so
-        how = "done" if value is None else "stopped" if isinstance(value, KeyboardInterrupt) else "failed"
+        how = (
+            "done"
+            if value is None
+            else "stopped"
+            if isinstance(value, KeyboardInterrupt)
+            else "failed"
+        )
         reason = f"{type(value).__name__}: {value}".partition("\n")[0] if how == "failed" else ""
         self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
     def _endpoint(self) -> socket.socket:
-        """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to it."""
+        """Opens the socket: rank 0 listens at torchrun's rendezvous address, the others connect to
+        it.
+        """
         address = os.environ["MASTER_ADDR"]
         if not self._ranks.is_rank_zero:
             port, self._token = self._ranks.broadcast(b"").decode().split()
             return socket.create_connection((address, int(port)), timeout=self._lost_after_s)
-        host = address if is_loopback(address) else ""  # others may reach this node at another of its addresses
+        host = (
+            address if is_loopback(address) else ""
+        )  # others may reach this node at another of its addresses
         family = socket.getaddrinfo(address, None)[0][0]
         server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
         self._token = secrets.token_hex(16)
@@ -106,7 +133,9 @@ class Liveness:
     async def _watch(self, endpoint: socket.socket) -> None:
         """Runs the thread: listens, beats and judges until this rank ends."""
         if self._ranks.is_rank_zero:
-            self._server = await asyncio.start_server(self._accept, sock=endpoint, limit=_MAX_LINE_BYTES)
+            self._server = await asyncio.start_server(
+                self._accept, sock=endpoint, limit=_MAX_LINE_BYTES
+            )
         else:
             reader, writer = await asyncio.open_connection(sock=endpoint, limit=_MAX_LINE_BYTES)
             self._connections[0] = writer
@@ -117,8 +146,12 @@ class Liveness:
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            if now - before > 2 * beat_s:  # this process itself was stopped or starved: the silence proves nothing
-                self._heard = {rank: min(now, heard + now - before) for rank, heard in self._heard.items()}
+            if (
+                now - before > 2 * beat_s
+            ):  # this process itself was stopped or starved: the silence proves nothing
+                self._heard = {
+                    rank: min(now, heard + now - before) for rank, heard in self._heard.items()
+                }
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
                 self._broadcast("beat")
@@ -145,7 +178,9 @@ class Liveness:
             writer.write(f"gone {gone} {departure.how} {departure.reason}\n".encode())
         self._listeners.add(asyncio.create_task(self._listen(int(rank), reader, writer)))
 
-    async def _listen(self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _listen(
+        self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Reads `beat` and `gone RANK HOW REASON` until the connection ends."""
         with suppress(ValueError, OSError):
             while (line := await reader.readline()).endswith(b"\n"):
@@ -167,13 +202,18 @@ class Liveness:
 
     def _broadcast(self, text: str) -> None:
         for writer in self._connections.values():
-            writer.write(text.encode() + b"\n")  # never waits; `_listen` notices a closed connection
+            writer.write(
+                text.encode() + b"\n"
+            )  # never waits; `_listen` notices a closed connection
 
     async def _judge(self, now: float) -> None:
         for rank, heard in self._heard.items():
             if now - heard > self._lost_after_s:
                 self._depart(rank, "silent", "")
-        grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}  # often all ranks were stopped
+        grace = {
+            "stopped": self._lost_after_s,
+            "failed": _OWN_ERROR_S,
+        }  # often all ranks were stopped
         for rank, (how, reason, at) in self._gone.items():
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
@@ -191,7 +231,9 @@ class Liveness:
             "continues from its newest checkpoint",
             *(self._name(rank), what, self._name(self._ranks.rank)),
         )
-        log.error("%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks())
+        log.error(
+            "%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks()
+        )
         await self._close()
         logging.shutdown()
         os._exit(LOST)
@@ -212,4 +254,6 @@ class Liveness:
         """Names a rank as the cluster does: `rank 3 on ppo-trainer-1 (10.0.0.5)`."""
         node = rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         addresses = self._topology.node_ips
-        return f"rank {rank} on {TRAINER}-{node}" + (f" ({addresses[node]})" if node < len(addresses) else "")
+        return f"rank {rank} on {TRAINER}-{node}" + (
+            f" ({addresses[node]})" if node < len(addresses) else ""
+        )

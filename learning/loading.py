@@ -1,8 +1,8 @@
 """Loads models from the hub, a directory or a checkpoint; no rank ever holds a whole sharded model.
 
-A sharded model is built on the meta device and sharded; then every rank reads its own slices of the safetensors files.
-If other ranks do not see the files, or the files' tensors differ from the model's (experts of a mixture), rank 0 reads
-and sends one tensor at a time.
+A sharded model is built on the meta device and sharded; then every rank reads its own slices of the
+safetensors files. If other ranks do not see the files, or the files' tensors differ from the
+model's (experts of a mixture), rank 0 reads and sends one tensor at a time.
 """
 
 import json
@@ -29,7 +29,15 @@ from learning.ranks import Ranks
 from learning.sharding import local, named_tensors, prepare, region, shard
 
 log = logging.getLogger(__name__)
-_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.py", "*.model", "*.txt", "*.jinja"]
+_FILES = [
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.json",
+    "*.py",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+]
 
 
 _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
@@ -37,7 +45,8 @@ _UNREAD = ("output_router_logits", "output_hidden_states", "output_attentions")
 
 
 def only_logits(config: Any) -> None:
-    """Switches off, in place, what a model's configuration wants computed besides logits: nobody here reads it.
+    """Switches off, in place, what a model's configuration wants computed besides logits: nobody
+    here reads it.
 
     The router logits lead to an auxiliary loss, which fails on the engine's batches.
     """
@@ -63,16 +72,24 @@ class SafetensorsReader:
     def __init__(self, directory: Path) -> None:
         self.names: Mapping[str, str] = {}
         index = directory / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-        self._files: list[Any] = [safe_open(directory / Path(name).name, "pt") for name in names]  # nowhere else
-        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118 - it is not a dictionary
+        names = (
+            sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if index.exists()
+            else ["model.safetensors"]
+        )
+        self._files: list[Any] = [
+            safe_open(directory / Path(name).name, "pt") for name in names
+        ]  # nowhere else
+        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         name = self.names.get(name, name)
-        found: Tensor = self._of[name].get_slice(name)[region] if region else self._of[name].get_tensor(name)
+        found: Tensor = (
+            self._of[name].get_slice(name)[region] if region else self._of[name].get_tensor(name)
+        )
         return found
 
 
@@ -97,15 +114,19 @@ class AddedModules:
         return name
 
     def first(self, _name: str, _shape: Sequence[int]) -> Tensor | None:
-        """Returns the initial value of a tensor, the same on every rank; None for one that is in the files."""
+        """Returns the initial value of a tensor, the same on every rank; None for one that is in
+        the files.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model with float32 weights of a transformers auto class, from the hub or a directory that every node has.
+    """A model with float32 weights of a transformers auto class, from the hub or a directory that
+    every node has.
 
-    `directory`, a checkpoint that at least rank 0 sees, replaces `name`; `configure` changes the model's configuration.
+    `directory`, a checkpoint that at least rank 0 sees, replaces `name`; `configure` changes the
+    model's configuration.
     """
 
     auto: Any
@@ -129,7 +150,9 @@ class Pretrained:
     def plain(self) -> Any:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError."""
         options = {"trust_remote_code": self.trust_remote_code, "use_safetensors": True}
-        return self.auto.from_pretrained(self.source, config=self.config(), dtype=torch.float32, **options)
+        return self.auto.from_pretrained(
+            self.source, config=self.config(), dtype=torch.float32, **options
+        )
 
     def whole(self) -> Any:
         """Loads the model with its added modules into CPU memory. Raises OSError or ValueError."""
@@ -140,7 +163,9 @@ class Pretrained:
         return model
 
     def fill_added(self, model: Any) -> dict[str, Tensor]:
-        """Initialises tensors missing in the files; returns this rank's shares of the others by their names there."""
+        """Initialises tensors missing in the files; returns this rank's shares of the others by
+        their names there.
+        """
         added, targets = self.added or AddedModules(), {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
@@ -154,7 +179,9 @@ class Pretrained:
     def empty(self) -> Any:
         """Builds the modules, with parameters on the meta device and initialised buffers."""
         with _parameters_on_meta():
-            model = self.auto.from_config(self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code)
+            model = self.auto.from_config(
+                self.config(), dtype=torch.float32, trust_remote_code=self.trust_remote_code
+            )
             if self.added:
                 self.added.change(model)
         try:
@@ -193,7 +220,8 @@ def load(
 ) -> nn.Module:
     """Returns `wrap(model)` on this rank's device: sharded, or whole and equal to rank 0's.
 
-    Raises OSError or ValueError when the model cannot be loaded. See `sharding.shard` for the last three arguments.
+    Raises OSError or ValueError when the model cannot be loaded. See `sharding.shard` for the last
+    three arguments.
     """
     if not ranks.sharded:
         model = pretrained.whole().to(ranks.device)
@@ -213,10 +241,15 @@ def load(
     names = "\n".join(_shapes_in(directory)) if ranks.is_rank_zero else ""
     learn(model, targets, ranks.broadcast(names.encode()).decode().split())
     shared = ranks.all_equal(_fingerprint(directory))
-    reader: Reader | None = _files(directory, model, targets) if shared or ranks.is_rank_zero else None
+    reader: Reader | None = (
+        _files(directory, model, targets) if shared or ranks.is_rank_zero else None
+    )
     everywhere = shared and ranks.all_equal(b"" if reader is None else b"fits")
     if ranks.is_rank_zero and reader is None:
-        log.info("the files in %s do not have the model's own tensors: transformers loads the whole model on rank 0", directory)
+        log.info(
+            "the files in %s do not have the model's own tensors: transformers loads the whole model on rank 0",
+            directory,
+        )
         reader = MemoryReader(pretrained.plain().state_dict())
     if ranks.is_rank_zero and not everywhere and ranks.world_size > 1:
         log.info("rank 0 reads %s and sends it to the others", directory)
@@ -225,15 +258,19 @@ def load(
 
 
 def _keep_states_low(model: Any) -> None:
-    """Makes embedding, norms and experts compute in bfloat16 where FSDP2 does and autocast alone would not.
+    """Makes embedding, norms and experts compute in bfloat16 where FSDP2 does and autocast alone
+    would not.
 
-    Embedding and norms return bfloat16; autocast would keep a copy for every product. Autocast does not reach grouped
-    products, so experts get bfloat16 copies of their weights.
+    Embedding and norms return bfloat16; autocast would keep a copy for every product. Autocast does
+    not reach grouped products, so experts get bfloat16 copies of their weights.
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
-        # Attention may have vectors of its own, such as the sinks of gpt-oss, but a norm has no other modules.
-        is_norm = own and not list(module.children()) and all(parameter.ndim == 1 for parameter in own)
+        # Attention may have vectors of its own, such as the sinks of gpt-oss, but a norm has no
+        # other modules.
+        is_norm = (
+            own and not list(module.children()) and all(parameter.ndim == 1 for parameter in own)
+        )
         if module is model.get_input_embeddings() or is_norm:
             module.register_forward_hook(lambda _module, _inputs, states: states.bfloat16())
         elif any(parameter.ndim == 3 for parameter in own):
@@ -242,7 +279,9 @@ def _keep_states_low(model: Any) -> None:
 
 def _with_low_weights(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     """Calls a module with bfloat16 copies of its weights, which keep their gradients in float32."""
-    weights = {name: parameter.bfloat16() for name, parameter in module.named_parameters(recurse=False)}
+    weights = {
+        name: parameter.bfloat16() for name, parameter in module.named_parameters(recurse=False)
+    }
     return functional_call(module, weights, inputs, options)
 
 
@@ -253,31 +292,56 @@ def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> Safete
         return None
     reader = SafetensorsReader(directory)
     shapes = reader.shapes()
-    reader.names = {name: hub for name in targets for hub, _ in to_hub(model, [(name, targets[name])], [name])}
-    return reader if all(shapes.get(reader.names[name]) == tuple(target.shape) for name, target in targets.items()) else None
+    reader.names = {
+        name: hub for name in targets for hub, _ in to_hub(model, [(name, targets[name])], [name])
+    }
+    return (
+        reader
+        if all(
+            shapes.get(reader.names[name]) == tuple(target.shape)
+            for name, target in targets.items()
+        )
+        else None
+    )
 
 
 def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shapes of the tensors in the safetensors files of `directory`; empty when there are none."""
+    """Returns the shapes of the tensors in the safetensors files of `directory`; empty when there
+    are none.
+    """
     names = ("model.safetensors", "model.safetensors.index.json")
-    return SafetensorsReader(directory).shapes() if any((directory / name).exists() for name in names) else {}
+    return (
+        SafetensorsReader(directory).shapes()
+        if any((directory / name).exists() for name in names)
+        else {}
+    )
 
 
 def not_in_files(model: Any, own: Mapping[str, Tensor], name: str) -> str | None:
-    """Returns a tensor of the model that the files of `name` lack; None if there is none, or the files are not here."""
+    """Returns a tensor of the model that the files of `name` lack; None if there is none, or the
+    files are not here.
+    """
     try:
-        directory = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, local_files_only=True))
+        directory = (
+            Path(name)
+            if Path(name).is_dir()
+            else Path(snapshot_download(name, local_files_only=True))
+        )
         shapes = _shapes_in(directory)
     except OSError:  # a resumed run has its checkpoint
         return None
     for hub, tensor in hub_shapes(model, own).items():
         known = shapes.get(hub, shapes.get(hub.removeprefix(f"{model.base_model_prefix}.")))
         if shapes and known != tuple(tensor.shape):
-            return f"{hub} {list(tensor.shape)}" + (f", there it is {list(known)}" if known is not None else "")
+            return f"{hub} {list(tensor.shape)}" + (
+                f", there it is {list(known)}" if known is not None else ""
+            )
     return None
 
 
-def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, everywhere: bool) -> None:
+def fill(
+    targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, everywhere: bool
+) -> None:
     """Reads this rank's share of every tensor. Unless `everywhere`, rank 0 reads and sends."""
     with torch.no_grad():
         for name, target in targets.items():
@@ -293,14 +357,17 @@ def fill(targets: Mapping[str, Tensor], reader: Reader | None, ranks: Ranks, eve
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
-    """Allocates meta-device parameters on `device`, tied ones once; moves buffers to the device `buffers`."""
+    """Allocates meta-device parameters on `device`, tied ones once; moves buffers to the device
+    `buffers`.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
                     made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+                        torch.empty_like(parameter, device=device),
+                        requires_grad=parameter.requires_grad,
                     )
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
@@ -309,13 +376,17 @@ def materialise(root: nn.Module, device: torch.device, buffers: torch.device) ->
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside this context, new parameters are on the meta device. Buffers are computed, as no file has all of them."""
+    """Inside this context, new parameters are on the meta device. Buffers are computed, as no file
+    has all of them.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is not None and parameter.device.type != "meta":
-            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = nn.Parameter(
+                parameter.to("meta"), requires_grad=parameter.requires_grad
+            )
 
     nn.Module.register_parameter = on_meta
     try:
@@ -325,7 +396,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fingerprint(directory: Path) -> bytes:
-    """Identifies the files that a rank sees by names, sizes, and the small state file of a checkpoint."""
+    """Identifies the files that a rank sees by names, sizes, and the small state file of a
+    checkpoint.
+    """
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))

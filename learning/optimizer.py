@@ -38,10 +38,20 @@ class Optimizer:
         max_grad_norm: float,
         rate_setting: str = "trainer.learning_rate",
     ) -> None:
-        self._named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._parameters, self._max_grad_norm, self._skipped_in_a_row = list(self._named.values()), max_grad_norm, 0
+        self._named = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+        self._parameters, self._max_grad_norm, self._skipped_in_a_row = (
+            list(self._named.values()),
+            max_grad_norm,
+            0,
+        )
         self._rate_setting = rate_setting
-        self._adam = torch.optim.AdamW(self._parameters, betas=betas, weight_decay=weight_decay, fused=True)
+        self._adam = torch.optim.AdamW(
+            self._parameters, betas=betas, weight_decay=weight_decay, fused=True
+        )
 
     def zero_grad(self) -> None:
         self._adam.zero_grad()
@@ -49,13 +59,17 @@ class Optimizer:
     def step(self, learning_rate: float) -> float:
         """Applies the gradients and returns their norm before clipping.
 
-        If the norm is not finite, it is returned but nothing changes. Raises NonFiniteGradients after more than
-        `MAX_SKIPPED_UPDATES` such norms in a row.
+        If the norm is not finite, it is returned but nothing changes. Raises NonFiniteGradients
+        after more than `MAX_SKIPPED_UPDATES` such norms in a row.
         """
         if all(parameter.grad is None for parameter in self._parameters):
-            for parameter in self._parameters:  # no row: momentum and weight decay still apply, as on many ranks
+            for parameter in (
+                self._parameters
+            ):  # no row: momentum and weight decay still apply, as on many ranks
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)))  # the only GPU sync
+        norm = float(
+            full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
+        )  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
             self._skipped_in_a_row += 1
@@ -75,9 +89,15 @@ class Optimizer:
         return norm
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty before a step."""
+        """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty
+        before a step.
+        """
         state, named = self._adam.state, self._named.items()
-        return {f"{name}.{key}": value for name, parameter in named for key, value in state.get(parameter, {}).items()}
+        return {
+            f"{name}.{key}": value
+            for name, parameter in named
+            for key, value in state.get(parameter, {}).items()
+        }
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Allocates the tensors `names` of a state_dict.
@@ -89,7 +109,11 @@ class Optimizer:
             for key in _STATE:
                 if f"{name}.{key}" in names:
                     scalar = torch.zeros((), device=parameter.device)
-                    made[f"{name}.{key}"] = scalar if key == "step" else torch.zeros_like(parameter, requires_grad=False)
+                    made[f"{name}.{key}"] = (
+                        scalar
+                        if key == "step"
+                        else torch.zeros_like(parameter, requires_grad=False)
+                    )
         if set(made) != set(names):
             other = min(set(names) ^ set(made))
             raise ConfigError(
@@ -103,5 +127,7 @@ class Optimizer:
         """Sets the state from tensors allocated by `empty_state`."""
         self._adam.state.clear()
         for name, parameter in self._named.items():
-            if state := {key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors}:
+            if state := {
+                key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors
+            }:
                 self._adam.state[parameter] = state

@@ -1,4 +1,6 @@
-"""Parks tensors in host memory while another process, or another part of this one, needs their device."""
+"""Parks tensors in host memory while another process, or another part of this one, needs their
+device.
+"""
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -9,14 +11,16 @@ from torch import Tensor, UntypedStorage
 from learning.sharding import local
 
 _BLOCK_BYTES = 64 << 20
-"""Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is wasted."""
+"""Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is
+wasted."""
 
 
 class Parking:
     """Moves the storage of tensors on `device` to host memory and back.
 
-    The tensors stay the same objects, as do their views and shares, such as those that FSDP2 keeps. They must not be
-    used while parked. The host memory (pinned for a GPU) is kept for the next time.
+    The tensors stay the same objects, as do their views and shares, such as those that FSDP2 keeps.
+    They must not be used while parked. The host memory (pinned for a GPU) is kept for the next
+    time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +28,9 @@ class Parking:
         self._parked: list[tuple[UntypedStorage, int]] = []
 
     def park(self, tensors: Iterable[Tensor]) -> None:
-        """Copies the tensors' storages to host memory and frees them; storages elsewhere or of fixed size stay."""
+        """Copies the tensors' storages to host memory and frees them; storages elsewhere or of
+        fixed size stay.
+        """
         self._parked = [(storage, storage.nbytes()) for storage in storages(tensors, self._device)]
         for there, here in self._pieces():
             here.copy_(there, non_blocking=True)
@@ -49,15 +55,24 @@ class Parking:
         for storage, size in self._parked:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             end = start + size
-            cuts = [start, *range((start // _BLOCK_BYTES + 1) * _BLOCK_BYTES, end, _BLOCK_BYTES), end]
+            cuts = [
+                start,
+                *range((start // _BLOCK_BYTES + 1) * _BLOCK_BYTES, end, _BLOCK_BYTES),
+                end,
+            ]
             for first, last in pairwise(cuts):
                 index, place = divmod(first, _BLOCK_BYTES)
-                yield flat[first - start : last - start], self._block(index)[place : place + last - first]
+                yield (
+                    flat[first - start : last - start],
+                    self._block(index)[place : place + last - first],
+                )
             start = end
 
     def _block(self, index: int) -> Tensor:
         if index == len(self._blocks):
-            self._blocks.append(torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda"))
+            self._blocks.append(
+                torch.empty(_BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            )
         return self._blocks[index]
 
     def _wait(self) -> None:

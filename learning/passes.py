@@ -10,12 +10,18 @@ from learning.sharding import sum_gradients_after
 
 
 def passes(
-    model: nn.Module, ranks: Ranks, sizes: Sizes, rows: Indices, max_tokens: int, max_rows: int | None = None
+    model: nn.Module,
+    ranks: Ranks,
+    sizes: Sizes,
+    rows: Indices,
+    max_tokens: int,
+    max_rows: int | None = None,
 ) -> Iterator[tuple[Indices, bool]]:
-    """Yields the rows of each pass of this rank, and whether they count; the caller computes their gradient before the next.
+    """Yields the rows of each pass of this rank, and whether they count; the caller computes their
+    gradient before the next.
 
-    Sharded models need equally many passes on every rank. A rank that has run out of rows gets the first row, whose
-    loss it multiplies by 0.
+    Sharded models need equally many passes on every rank. A rank that has run out of rows gets the
+    first row, whose loss it multiplies by 0.
     """
     parts = micro_batches(sizes, rows, ranks, max_tokens, max_rows)
     for number, indices in enumerate(parts, 1):

@@ -24,9 +24,9 @@ from learning.device import DeviceKind, choose_device
 class Ranks:
     """This process among all trainer processes. A single process needs no process group.
 
-    `device` follows `choose_device`. `shard_size` ranks share one copy of every model; None: all ranks. Raises
-    ConfigError when it does not divide their number. `offload` keeps trained models in CPU memory, for which even a
-    single process with a GPU shards.
+    `device` follows `choose_device`. `shard_size` ranks share one copy of every model; None: all
+    ranks. Raises ConfigError when it does not divide their number. `offload` keeps trained models
+    in CPU memory, for which even a single process with a GPU shards.
     """
 
     rank: int = 0
@@ -53,17 +53,26 @@ class Ranks:
 
     @classmethod
     def from_env(
-        cls, timeout_s: float, device_kind: DeviceKind = "auto", shard_size: int | None = None, offload: bool = False
+        cls,
+        timeout_s: float,
+        device_kind: DeviceKind = "auto",
+        shard_size: int | None = None,
+        offload: bool = False,
     ) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
         rank, world_size, local_rank = (
-            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
         return cls(rank, world_size, local_rank, timeout_s, device_kind, shard_size, offload)
 
     @classmethod
     def alone(cls, settings: TrainerSection) -> "Ranks":
-        return cls(device_kind=settings.device, shard_size=settings.shard_size, offload=settings.offload_optimizer)
+        return cls(
+            device_kind=settings.device,
+            shard_size=settings.shard_size,
+            offload=settings.offload_optimizer,
+        )
 
     def __enter__(self) -> "Ranks":
         if self.on_gpu:
@@ -72,7 +81,12 @@ class Ranks:
             dist.init_process_group(self._backend, timeout=timedelta(seconds=self.timeout_s))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -83,25 +97,33 @@ class Ranks:
 
     @property
     def sharded(self) -> bool:
-        """Whether models are sharded over the ranks, so that every forward and backward pass is a collective.
+        """Whether models are sharded over the ranks, so that every forward and backward pass is a
+        collective.
 
-        A single process does not shard, which saves copies of all weights and gradients, except on a GPU to offload.
+        A single process does not shard, which saves copies of all weights and gradients, except on
+        a GPU to offload.
         """
         return self.shard_size != 1 and (self.world_size > 1 or (self.offload and self.on_gpu))
 
     def mesh(self, device_type: str | None = None) -> Any:
-        """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a copy] (HSDP)."""
+        """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a
+        copy] (HSDP).
+        """
         kind, size = device_type or self.device.type, self.shard_size or self.world_size
         if not dist.is_initialized():  # one process, which torchrun did not start
             dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
         if kind not in self._meshes:
             copies = self.world_size // size
-            shape, names = ((size,), ("shard",)) if copies == 1 else ((copies, size), ("replicate", "shard"))
+            shape, names = (
+                ((size,), ("shard",)) if copies == 1 else ((copies, size), ("replicate", "shard"))
+            )
             self._meshes[kind] = init_device_mesh(kind, shape, mesh_dim_names=names)
         return self._meshes[kind]
 
     def group(self) -> Any:
-        """Returns a new group of all ranks, for a thread that communicates in parallel; None for a single process."""
+        """Returns a new group of all ranks, for a thread that communicates in parallel; None for a
+        single process.
+        """
         timeout = timedelta(seconds=self.timeout_s)
         return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
 
@@ -152,7 +174,8 @@ class Ranks:
         return values
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """Replaces every gradient by its sum over all ranks, in one message; a rank without rows contributes zeros.
+        """Replaces every gradient by its sum over all ranks, in one message; a rank without rows
+        contributes zeros.
 
         Does nothing for sharded models, whose backward pass already summed them.
         """
@@ -165,7 +188,9 @@ class Ranks:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        for gradient, part in zip(
+            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+        ):
             gradient.copy_(part.view_as(gradient))
 
     def barrier(self) -> None:
@@ -176,8 +201,9 @@ class Ranks:
 def end() -> NoReturn:
     """Ends a successful rank at once.
 
-    Otherwise torch's threads sometimes abort the process while the interpreter shuts down ("terminate called without an
-    active exception"; 1 of 24 runs on an overloaded CPU), and the rank counts as failed.
+    Otherwise torch's threads sometimes abort the process while the interpreter shuts down
+    ("terminate called without an active exception"; 1 of 24 runs on an overloaded CPU), and the
+    rank counts as failed.
     """
     logging.shutdown()
     sys.stdout.flush()

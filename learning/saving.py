@@ -1,4 +1,6 @@
-"""Saves a model and its optimiser, after copying them to CPU memory so that training can continue."""
+"""Saves a model and its optimiser, after copying them to CPU memory so that training can
+continue.
+"""
 
 import json
 import os
@@ -29,7 +31,9 @@ _STATE = "state"
 _CHUNK_BYTES = 1 << 22
 Files = dict[str, list[int]]
 """Size and CRC-32 of files, by their names in a directory."""
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one process, as intended
+warnings.filterwarnings(
+    "ignore", "torch.distributed is disabled"
+)  # a checkpoint of one process, as intended
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,9 @@ class Contents:
     """The safetensors file of every tensor, by the tensor's name in the directory."""
     texts: Mapping[str, str]
     """Contents of the other files, by file name."""
-    to_files: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = lambda named: named
+    to_files: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = (
+        lambda named: named
+    )
     """Converts whole tensors to the form in the directory."""
 
     @classmethod
@@ -54,12 +60,16 @@ class Contents:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=_MAX_FILE_BYTES,
         ).tensor_to_filename
-        return cls(tensors, files, _texts(model, files), lambda named: to_hub(model, named, tensors))
+        return cls(
+            tensors, files, _texts(model, files), lambda named: to_hub(model, named, tensors)
+        )
 
 
 @dataclass
 class Snapshot:
-    """This rank's part of a model directory: `write_files` on every rank, then `write_state` on all of them together."""
+    """This rank's part of a model directory: `write_files` on every rank, then `write_state` on all
+    of them together.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -70,20 +80,27 @@ class Snapshot:
     """Whether every rank writes its share of `state`."""
 
     @classmethod
-    def take(cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool) -> "Snapshot":
-        """Copies model and optimiser to CPU memory. A collective, which gathers sharded tensors one after the other.
+    def take(
+        cls, model: Contents, optimizer: Optimizer | None, ranks: Ranks, alone: bool
+    ) -> "Snapshot":
+        """Copies model and optimiser to CPU memory. A collective, which gathers sharded tensors one
+        after the other.
 
-        A model becomes safetensors files of at most 4 GB in float32; if it is sharded, every rank keeps and writes some
-        of them. The optimiser's state stays sharded. With `alone`, rank 0 writes everything, as the others do not see
-        its disk.
+        A model becomes safetensors files of at most 4 GB in float32; if it is sharded, every rank
+        keeps and writes some of them. The optimiser's state stays sharded. With `alone`, rank 0
+        writes everything, as the others do not see its disk.
         """
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
-        gathered = ((name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items())
+        gathered = (
+            (name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items()
+        )
         for name, whole in model.to_files(gathered):
             file = model.files[name]
-            owner = sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
+            owner = (
+                sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
+            )
             if owner == ranks.rank:
                 files.setdefault(file, {})[name] = copies.to_host(whole)
         state = {}
@@ -103,7 +120,9 @@ class Snapshot:
             (directory / name).write_text(text)
         for name, tensors in self.files.items():
             (path := directory / name).touch()
-            mode = path.stat().st_mode  # like all other files: the library makes its own readable only for the owner
+            mode = (
+                path.stat().st_mode
+            )  # like all other files: the library makes its own readable only for the owner
             save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(mode)
 
@@ -113,7 +132,12 @@ class Snapshot:
             writer = dcp.FileSystemWriter(
                 directory / _STATE, per_thread_copy_ahead=0
             )  # 0: no CUDA stream, as everything is in CPU memory
-            dcp.save(dict(self.state), storage_writer=writer, process_group=group, no_dist=not self.together)
+            dcp.save(
+                dict(self.state),
+                storage_writer=writer,
+                process_group=group,
+                no_dist=not self.together,
+            )
 
     def write(self, directory: Path) -> None:
         self.write_files(directory)
@@ -122,17 +146,24 @@ class Snapshot:
 
 def checksums(directory: Path) -> Files:
     """Returns the checksums of all files in `directory`."""
-    names = sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+    names = sorted(
+        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
+    )
     return dict(_read_all(directory, names))
 
 
 def damaged(directory: Path, files: Files) -> str | None:
     """Returns the first of `files` that has changed since it was written, or None."""
-    return next((name for name, found in _read_all(directory, list(files)) if found != list(files[name])), None)
+    return next(
+        (name for name, found in _read_all(directory, list(files)) if found != list(files[name])),
+        None,
+    )
 
 
 def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int]]]:
-    """Reads several files at a time; CRC-32 is nearly three times as fast as SHA-256 and detects disk errors."""
+    """Reads several files at a time; CRC-32 is nearly three times as fast as SHA-256 and detects
+    disk errors.
+    """
 
     def read(name: str) -> tuple[str, list[int]]:
         size = crc = 0
@@ -149,21 +180,28 @@ def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int
 
 
 def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
-    """Loads the state that a snapshot of any number of ranks left in `directory`, which at least rank 0 sees.
+    """Loads the state that a snapshot of any number of ranks left in `directory`, which at least
+    rank 0 sees.
 
     Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
-    seen = b"".join(path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists())
+    seen = b"".join(
+        path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists()
+    )
     everywhere = ranks.all_equal(seen)
     reader = _StateReader(directory / _STATE) if ranks.is_rank_zero and seen else None
-    shapes: dict[str, Any] = json.loads(ranks.broadcast(json.dumps(reader.shapes() if reader else {}).encode()))
+    shapes: dict[str, Any] = json.loads(
+        ranks.broadcast(json.dumps(reader.shapes() if reader else {}).encode())
+    )
     tensors = optimizer.empty_state(shapes)
     if not tensors:  # saved before the first step
         return
     if everywhere:
         together = ranks.sharded and ranks.world_size > 1
         shares = {
-            name: _as_sharded(local(tensor).to("cpu", copy=True), tensor, ranks) if together else tensor
+            name: _as_sharded(local(tensor).to("cpu", copy=True), tensor, ranks)
+            if together
+            else tensor
             for name, tensor in tensors.items()
         }
         dcp.load(shares, checkpoint_id=directory / _STATE, no_dist=not together)
@@ -180,7 +218,9 @@ class _StateReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         found = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-        self._metadata = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()}
+        self._metadata = {
+            name: (tuple(entry.size), entry.properties.dtype) for name, entry in found.items()
+        }
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: shape for name, (shape, _) in self._metadata.items()}
@@ -197,7 +237,9 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     if not isinstance(like, DTensor):
         return share
     mesh, shape, stride = ranks.mesh("cpu"), like.shape, like.stride()
-    return DTensor.from_local(share, mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        share, mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
@@ -206,5 +248,7 @@ def _texts(model: Any, names: Mapping[str, str]) -> dict[str, str]:
     if getattr(model, "generation_config", None) is not None:
         texts["generation_config.json"] = model.generation_config.to_json_string()
     if len(set(names.values())) > 1:
-        texts["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": dict(names)}, indent=2)
+        texts["model.safetensors.index.json"] = json.dumps(
+            {"metadata": {}, "weight_map": dict(names)}, indent=2
+        )
     return texts

@@ -1,7 +1,7 @@
 """Shards models over the ranks with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
-The unit of gathering and freeing is a decoder layer. Losses are divided by the tokens of the global batch, so gradients
-are summed over the ranks, where FSDP2 would average them.
+The unit of gathering and freeing is a decoder layer. Losses are divided by the tokens of the global
+batch, so gradients are summed over the ranks, where FSDP2 would average them.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -23,18 +29,24 @@ from learning.kernels import has_triton
 from learning.ranks import Ranks
 
 _GRAPHS = 64
-"""Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it does.
+"""Most graphs of one class of layers, beyond which torch runs them uncompiled and logs that it
+does.
 
-torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of attention in each of training,
-scoring and recomputing, and a reference or critic 4 more.
+torch's limit is 8 for all models of a process together. Gemma 3 needs 6, for two kinds of attention
+in each of training, scoring and recomputing, and a reference or critic 4 more.
 """
 _LIMIT_IS_AN_ARGUMENT = "recompile_limit" in signature(torch.compile).parameters
-"""Whether the limit is set by function, as since torch 2.12, where a setting would hold in one thread only."""
+"""Whether the limit is set by function, as since torch 2.12, where a setting would hold in one
+thread only."""
 
 
 def layers(model: Any) -> list[Any]:
     """Returns the decoder layers of a transformers model."""
-    body = model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, model.base_model_prefix)
+    body = (
+        model.get_decoder()
+        if hasattr(model, "get_decoder")
+        else getattr(model, model.base_model_prefix)
+    )
     if isinstance(found := getattr(body, "layers", None), nn.ModuleList):
         return list(found)
     names = set(model._no_split_modules or ())
@@ -50,12 +62,18 @@ def layers(model: Any) -> list[Any]:
 
 
 def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.device) -> None:
-    """Applies `trainer.compile` and `trainer.activation_checkpointing` to every decoder layer, without renaming anything."""
+    """Applies `trainer.compile` and `trainer.activation_checkpointing` to every decoder layer,
+    without renaming anything.
+    """
     checkpointing = settings.activation_checkpointing if trained else False
     compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
     for layer in layers(model) if compiled or checkpointing else ():
-        if checkpointing == "selective":  # inside the compiled module, so that the compiler knows what to keep
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products)
+        if (
+            checkpointing == "selective"
+        ):  # inside the compiled module, so that the compiler knows what to keep
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products
+            )
         if compiled:
             layer.forward = _compiled(layer.forward)
         if checkpointing is True:
@@ -71,7 +89,9 @@ def _compiled(forward: Any) -> Any:
 
 
 def _keep_products() -> Any:
-    """Returns the contexts of an activation checkpoint that keeps the results of matrix products and attention."""
+    """Returns the contexts of an activation checkpoint that keeps the results of matrix products
+    and attention.
+    """
     return create_selective_checkpoint_contexts(_products())
 
 
@@ -87,7 +107,13 @@ def _products() -> list[Any]:
         aten._scaled_dot_product_cudnn_attention.default,
         aten._scaled_dot_product_flash_attention_for_cpu.default,
     )
-    return [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._grouped_mm.default, *attention]
+    return [
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten._grouped_mm.default,
+        *attention,
+    ]
 
 
 def shard(
@@ -101,19 +127,27 @@ def shard(
 ) -> None:
     """Shards `root`, whose forward runs the transformers model `model` inside it.
 
-    With `low_precision`, passes run in bfloat16 and gradients are reduced in float32; modules in `exact` compute in
-    float32. `offload` keeps parameters, gradients and optimiser state in CPU memory. The gathered weights of a model
-    that is not `trained` are freed after every pass.
+    With `low_precision`, passes run in bfloat16 and gradients are reduced in float32; modules in
+    `exact` compute in float32. `offload` keeps parameters, gradients and optimiser state in CPU
+    memory. The gathered weights of a model that is not `trained` are freed after every pass.
     """
     mesh = ranks.mesh()
-    policy: OffloadPolicy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
-    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low_precision else MixedPrecisionPolicy()
+    policy: OffloadPolicy = (
+        CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
+    )
+    mixed = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if low_precision
+        else MixedPrecisionPolicy()
+    )
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
     units = [*((layer, mixed) for layer in layers(model)), *((module, plain) for module in exact)]
     for module, precision in units:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
-    fully_shard(root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained)
+    fully_shard(
+        root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained
+    )
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -121,10 +155,12 @@ def shard(
 
 
 def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
-    """Prepares a sharded model for a micro-batch's backward pass; only the `last` must sum gradients over all ranks.
+    """Prepares a sharded model for a micro-batch's backward pass; only the `last` must sum
+    gradients over all ranks.
 
-    The others accumulate gradients of the whole model if a rank has room for them (`sums_once`). Otherwise every pass
-    sums them within a copy of the model, and only the last one across the copies.
+    The others accumulate gradients of the whole model if a rank has room for them (`sums_once`).
+    Otherwise every pass sums them within a copy of the model, and only the last one across the
+    copies.
     """
     if not isinstance(root, FSDPModule):
         return
@@ -136,7 +172,9 @@ def sum_gradients_after(root: nn.Module, ranks: Ranks, last: bool) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Frees the gathered weights of a sharded model, so that its parameters are this rank's share."""
+    """Frees the gathered weights of a sharded model, so that its parameters are this rank's
+    share.
+    """
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -145,7 +183,8 @@ def reshard(root: nn.Module) -> None:
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Returns parameters and persistent buffers by name; of tied tensors only the first.
 
-    For a sharded model they are DTensors with this rank's share, even between a forward and a backward pass.
+    For a sharded model they are DTensors with this rank's share, even between a forward and a
+    backward pass.
     """
     seen: set[int] = set()
     found = {}
@@ -171,5 +210,7 @@ def region(tensor: Tensor) -> tuple[slice, ...]:
     """Returns the slices of the whole tensor that this rank's share covers."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

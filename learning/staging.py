@@ -1,7 +1,8 @@
-"""Copies tensors of any size between a device and host memory through two pinned buffers, on one stream.
+"""Copies tensors of any size between a device and host memory through two pinned buffers, on one
+stream.
 
-A copy to pageable memory blocks the calling thread, and pinned memory for a whole model would be lost to the host for
-good. On a CPU the same code runs without streams.
+A copy to pageable memory blocks the calling thread, and pinned memory for a whole model would be
+lost to the host for good. On a CPU the same code runs without streams.
 """
 
 from collections import deque
@@ -27,7 +28,8 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
         self._work: list[Future[Any]] = []
         self._buffers: deque[tuple[Tensor, Callable[[], Any]]] = deque()
-        """The pinned buffers, each with a function that waits until it may be overwritten; the next one first."""
+        """The pinned buffers, each with a function that waits until it may be overwritten; the next
+        one first."""
 
     def to_host(self, tensor: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns a copy in host memory (`out` if given), which is complete after `wait`.
@@ -37,10 +39,14 @@ class Staging:
         if out is None:
             out = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._stream.wait_stream(self._streams.current_stream())  # it produces the tensor
-        for piece, place in zip(self._pieces(tensor.detach().contiguous()), self._pieces(out), strict=True):
+        for piece, place in zip(
+            self._pieces(tensor.detach().contiguous()), self._pieces(out), strict=True
+        ):
             buffer = self._free()
             copied = self._copy(buffer[: len(piece)], piece)
-            self._buffers.append((buffer, self.then(partial(_land, piece, copied, buffer, place)).result))
+            self._buffers.append(
+                (buffer, self.then(partial(_land, piece, copied, buffer, place)).result)
+            )
         return out
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -54,7 +60,9 @@ class Staging:
         return there
 
     def on_stream(self, work: Callable[[], Any]) -> None:
-        """Runs `work` on the device after the copies to it, and before those that follow. Does not wait for it."""
+        """Runs `work` on the device after the copies to it, and before those that follow. Does not
+        wait for it.
+        """
         with self._streams.stream(self._stream):
             work()
 
@@ -95,14 +103,19 @@ class Staging:
         """Returns the next buffer, after waiting for its last use to end."""
         if not self._buffers:
             pinned = self.device.type == "cuda"
-            self._buffers += [(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned), _nothing) for _ in range(2)]
+            self._buffers += [
+                (torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned), _nothing)
+                for _ in range(2)
+            ]
         buffer, wait = self._buffers.popleft()
         wait()
         return buffer
 
 
 def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns tensors by name, contiguous and in host memory; tensors already there are not copied."""
+    """Returns tensors by name, contiguous and in host memory; tensors already there are not
+    copied.
+    """
     copies: dict[torch.device, Staging] = {}
     found = {}
     for name, tensor in named:
@@ -118,7 +131,9 @@ def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _land(_source: Tensor, copied: Any, buffer: Tensor, place: Tensor) -> None:
-    """Copies from a buffer once the copy into it is done; holds a reference to the source until then."""
+    """Copies from a buffer once the copy into it is done; holds a reference to the source until
+    then.
+    """
     copied.synchronize()
     place.copy_(buffer[: len(place)])
 

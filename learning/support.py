@@ -1,4 +1,6 @@
-"""Restricts the trainer's logits to the tokens that truncated sampling and a minimum length allowed."""
+"""Restricts the trainer's logits to the tokens that truncated sampling and a minimum length
+allowed.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,29 +30,46 @@ class Sampled(NamedTuple):
 
     @classmethod
     def of(cls, group: Group, completion: Completion) -> "Sampled | None":
-        """Returns it for a completion of a group; None if it was sampled from the whole vocabulary."""
+        """Returns it for a completion of a group; None if it was sampled from the whole
+        vocabulary.
+        """
         if len(completion.kept_counts) or (group.min_new_tokens and len(group.barred)):
-            return cls(completion.kept_tokens, completion.kept_counts, group.barred, group.min_new_tokens)
+            return cls(
+                completion.kept_tokens, completion.kept_counts, group.barred, group.min_new_tokens
+            )
         return None
 
     def lists(self, length: int) -> "tuple[_Array, _Array, NDArray[np.bool_]]":
-        """Returns, for tokens 0..length-1, the list sizes, the lists, and whether each lists the allowed tokens."""
-        counts = self.kept_counts.astype(np.int64) if len(self.kept_counts) else np.zeros(length, np.int64)
+        """Returns, for tokens 0..length-1, the list sizes, the lists, and whether each lists the
+        allowed tokens.
+        """
+        counts = (
+            self.kept_counts.astype(np.int64)
+            if len(self.kept_counts)
+            else np.zeros(length, np.int64)
+        )
         only = counts > 0
         barred = ~only & (np.arange(length) < self.min_new_tokens)
         if not barred.any():
             return counts, self.kept_tokens.astype(np.int64), only
         kept = np.split(self.kept_tokens, np.cumsum(counts)[:-1])
-        chosen = [self.barred if bar else own for bar, own in zip(barred.tolist(), kept, strict=True)]
-        return np.where(barred, len(self.barred), counts), np.concatenate(chosen).astype(np.int64), only
+        chosen = [
+            self.barred if bar else own for bar, own in zip(barred.tolist(), kept, strict=True)
+        ]
+        return (
+            np.where(barred, len(self.barred), counts),
+            np.concatenate(chosen).astype(np.int64),
+            only,
+        )
 
 
 @dataclass(slots=True)
 class Support:
     """The tokens from which each of C completion tokens was sampled.
 
-    `rows` and `tokens` [K] are pairs, sorted by row, and `ends` [C + 1] is the number of pairs before each row. A row
-    in `only` was sampled from the tokens of its pairs, any other row from all tokens except these.
+    `rows` and `tokens` [K] are pairs, sorted by row, and `ends` [C + 1] is the number of pairs
+    before each row. A row in `only` was sampled from the tokens of its pairs, any other row from
+    all tokens except these.
     """
 
     rows: Tensor
@@ -61,7 +80,9 @@ class Support:
 
     @classmethod
     def of(cls, rows: Sequence[Sampled | None], lengths: Sequence[int]) -> "Support | None":
-        """Returns the support of completions of `lengths`; None if all were sampled from the whole vocabulary."""
+        """Returns the support of completions of `lengths`; None if all were sampled from the whole
+        vocabulary.
+        """
         if not any(rows):
             return None
         counts, tokens, only = [], [], []
@@ -78,9 +99,15 @@ class Support:
         return cls(joined[0], joined[1], joined[2], ends)
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
-        """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not sample."""
+        """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not
+        sample.
+        """
         pairs = slice(self.ends[first], self.ends[first + len(logits)])
-        rows, tokens, only = self.rows[pairs] - first, self.tokens[pairs], self.only[first : first + len(logits)]
+        rows, tokens, only = (
+            self.rows[pairs] - first,
+            self.tokens[pairs],
+            self.only[first : first + len(logits)],
+        )
         inside = only[rows]
         values = torch.where(inside, logits[rows, tokens], _NOTHING)
         logits.masked_fill_(only[:, None], _NOTHING)

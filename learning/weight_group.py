@@ -1,7 +1,7 @@
 """Process groups that send weights from the trainer to engines, compatible with SGLang's side.
 
-The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group is independent of any other
-torch.distributed group of its processes and needs no default group.
+The trainer is rank 0 and the source of every broadcast; an engine has one rank per GPU. A group is
+independent of any other torch.distributed group of its processes and needs no default group.
 """
 
 import hashlib
@@ -13,24 +13,41 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+)
 
 from common.wire.schemas import Bucket
 
 
-def join(address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> dist.ProcessGroup:
+def join(
+    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
     """Joins the group; returns when every rank has joined.
 
-    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group. The timeout also
-    applies to every later operation of a gloo group.
+    Raises RuntimeError after `timeout_s` seconds, or at once when the trainer abandons the group.
+    The timeout also applies to every later operation of a gloo group.
     """
     limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False)
-    # NCCL connects at the first collective, unless it has a device to connect now. SGLang's side does so at the first weights.
+    store = dist.TCPStore(
+        address, port, world_size, is_master=False, timeout=limit, wait_for_workers=False
+    )
+    # NCCL connects at the first collective, unless it has a device to connect now. SGLang's side
+    # does so at the first weights.
     device = group_device(backend) if backend == "nccl" else None
     # `new_group` would take all ranks from a default group, which trainer and engines do not share.
     group, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit, device_id=device
+        world_size,
+        rank,
+        [],
+        Backend(backend),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=limit,
+        device_id=device,
     )
     _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
@@ -38,12 +55,19 @@ def join(address: str, port: int, rank: int, world_size: int, name: str, backend
 
 def group_device(backend: str) -> torch.device:
     """Returns the device on which tensors must be to be sent through the group."""
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def size_of(bucket: Bucket) -> int:
     """Returns the size of a bucket in bytes."""
-    return sum(prod(shape) * dtype_of(name).itemsize for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True))
+    return sum(
+        prod(shape) * dtype_of(name).itemsize
+        for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
+    )
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -65,9 +89,11 @@ def views(flat: Tensor, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest(*tensors: Tensor) -> str:
-    """Returns the checksum that SGLang's `/weights_checker` reports for a CPU tensor: 16 hex digits of its SHA-256.
+    """Returns the checksum that SGLang's `/weights_checker` reports for a CPU tensor: 16 hex digits
+    of its SHA-256.
 
-    Several tensors are treated as concatenated, like tensors that an engine fuses along dimension 0.
+    Several tensors are treated as concatenated, like tensors that an engine fuses along dimension
+    0.
     """
     found = hashlib.sha256()
     for tensor in tensors:

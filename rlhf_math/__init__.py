@@ -1,8 +1,10 @@
-"""The installed package: `import rlhf_math` makes `common`, `learning`, `services`, `trainer` and `jobgroup` importable.
+"""The installed package: `import rlhf_math` makes `common`, `learning`, `services`, `trainer` and
+`jobgroup` importable.
 
-These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/checkout/`, which only this
-module puts on `sys.path` (docs/adr/0015-package.md). In a checkout they lie beside this folder. The public names of
-`trainer` are also names of this module: `from rlhf_math import OnlineRLTrainer`.
+These names are too general for `site-packages`, so the wheel keeps them in `rlhf_math/checkout/`,
+which only this module puts on `sys.path` (docs/adr/0015-package.md). In a checkout they lie beside
+this folder. The public names of `trainer` are also names of this module: `from rlhf_math import
+OnlineRLTrainer`.
 """
 
 import sys
@@ -19,20 +21,28 @@ _HERE = Path(__file__).resolve().parent
 ROOT = _HERE / "checkout" if (_HERE / "checkout").is_dir() else _HERE.parent
 """The folder that holds `PACKAGES`, laid out as the repository."""
 _UNUSED = ("benchmarks",)
-"""A package beside them that only its own programs import: another package of this name may already be imported."""
+"""A package beside them that only its own programs import: another package of this name may already
+be imported."""
 
 
 def _activate() -> None:
     """Puts `ROOT` first on `sys.path`.
 
-    Raises ImportError when another package of one of these names is imported already, and warns when one is hidden from now on.
-    A folder without `__init__.py` counts only when it has been imported.
+    Raises ImportError when another package of one of these names is imported already, and warns
+    when one is hidden from now on. A folder without `__init__.py` counts only when it has been
+    imported.
     """
     for name in (*PACKAGES, *_UNUSED):
         loaded = name in sys.modules
         spec = sys.modules[name].__spec__ if loaded else find_spec(name)
-        origin = spec and (spec.origin or (loaded and next(iter(spec.submodule_search_locations or ()), None)))
-        if not origin or (loaded and name in _UNUSED) or Path(origin).resolve().is_relative_to(ROOT / name):
+        origin = spec and (
+            spec.origin or (loaded and next(iter(spec.submodule_search_locations or ()), None))
+        )
+        if (
+            not origin
+            or (loaded and name in _UNUSED)
+            or Path(origin).resolve().is_relative_to(ROOT / name)
+        ):
             continue
         if loaded:
             raise ImportError(

@@ -1,4 +1,6 @@
-"""`python -m rlhf_math MODULE ARGUMENT…`: `python -m MODULE` of the documentation, without a checkout."""
+"""`python -m rlhf_math MODULE ARGUMENT…`: `python -m MODULE` of the documentation, without a
+checkout.
+"""
 
 import sys
 

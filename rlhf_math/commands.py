@@ -10,10 +10,11 @@ from rlhf_math import ROOT
 def run(module: str) -> None:
     """Runs `module` with the arguments of this process.
 
-    It and its child processes look for modules in this package first, then in the working directory. `PYTHONSAFEPATH` keeps
-    `python -m` in a child from reversing that order: a folder there may have the name of one of our packages.
+    It and its child processes look for modules in this package first, then in the working
+    directory. `PYTHONSAFEPATH` keeps `python -m` in a child from reversing that order: a folder
+    there may have the name of one of our packages.
     """
-    paths = [str(ROOT), os.getcwd()]  # noqa: PTH109 - an entry of sys.path
+    paths = [str(ROOT), os.getcwd()]  # noqa: PTH109
     sys.path[:] = [*paths, *(entry for entry in sys.path if entry not in paths)]
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     others = [entry for entry in inherited if entry not in (str(ROOT), ".")]

@@ -36,10 +36,15 @@ _refused: list[str] = []
 
 
 def _refuse_processes(event: str, arguments: tuple[object, ...]) -> None:
-    """Keeps `make check` quick: only tests marked `integration` may start Python. Small programs (fc-list) are fine."""
-    started = event == "os.fork" or (event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python"))
+    """Keeps `make check` quick: only tests marked `integration` may start Python. Small programs
+    (fc-list) are fine."""
+    started = event == "os.fork" or (
+        event == "subprocess.Popen" and Path(str(arguments[0])).name.startswith("python")
+    )
     if started and _running and not _running[0].get_closest_marker("integration"):
-        _refused.append(f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `integration`")
+        _refused.append(
+            f"{_running[0].nodeid} starts a process ({arguments}) and needs the marker `integration`"
+        )
         raise AssertionError(_refused[-1])
 
 
@@ -77,8 +82,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs slow folders first, so that no worker is left alone with them at the end."""
-    services = [f"tests/services/{name}" for name in ("rollout", "reward", "replay", "data", "engine", "critic")]
-    first = ["tests/e2e", "tests/trainer", *services, "tests/fuzz", "tests/security", "tests/jobgroup", "tests/learning"]
+    services = [
+        f"tests/services/{name}"
+        for name in ("rollout", "reward", "replay", "data", "engine", "critic")
+    ]
+    first = [
+        "tests/e2e",
+        "tests/trainer",
+        *services,
+        "tests/fuzz",
+        "tests/security",
+        "tests/jobgroup",
+        "tests/learning",
+    ]
     order = {folder: place for place, folder in enumerate(first)}
 
     def place(item: pytest.Item) -> int:
@@ -95,14 +111,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def base_model() -> Path:
-    """The cached tiny base model; `make test` creates it in advance, otherwise it is created here."""
+    """The cached tiny base model; `make test` creates it in advance, otherwise it is created
+    here."""
     path = ROOT / ".cache" / "tiny-base"
     path.parent.mkdir(exist_ok=True)
     with (path.parent / "tiny-base.lock").open("w") as lock:
         flock(lock, LOCK_EX)  # one process of pytest-xdist at a time
         if not (path / "config.json").exists():
             with _of_the_session():
-                subprocess.run([sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True)
+                subprocess.run(
+                    [sys.executable, "-m", "trainer.tiny_model", str(path)], cwd=ROOT, check=True
+                )
     return path
 
 
@@ -117,7 +136,9 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("policy")
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
     torch.manual_seed(0)
-    model = make_model(max(VOCABULARY, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    model = make_model(
+        max(VOCABULARY, len(tokenizer)), tokenizer.eos_token_id, tokenizer.pad_token_id
+    )
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

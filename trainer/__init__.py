@@ -1,6 +1,7 @@
 """The trainer, and the Python API (docs/how-to/python-api.md).
 
-Names are imported on first use, so that `import trainer` and the commands' `--help` do not wait for torch.
+Names are imported on first use, so that `import trainer` and the commands' `--help` do not wait for
+torch.
 """
 
 from importlib import import_module
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from trainer.api.settings import TrainerConfig as TrainerConfig
     from trainer.in_process import train_in_process as train_in_process
 
-__path__.append(str(Path(__file__).with_name("cli")))  # `python -m trainer.train_math` is trainer/cli/train_math.py
+__path__.append(
+    str(Path(__file__).with_name("cli"))
+)  # `python -m trainer.train_math` is trainer/cli/train_math.py
 
 _HOMES = {
     "common.wire.schemas": "Prompt",

@@ -15,7 +15,9 @@ from trainer.trackers.thread import prompt_exit
 
 
 def main() -> None:
-    """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named error, 130 for Ctrl-C."""
+    """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named
+    error, 130 for Ctrl-C.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         config, topology = load(prog=program("trainer")), Topology.from_env()
@@ -34,7 +36,9 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        last_words("interrupted; start again with the same run directory to continue from its newest checkpoint")
+        last_words(
+            "interrupted; start again with the same run directory to continue from its newest checkpoint"
+        )
         raise SystemExit(130) from None
 
 

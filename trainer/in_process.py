@@ -1,4 +1,6 @@
-"""Training in one process: the same services, clients and loop as on a cluster, over ASGI instead of sockets."""
+"""Training in one process: the same services, clients and loop as on a cluster, over ASGI instead
+of sockets.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -79,14 +81,16 @@ def train_in_process(
     """Trains on this machine in this process and returns the path of the last checkpoint.
 
     Args:
-        config: as for the job group; ports, replicas, `rollout.engine` and `trainer.weight_sync` have no effect.
+        config: as for the job group; ports, replicas, `rollout.engine` and `trainer.weight_sync`
+        have no effect.
         console: for progress and results; standard output when None.
-        rollout_transport: creates the transport to the engine's app; a test may pass one that fails now and then.
+        rollout_transport: creates the transport to the engine's app; a test may pass one that fails
+        now and then.
         problems: to train and to evaluate on; those of `config.data` when None.
         rewards: grade every answer, in this process; those of `config.reward` when None.
         listener: is notified of steps, evaluations and checkpoints.
-        engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of SGLang servers that
-            see this disk.
+        engine: `embedded`, `sglang` (started here, with the settings of `rollout`), or the URLs of
+            SGLang servers that see this disk.
         environment: plays the episodes, in place of the one named in `config.environment.name`.
 
     Raises ConfigError, or another ServiceError with the reason when training cannot continue.
@@ -97,7 +101,9 @@ def train_in_process(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
     wrap = rollout_transport or httpx.ASGITransport
-    backend = InProcessBackend(console or standard_console(), wrap, problems, rewards, engine, environment)
+    backend = InProcessBackend(
+        console or standard_console(), wrap, problems, rewards, engine, environment
+    )
     with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
         run = Run.build(config, ranks, run_dir, lock, backend, stack, listener)
         train(run)
@@ -106,7 +112,8 @@ def train_in_process(
 
 @dataclass
 class InProcessBackend:
-    """The `Backend` of one process: the services' apps behind ASGI, and engines that load weights from this disk.
+    """The `Backend` of one process: the services' apps behind ASGI, and engines that load weights
+    from this disk.
 
     The fields are the arguments of `train_in_process`.
     """
@@ -123,7 +130,9 @@ class InProcessBackend:
         """See `Backend`."""
         config, policy, loop = opening.config, opening.policy, opening.loop
         publisher = DirectPublisher(opening)
-        embedded = self._engine(config, *publisher.starts_with()) if self.engine == "embedded" else None
+        embedded = (
+            self._engine(config, *publisher.starts_with()) if self.engine == "embedded" else None
+        )
         apps = AsyncExitStack()
         opening.stack.callback(lambda: loop.call(apps.aclose()))
         template = None
@@ -148,31 +157,52 @@ class InProcessBackend:
     def _engine(config: Config, directory: Path, label: str) -> FastAPI:
         """Returns the app of the embedded engine."""
         device = choose_device(config.rollout.device, "rollout.device")
-        options = (config.rollout.max_context_tokens, device, config.model.dtype, config.model.fp32_head)
+        options = (
+            config.rollout.max_context_tokens,
+            device,
+            config.model.dtype,
+            config.model.fp32_head,
+        )
         running = config.rollout.max_running_requests
         try:
             model = Model(directory, *options)
-            if config.trainer.max_staleness:  # the trainer's concurrent device synchronisations would abort a capture
+            if (
+                config.trainer.max_staleness
+            ):  # the trainer's concurrent device synchronisations would abort a capture
                 model.graphs = None
-            return make_app(Engine(model, max_running=running, seed=config.seed, weight_version=label))
+            return make_app(
+                Engine(model, max_running=running, seed=config.seed, weight_version=label)
+            )
         except ConfigError as error:
             field = _SETTINGS.get(error.field or "", error.field)
-            raise ConfigError(error.message, field=field, value=error.value, remedy=error.remedy) from error
+            raise ConfigError(
+                error.message, field=field, value=error.value, remedy=error.remedy
+            ) from error
 
     async def _rollout(
-        self, opening: Opening, publisher: DirectPublisher, embedded: FastAPI | None, apps: AsyncExitStack
+        self,
+        opening: Opening,
+        publisher: DirectPublisher,
+        embedded: FastAPI | None,
+        apps: AsyncExitStack,
     ) -> Callable[[], RolloutClient]:
-        """Starts the engine, or connects to servers, and returns a function that makes a client for generation."""
+        """Starts the engine, or connects to servers, and returns a function that makes a client for
+        generation.
+        """
         make: Callable[[], RolloutClient]
         if embedded is not None:
             self._engine_gpus = 0
             await apps.enter_async_context(embedded.router.lifespan_context(embedded))
-            publisher.engines = [EngineClient("engine", _BASE, transport=httpx.ASGITransport(embedded))]
+            publisher.engines = [
+                EngineClient("engine", _BASE, transport=httpx.ASGITransport(embedded))
+            ]
             transport = self.rollout_transport(embedded)
             make = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
         elif self.engine == "sglang":
             rollout = opening.config.rollout
-            self._engine_gpus = 0 if rollout.colocate or rollout.device == "cpu" else rollout.tensor_parallel_size
+            self._engine_gpus = (
+                0 if rollout.colocate or rollout.device == "cpu" else rollout.tensor_parallel_size
+            )
             own = OwnSGLang(opening.config, publisher)
             opening.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
@@ -196,7 +226,10 @@ class InProcessBackend:
         """Starts the services' apps and returns a client for each."""
         body, problems = config.max_body_mb << 20, self.problems
         if problems is None:
-            problems = Problems(load_split(config.data, "train", config.seed), load_split(config.data, "eval", config.seed))
+            problems = Problems(
+                load_split(config.data, "train", config.seed),
+                load_split(config.data, "eval", config.seed),
+            )
         data = create_data_app(config, problems.train, problems.held_out)
         reward = create_reward_app(config.reward, body, self.rewards)
         replay = create_replay_app(config.replay, config.state_dir, body)
@@ -213,19 +246,30 @@ class InProcessBackend:
             sock = listen("127.0.0.1", 0) if needs_gateway(config.environment) else None
             gateway = f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else ""
             episodes = EpisodeService(
-                config.environment, template[0], router, template[1], gateway=gateway, own=self.environment
+                config.environment,
+                template[0],
+                router,
+                template[1],
+                gateway=gateway,
+                own=self.environment,
             )
             environment = create_environment_app(episodes, body)
             if sock:
                 await apps.enter_async_context(serving(environment, sock))
-                apps.push_async_callback(episodes.close)  # first, so that no program keeps a connection open
+                apps.push_async_callback(
+                    episodes.close
+                )  # first, so that no program keeps a connection open
             else:
                 started.append(environment)
-            services.environment = EnvironmentClient("environment-server", _BASE, transport=httpx.ASGITransport(environment))
+            services.environment = EnvironmentClient(
+                "environment-server", _BASE, transport=httpx.ASGITransport(environment)
+            )
         if config.algorithm.needs_critic and config.critic.location == "server":
             started.append(critic := create_critic_app(config))
             there, patience = httpx.ASGITransport(critic), config.trainer.service_timeout_s
-            services.critic = CriticClient("critic-server", _BASE, transport=there, deadline_s=patience)
+            services.critic = CriticClient(
+                "critic-server", _BASE, transport=there, deadline_s=patience
+            )
         for app in started:
             await apps.enter_async_context(app.router.lifespan_context(app))
         for client in services.all():

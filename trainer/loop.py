@@ -2,8 +2,8 @@
 
     groups ─► batch ─► logprobs, values ─► advantages ─► update ─► push weights ─► release slots
 
-Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the gradient; rank 0 publishes
-the weights. One process is a group of one.
+Rank 0 takes the groups from the replay buffer and shares them; every rank computes its share of the
+gradient; rank 0 publishes the weights. One process is a group of one.
 """
 
 from common.process import watchdog
@@ -28,12 +28,18 @@ def train(run: Run) -> None:
                 batch.values = critic.values(batch)
                 batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
                 pending = critic.start_update(batch, policy.seed)
-                update = policy.skip_update(batch) if critic.warming_up(policy.step) else policy.update(batch)
+                update = (
+                    policy.skip_update(batch)
+                    if critic.warming_up(policy.step)
+                    else policy.update(batch)
+                )
                 run.reference.refresh(policy)
                 critic_metrics = pending()
             watchdog.at(f"publishing and recording step {policy.step}")
             acknowledged = rollouts.start_ack(batch)
-            served = run.weights.push(policy)  # waits until the engines serve them only with max_staleness 0
+            served = run.weights.push(
+                policy
+            )  # waits until the engines serve them only with max_staleness 0
             acknowledged()
             run.evaluate()
             rollouts.release(batch, served)

@@ -42,7 +42,9 @@ def run(config: Config, topology: Topology) -> None:
 
 
 class JobGroupBackend:
-    """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the rollout nodes."""
+    """The `Backend` of a job group: services found by name, weights pulled by or broadcast to the
+    rollout nodes.
+    """
 
     _config: Config
     _board: WeightBoard
@@ -55,7 +57,12 @@ class JobGroupBackend:
         config, topology = opening.config, self._topology
         services = _clients(config, topology, opening)
         self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
-        health = Health(config, topology, board.num_nodes, lambda: latest.version if (latest := board.latest()) else None)
+        health = Health(
+            config,
+            topology,
+            board.num_nodes,
+            lambda: latest.version if (latest := board.latest()) else None,
+        )
         replay = LiveReplay(services.replay, opening.loop)
         app = create_trainer_app(board, opening.registry, health, replay)
         bind = topology.bind(names.TRAINER, config.trainer.port)
@@ -69,11 +76,18 @@ class JobGroupBackend:
         """Returns clients for the agents of the rollout nodes that are alive."""
         nodes = sorted(int(worker.name.rpartition("-")[2]) for worker in self._board.workers())
         port = self._config.rollout.agent_port
-        return [Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node)) for node in nodes]
+        return [
+            Client(f"{names.ROLLOUT}-{node}", self._topology.url(names.ROLLOUT, port, node))
+            for node in nodes
+        ]
 
     def engine_gpus(self) -> int | None:
         """See `Backend`."""
-        return 0 if self._config.rollout.colocate else sum(worker.gpus for worker in self._board.workers())
+        return (
+            0
+            if self._config.rollout.colocate
+            else sum(worker.gpus for worker in self._board.workers())
+        )
 
     def _publisher(self, opening: Opening, services: Services) -> WeightPublisher:
         config, run_id, board = opening.config, opening.run_id, self._board
@@ -84,10 +98,15 @@ class JobGroupBackend:
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
         if sync == "distributed":
-            # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it uses gloo.
+            # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
+            # uses gloo.
             engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
-            backend: BackendName = "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
-            rendezvous = Rendezvous(self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu)
+            backend: BackendName = (
+                "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
+            )
+            rendezvous = Rendezvous(
+                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
+            )
             broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
             opening.stack.callback(broadcaster.close)
         publisher = Publisher(
@@ -110,9 +129,17 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
     patience = config.trainer.service_timeout_s
     services = Services(
         DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
-        RolloutClient(names.ROLLOUT, topology.url(names.ROLLOUT, config.rollout.router_port), deadline_s=patience),
-        RewardClient(names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience),
-        ReplayClient(names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience),
+        RolloutClient(
+            names.ROLLOUT,
+            topology.url(names.ROLLOUT, config.rollout.router_port),
+            deadline_s=patience,
+        ),
+        RewardClient(
+            names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience
+        ),
+        ReplayClient(
+            names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience
+        ),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
@@ -122,10 +149,16 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
         port = config.environment.port
 
         def node(rank: int) -> Client:
-            return Client(f"{names.ENVIRONMENT}-{rank}", topology.url(names.ENVIRONMENT, port, rank), deadline_s=patience)
+            return Client(
+                f"{names.ENVIRONMENT}-{rank}",
+                topology.url(names.ENVIRONMENT, port, rank),
+                deadline_s=patience,
+            )
 
         url = topology.url(names.ENVIRONMENT, port)
-        services.environment = EnvironmentClient(names.ENVIRONMENT, url, deadline_s=patience, node=node)
+        services.environment = EnvironmentClient(
+            names.ENVIRONMENT, url, deadline_s=patience, node=node
+        )
 
     async def close() -> None:
         for client in services.all():

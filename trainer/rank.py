@@ -1,4 +1,6 @@
-"""Start of one of the processes that torchrun launches: logs, the other ranks, and the lock on the run directory."""
+"""Start of one of the processes that torchrun launches: logs, the other ranks, and the lock on the
+run directory.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -19,22 +21,39 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def started(config: Config, topology: Topology, task: str) -> Iterator[tuple[Ranks, RunLock | None]]:
-    """Joins the other ranks inside the block and watches them; yields the ranks and, on rank 0, the lock."""
+def started(
+    config: Config, topology: Topology, task: str
+) -> Iterator[tuple[Ranks, RunLock | None]]:
+    """Joins the other ranks inside the block and watches them; yields the ranks and, on rank 0, the
+    lock.
+    """
     settings = config.trainer
     if settings.num_threads:
         torch.set_num_threads(settings.num_threads)
     torch.manual_seed(config.seed)
     assert settings.run_dir is not None, "`load` sets it"
     patience = 2 * settings.wait_timeout_s + settings.publish_timeout_s
-    ranks = Ranks.from_env(patience, settings.device, settings.shard_size, settings.offload_optimizer)
-    setup_logging(f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank)
+    ranks = Ranks.from_env(
+        patience, settings.device, settings.shard_size, settings.offload_optimizer
+    )
+    setup_logging(
+        f"{task}-rank{ranks.rank}", config.state_dir / "logs", service=task, rank=ranks.rank
+    )
     place = f"rank {ranks.rank} of {ranks.world_size} on {topology.own_name(task)} ({ranks.device})"
-    log.info("%s %s starts: %s, model=%s run_dir=%s", task, VERSION, place, config.model.name, settings.run_dir)
+    log.info(
+        "%s %s starts: %s, model=%s run_dir=%s",
+        task,
+        VERSION,
+        place,
+        config.model.name,
+        settings.run_dir,
+    )
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
     group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
-    mine = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()  # before the ranks meet
+    mine = (
+        RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
+    )  # before the ranks meet
     with mine as lock, watchdog.stalls(), ranks, alive:
         yield ranks, lock

@@ -1,13 +1,13 @@
 """A run and its parts, composed here both for the job group and for training in one process.
 
-    rollouts     prompts → graded groups in the replay buffer → batches    trainer/rollouts/
-    policy       the model, its optimiser and its updates                  trainer/policy/policy.py
-    reference    the model that the KL term compares with                  trainer/policy/reference.py
-    critic       values and their updates, here or in the critic-server    trainer/policy/critic.py
-    weights      publishing of the policy's weights to the engines         trainer/weights/
-    evaluator    accuracy on the held-out problems                         trainer/rollouts/evaluation.py
-    log          run directory, metrics, trackers                          trainer/observe/
-    checkpoints  the run on disk                                           trainer/policy/checkpoint.py
+    rollouts     prompts → graded groups in the replay buffer → batches    trainer/rollouts/ policy
+    the model, its optimiser and its updates                  trainer/policy/policy.py reference
+    the model that the KL term compares with                  trainer/policy/reference.py critic
+    values and their updates, here or in the critic-server    trainer/policy/critic.py weights
+    publishing of the policy's weights to the engines         trainer/weights/ evaluator    accuracy
+    on the held-out problems                         trainer/rollouts/evaluation.py log          run
+    directory, metrics, trackers                          trainer/observe/ checkpoints  the run on
+    disk                                           trainer/policy/checkpoint.py
 
 No part depends on the run; rollouts, weights, evaluator and log do not depend on one another.
 """
@@ -84,13 +84,17 @@ class Backend(Protocol):
     """For progress and results."""
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
-        """Starts the services, or connects to them; returns their clients and the weight publisher."""
+        """Starts the services, or connects to them; returns their clients and the weight
+        publisher.
+        """
 
     def agents(self) -> list[Client]:
         """Returns clients of the rollout nodes' agents, which are flushed at the end."""
 
     def engine_gpus(self) -> int | None:
-        """Returns the number of GPUs that engines hold now, except those shared with the trainer; None when unknown."""
+        """Returns the number of GPUs that engines hold now, except those shared with the trainer;
+        None when unknown.
+        """
 
 
 class Listener:
@@ -99,8 +103,8 @@ class Listener:
     def on_event(self, run: "Run", event: str, **about: Any) -> None:
         """Handles an event on rank 0; `about` holds its data.
 
-        The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before an evaluation), `evaluate`
-        (`metrics`), `save` (`checkpoint`) and `train_end`.
+        The events are `train_begin`, `step_begin`, `step_end`, `log` (`logs`), `evaluating` (before
+        an evaluation), `evaluate` (`metrics`), `save` (`checkpoint`) and `train_end`.
         """
 
     def measured(self, step: int) -> dict[str, float]:
@@ -139,7 +143,8 @@ class Run:
     collecting_cpu: Callable[[], float] = lambda: 0.0
     """Returns the CPU seconds of rank 0's collecting thread."""
     flush: Callable[[], None] = lambda: None
-    """Makes the state of every service durable: SkyPilot does not announce the end of the job group to the services."""
+    """Makes the state of every service durable: SkyPilot does not announce the end of the job group
+    to the services."""
 
     @classmethod
     def build(
@@ -154,8 +159,8 @@ class Run:
     ) -> "Run":
         """Loads or resumes the models, starts the services and publishes the weights. A collective.
 
-        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises ConfigError or
-        another ServiceError when the run cannot begin.
+        Rank 0 holds the `lock` of `run_dir`, which names the run; `stack` closes everything. Raises
+        ConfigError or another ServiceError when the run cannot begin.
         """
         run_id = lock.run if lock else ""
         if ranks.is_rank_zero:
@@ -164,18 +169,24 @@ class Run:
         watchdog.at("loading the model")
         policy, state, saved = Policy.resume(config, ranks, run_dir)
         reference, keep = Reference(policy, saved), config.trainer.keep_checkpoints
-        checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
+        checkpoints = Checkpoints(
+            run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model")
+        )
         critic, rollouts = value_function(config, ranks), Rollouts(ranks)
         turns = SharedTurns(ranks, lambda: run.resident()) if config.rollout.colocate else Turns()
         parts = (policy, reference, critic, checkpoints, rollouts, WeightSync(turns), turns)
         run = cls(config, ranks, *parts, run_id=run_id, lock=lock, listener=listener or Listener())
         watchdog.at("waiting for the services and the first publishing")
         known = policy.step > 0 or (config.trainer.resume and checkpoints.directory.is_dir())
-        metrics = run._build_rank_zero(run_dir, state, backend, stack) if ranks.is_rank_zero else None
+        metrics = (
+            run._build_rank_zero(run_dir, state, backend, stack) if ranks.is_rank_zero else None
+        )
         run.critic.restore(saved)
         run.total_steps = policy.total_steps = run.rollouts.prepare(policy.step, known)
         if metrics is not None:  # all checks have passed: lines of lost steps may be removed
-            recorder = stack.enter_context(Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id))
+            recorder = stack.enter_context(
+                Recorder(run_dir, config, backend.console, policy.step, metrics.tracked, run_id)
+            )
             own = ranks.world_size if ranks.on_gpu else 0
 
             def gpus() -> int | None:
@@ -184,53 +195,76 @@ class Run:
             about = (run.listener.measured, gpus, run.collecting_cpu, policy.scorer.dropout)
             run.log = RecordedRun(config, recorder, metrics, run.clock, policy.step, *about)
             if policy.step >= run.total_steps:
-                raised = "trainer.num_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
+                raised = (
+                    "trainer.num_epochs"
+                    if config.trainer.max_steps is None
+                    else "trainer.max_steps"
+                )
                 remedy = f"name another RUN_DIR for a new run, or raise {raised} to continue"
                 recorder.say(
                     f"already finished: all {run.total_steps} steps were trained before, and their result is below; {remedy}"
                 )
-            checkpoints.directory.mkdir(exist_ok=True)  # tells the next attempt that the stored experience is its own
+            checkpoints.directory.mkdir(
+                exist_ok=True
+            )  # tells the next attempt that the stored experience is its own
         run.evaluator.prepare()
         run.weights.push(policy).result()
         if policy.step == 0:
             run._evaluate(config.trainer.eval_pass_samples)
         return run
 
-    def _build_rank_zero(self, run_dir: Path, state: RunState | None, backend: Backend, stack: ExitStack) -> TrainerMetrics:
-        """Replaces the default parts, except the log, by rank 0's; waits until the services are ready."""
+    def _build_rank_zero(
+        self, run_dir: Path, state: RunState | None, backend: Backend, stack: ExitStack
+    ) -> TrainerMetrics:
+        """Replaces the default parts, except the log, by rank 0's; waits until the services are
+        ready.
+        """
         config, policy, run_id = self.config, self.policy, self.run_id
         set_run(run_id)
         metrics = TrainerMetrics(registry := Metrics(TRAINER))
         say = partial(tell, backend.console)
         if caution := config.algorithm.caution:
             say(f"warning: {caution}", level=logging.WARNING)
-        say(f"run directory {run_dir}" + (f", continuing after step {policy.step}" if policy.step else ""))
+        say(
+            f"run directory {run_dir}"
+            + (f", continuing after step {policy.step}" if policy.step else "")
+        )
         loop = stack.enter_context(LoopThread())
         self.collecting_cpu = loop.cpu_seconds
         self.tokenizer = tokenizer = load_tokenizer(config.model)
         static = static_files(config, policy.model, tokenizer, run_dir / "model")
-        opening = Opening(config, run_dir, run_id, policy, tokenizer, static, say, metrics, registry, loop, stack)
+        opening = Opening(
+            config, run_dir, run_id, policy, tokenizer, static, say, metrics, registry, loop, stack
+        )
         services, publisher = backend.start(opening)
         if config.teacher.url:
             services.teacher = Teacher(config.teacher)
             stack.callback(lambda teacher: loop.call(teacher.close()), services.teacher)
-        waiting = partial(say, level=logging.WARNING) if backend.console.quiet else say  # never wait in silence
+        waiting = (
+            partial(say, level=logging.WARNING) if backend.console.quiet else say
+        )  # never wait in silence
         loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, waiting))
         if services.teacher:
             loop.call(services.teacher.check(tokenizer, config.trainer.wait_timeout_s))
         prompter = Prompter(
-            tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids)
+            tokenizer,
+            PromptStyle.of(config),
+            stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids),
         )
         progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
         self.identity = identity(config)
         self.clock = StageClock(metrics.took)
         self.critic = value_function(config, self.ranks, services.critic, loop, run_id)
         vocabulary = policy.model.get_input_embeddings().num_embeddings
-        self.rollouts = ServedRollouts(config, self.ranks, services, prompter, self.clock, loop, run_id, progress, vocabulary)
+        self.rollouts = ServedRollouts(
+            config, self.ranks, services, prompter, self.clock, loop, run_id, progress, vocabulary
+        )
         if isinstance(self.turns, SharedTurns):
             assert isinstance(publisher, Sleepers), "backends with GPUs to share have one"
             self.turns.engines = publisher
-        self.weights = PublishedWeights(publisher, self.clock, config.trainer.max_staleness > 0, self.turns)
+        self.weights = PublishedWeights(
+            publisher, self.clock, config.trainer.max_staleness > 0, self.turns
+        )
         self.evaluator = ServedEvaluator(config, services, prompter, loop)
 
         def flush() -> None:
@@ -262,7 +296,8 @@ class Run:
     def begin_step(self) -> None:
         """Seeds the step's randomness, such as dropout.
 
-        Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another run took the directory.
+        Raises CheckpointFailed if the last checkpoint was not written, ServiceError if another run
+        took the directory.
         """
         self.checkpoints.check()
         if self.lock is not None:
@@ -272,7 +307,9 @@ class Run:
         watchdog.at(f"waiting for the batch of step {self.policy.step + 1}")
 
     def end_step(self, record: Mapping[str, Any]) -> None:
-        """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from it has the line."""
+        """Writes a checkpoint if one is due, after the step's line, so that a run that resumes from
+        it has the line.
+        """
         self.checkpoint()
         self.listener.on_event(self, "step_end")
         self.listener.on_event(self, "log", logs=record)
@@ -287,10 +324,16 @@ class Run:
             self._evaluate(pass_samples)
 
     def save_now(self) -> Path:
-        """Returns the checkpoint of the current step, which is written unless there is one. A collective."""
+        """Returns the checkpoint of the current step, which is written unless there is one. A
+        collective.
+        """
         self.checkpoints.wait()  # for one that is being written: rewriting it could lose it
         saved = self.checkpoints.newest()
-        return saved if saved is not None and saved.name == self.checkpoints.name(self.policy.step) else self._save()
+        return (
+            saved
+            if saved is not None and saved.name == self.checkpoints.name(self.policy.step)
+            else self._save()
+        )
 
     def evaluate(self) -> None:
         """Evaluates every `trainer.eval_every` steps, but not after the last one."""
@@ -309,7 +352,9 @@ class Run:
             self.listener.on_event(self, "evaluate", metrics=evaluation.summary())
 
     def checkpoint(self) -> None:
-        """Saves every `trainer.checkpoint_every` steps, but not after the last one. A collective."""
+        """Saves every `trainer.checkpoint_every` steps, but not after the last one. A
+        collective.
+        """
         every, step = self.config.trainer.checkpoint_every, self.policy.step
         if every and step % every == 0 and step < self.total_steps:
             watchdog.at(f"the checkpoint of step {step}")
@@ -319,17 +364,36 @@ class Run:
         self.checkpoints.wait()
         alone, step, progress = self.checkpoints.alone, self.policy.step, self.rollouts.progress
         with self.turns.borrowed():
-            parts = self.policy.snapshots(alone) | self.reference.snapshots(alone) | self.critic.snapshots(alone)
+            parts = (
+                self.policy.snapshots(alone)
+                | self.reference.snapshots(alone)
+                | self.critic.snapshots(alone)
+            )
         kl_coef, finished = self.policy.kl_coef, progress.finished
-        last = self.evaluator.last if self.evaluator.last and self.evaluator.last.step == step else None
+        last = (
+            self.evaluator.last
+            if self.evaluator.last and self.evaluator.last.step == step
+            else None
+        )
         accuracy, mean_reward = (last.accuracy, last.mean_reward) if last else (None, None)
-        state = RunState(step, progress.position, self.run_id, kl_coef, finished, accuracy, mean_reward, self.identity)
+        state = RunState(
+            step,
+            progress.position,
+            self.run_id,
+            kl_coef,
+            finished,
+            accuracy,
+            mean_reward,
+            self.identity,
+        )
         saved = self.checkpoints.save(state, parts)
         self.listener.on_event(self, "save", checkpoint=saved)
         return saved
 
     def finish(self) -> Path:
-        """Evaluates, saves the policy, reports and flushes the services; returns the checkpoint. A collective."""
+        """Evaluates, saves the policy, reports and flushes the services; returns the checkpoint. A
+        collective.
+        """
         watchdog.at("the end of the run")
         self.listener.on_event(self, "train_end")
         self.evaluate_now(self.config.trainer.eval_pass_samples)

@@ -1,4 +1,6 @@
-"""The trainer's own HTTP app (rank 0): weight versions for the rollout nodes, health and metrics."""
+"""The trainer's own HTTP app (rank 0): weight versions for the rollout nodes, health and
+metrics.
+"""
 
 import asyncio
 import logging
@@ -12,7 +14,13 @@ from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
 from common.process.metrics import Metrics
-from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport, WorkerState
+from common.wire.schemas import (
+    WeightChecksums,
+    WeightManifest,
+    WeightVerdict,
+    WorkerReport,
+    WorkerState,
+)
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
 from trainer.dashboard.app import PAGES, add_dashboard
@@ -24,7 +32,8 @@ from trainer.weights.publisher import WeightBoard
 log = logging.getLogger(__name__)
 _FILE = {"type": "string", "format": "binary"}
 _MAX_REQUESTS = 1024
-"""Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one downloads."""
+"""Maximum number of concurrent requests. A rollout node has two: one waits for a new version, one
+downloads."""
 
 
 class _LargeFile(FileResponse):
@@ -36,7 +45,8 @@ class _LargeFile(FileResponse):
 def create_trainer_app(
     board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
 ) -> FastAPI:
-    """Returns the app of rank 0, with the dashboard of the run whose directory contains the board's.
+    """Returns the app of rank 0, with the dashboard of the run whose directory contains the
+    board's.
 
     The dashboard shows `health` (of the other tasks) and `replay`.
     """
@@ -50,7 +60,9 @@ def create_trainer_app(
         access_level=logging.DEBUG,  # the console is for the steps; agents log what they fetch
     )
     add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
-    nodes = metrics.gauge("trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"])
+    nodes = metrics.gauge(
+        "trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"]
+    )
     for state in get_args(WorkerState):
         nodes.labels(state).set_function(partial(board.count, state))
 
@@ -62,7 +74,8 @@ def create_trainer_app(
         files: bool = False,
         asleep: bool = False,
     ) -> WeightManifest:
-        """The newest weight version, as soon as it differs from the caller's; with `files` always as files.
+        """The newest weight version, as soon as it differs from the caller's; with `files` always
+        as files.
 
         It also differs when the caller's engine should sleep and is not `asleep`, or vice versa.
         """
@@ -74,7 +87,10 @@ def create_trainer_app(
         """Checks that an engine has received a broadcast version unchanged; 409 when it has not."""
         return await board.verify(version, body)
 
-    @app.get("/weights/{version}/files/{name}", **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)))
+    @app.get(
+        "/weights/{version}/files/{name}",
+        **described(answer=_FILE, writes=("application/octet-stream",), fails=(404,)),
+    )
     async def weight_file(version: Annotated[int, Path(ge=0)], name: str) -> FileResponse:
         """One file of a weight version."""
         return _LargeFile(board.file(version, name), media_type="application/octet-stream")
@@ -83,7 +99,12 @@ def create_trainer_app(
     async def report(name: str, body: WorkerReport) -> dict[str, str]:
         """Records an agent's report on its engine."""
         if name != body.name:
-            raise InvalidInput("path and body name different workers", field="name", value=body.name, remedy=f"send {name}")
+            raise InvalidInput(
+                "path and body name different workers",
+                field="name",
+                value=body.name,
+                remedy=f"send {name}",
+            )
         board.report(body)
         return {"status": "noted"}
 
@@ -96,9 +117,13 @@ def create_trainer_app(
 
 
 class BackgroundServer:
-    """Serves an app from a thread while the training loop computes. `died` is called if the thread ends by itself."""
+    """Serves an app from a thread while the training loop computes. `died` is called if the thread
+    ends by itself.
+    """
 
-    def __init__(self, app: FastAPI, host: str, port: int, died: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: FastAPI, host: str, port: int, died: Callable[[], None] = lambda: None
+    ) -> None:
         self._socket = listen(host, port)
         self.port = int(self._socket.getsockname()[1])
         self._server, self._died = Server(app, host, port), died
@@ -119,7 +144,10 @@ class BackgroundServer:
             if not self._thread.is_alive():
                 remedy = "look at the log above, or set another trainer.port"
                 raise ConfigError(
-                    "the trainer's HTTP server did not start", field="trainer.port", value=self.port, remedy=remedy
+                    "the trainer's HTTP server did not start",
+                    field="trainer.port",
+                    value=self.port,
+                    remedy=remedy,
                 )
             self._thread.join(0.01)
         return self

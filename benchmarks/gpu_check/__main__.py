@@ -1,13 +1,15 @@
 """Checks on one GPU what needs a GPU to test, in parts of at most eight minutes.
 
-Every section is a process with its own time limit. A section that crashes, hangs or runs out of memory is a failed line
-of the table, and the others continue. A section for which no time is left is `not reached`, and so is a claim that needs
-what this machine does not have. Nothing is downloaded: weights are random, in the shapes of Qwen2.5, and the tokenizer
-is the built-in one.
+Every section is a process with its own time limit. A section that crashes, hangs or runs out of
+memory is a failed line of the table, and the others continue. A section for which no time is left
+is `not reached`, and so is a claim that needs
+what this machine does not have. Nothing is downloaded: weights are random, in the shapes of
+Qwen2.5, and the tokenizer is the built-in one.
 
-DIR receives `gpu-check.md` (claim, predicted, measured, verdict), `gpu-check.jsonl` with a line per section, and the
-sections' output. Parts that write to the same DIR share one table; `python -m benchmarks.gpu_check.report DIR DIR`
-joins those of several. The exit status is 1 if a claim fails, and 3 if none fails but the time ended first.
+DIR receives `gpu-check.md` (claim, predicted, measured, verdict), `gpu-check.jsonl` with a line per
+section, and the sections' output. Parts that write to the same DIR share one table; `python -m
+benchmarks.gpu_check.report DIR DIR` joins those of several. The exit status is 1 if a claim fails,
+and 3 if none fails but the time ended first.
 
 `--device cpu --small` runs the same code on tiny shapes, to show that the check itself works.
 """
@@ -39,11 +41,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Returns the options."""
     head, *details = (__doc__ or "").split("\n\n")
     parser = CommandParser("benchmarks.gpu_check", head, epilog="\n\n".join(details))
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory for the results")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="directory for the results"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--part", type=int, choices=PARTS, help="only the sections of one part (default: all parts)")
+    which.add_argument(
+        "--part", type=int, choices=PARTS, help="only the sections of one part (default: all parts)"
+    )
     names = ", ".join(SECTIONS)
     which.add_argument("--only", nargs="+", choices=SECTIONS, metavar="NAME", help=f"of {names}")
     parser.add_argument(
@@ -51,10 +57,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=_minutes,
         help="for this call (default 8 for a part or for --only); a larger value raises all limits",
     )
-    parser.add_argument("--model", type=_existing, metavar="DIR", help="a real model, for the section grpo")
-    parser.add_argument("--data", type=_existing, metavar="DIR", help="with train.jsonl in GSM8K's form, for the section grpo")
     parser.add_argument(
-        "--sglang", type=_existing, metavar="PYTHON", help="a Python with SGLang (default: this one, if it has it)"
+        "--model", type=_existing, metavar="DIR", help="a real model, for the section grpo"
+    )
+    parser.add_argument(
+        "--data",
+        type=_existing,
+        metavar="DIR",
+        help="with train.jsonl in GSM8K's form, for the section grpo",
+    )
+    parser.add_argument(
+        "--sglang",
+        type=_existing,
+        metavar="PYTHON",
+        help="a Python with SGLang (default: this one, if it has it)",
     )
     options = parser.parse_args(argv)
     usual = _MINUTES
@@ -81,7 +97,9 @@ def _minutes(text: str) -> float:
     except ValueError:
         found = 0.0
     if not found > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0: give minutes, such as 8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number above 0: give minutes, such as 8"
+        )
     return found
 
 
@@ -91,7 +109,11 @@ def check(options: argparse.Namespace, console: Console) -> int:
     Raises ConfigError without a usable GPU, or where DIR cannot be written.
     """
     machine = _machine(options.device)
-    earlier = [each for each in _earlier(options.out) if each.name not in options.only and each.small == options.small]
+    earlier = [
+        each
+        for each in _earlier(options.out)
+        if each.name not in options.only and each.small == options.small
+    ]
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if options.device == "cpu":  # Triton's kernels then run in its interpreter
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -119,7 +141,9 @@ def _machine(device: str) -> str:
 
     from learning.device import choose_device
 
-    chosen = choose_device("cuda", "--device", on_cpu="add --device cpu --small to see the check itself run")
+    chosen = choose_device(
+        "cuda", "--device", on_cpu="add --device cpu --small to see the check itself run"
+    )
     return str(torch.cuda.get_device_name(chosen))
 
 
@@ -140,7 +164,9 @@ def _outcome(name: str, options: argparse.Namespace, left: float, scratch: Path)
         return Outcome(name, section.about, not_reached=why)
     given = Given(options.model, options.data, options.sglang)
     words = command(name, options.device, options.small, scratch, given)
-    return harness.run(name, section.about, words, min(options.longer * section.limit_s, left), options.out)
+    return harness.run(
+        name, section.about, words, min(options.longer * section.limit_s, left), options.out
+    )
 
 
 def _print(outcome: Outcome, console: Console) -> None:

@@ -1,4 +1,6 @@
-"""Weights broadcast from one process to another as from the trainer to an engine: NCCL where there are two GPUs."""
+"""Weights broadcast from one process to another as from the trainer to an engine: NCCL where there
+are two GPUs.
+"""
 
 import hashlib
 import multiprocessing
@@ -61,13 +63,16 @@ def measure(found: Findings, setting: Setting) -> None:
     wanted = {name: _sum(tensor) for name, tensor in weights.items()}
     different = [name for name in wanted if sums.get(name) != wanted[name]]
     found.claim(
-        f"{len(wanted)} tensors received by {backend}, byte by byte", "0 differ", f"{len(different)} differ", not different
+        f"{len(wanted)} tensors received by {backend}, byte by byte",
+        "0 differ",
+        f"{len(different)} differ",
+        not different,
     )
     took = statistics.median(times[1:])
-    text = (
-        f"weights of {copy.size / 1e9:.2f} GB in {len(arrived)} buckets, from host memory into the other process by {backend}"
+    text = f"weights of {copy.size / 1e9:.2f} GB in {len(arrived)} buckets, from host memory into the other process by {backend}"
+    found.claim(
+        text, "", f"{copy.size / took / 1e9:.2f} GB/s (the first, which connects, {times[0]:.1f} s)"
     )
-    found.claim(text, "", f"{copy.size / took / 1e9:.2f} GB/s (the first, which connects, {times[0]:.1f} s)")
     found.figures = {"backend": backend, "bytes": copy.size, "seconds": times}
 
 
@@ -76,7 +81,10 @@ def _weights(setting: Setting) -> dict[str, Tensor]:
     torch.manual_seed(0)
     side = 256 if setting.small else 8192
     count = 24 if setting.small else 30
-    tensors = {f"layer.{i}.weight": torch.randn(side, side, device=setting.device).bfloat16() for i in range(count)}
+    tensors = {
+        f"layer.{i}.weight": torch.randn(side, side, device=setting.device).bfloat16()
+        for i in range(count)
+    }
     return tensors | {"norm.weight": torch.randn(side + 3, device=setting.device)}
 
 
@@ -94,7 +102,9 @@ def _answer(pipe: Any) -> Any:
 
 
 def _receive(plan_body: dict[str, Any], pipe: Any) -> None:
-    """Receives the versions as SGLang does, on the second GPU; ends with the checksums of what it has."""
+    """Receives the versions as SGLang does, on the second GPU; ends with the checksums of what it
+    has.
+    """
     try:
         plan = Broadcast.model_validate(plan_body)
         on_gpu = plan.backend == "nccl"

@@ -1,8 +1,9 @@
 """Packs the check for a machine that has a GPU and no network.
 
-The archive holds the source, the built-in base model, and the packages that the check imports and that machine lacks.
-It is unpacked there and run as it is; nothing is installed. The machine must have Python, torch and transformers on
-Linux x86-64. What else it has is read from FILE, the output of `python3 -m pip list --format=freeze` there.
+The archive holds the source, the built-in base model, and the packages that the check imports and
+that machine lacks. It is unpacked there and run as it is; nothing is installed. The machine must
+have Python, torch and transformers on Linux x86-64. What else it has is read from FILE, the output
+of `python3 -m pip list --format=freeze` there.
 """
 
 import argparse
@@ -26,7 +27,16 @@ from common.settings.config import fail
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DISTRIBUTION = "rlhf-math"
-_SOURCES = ("common", "learning", "services", "trainer", "jobgroup", "benchmarks", "pyproject.toml", "constraints.txt")
+_SOURCES = (
+    "common",
+    "learning",
+    "services",
+    "trainer",
+    "jobgroup",
+    "benchmarks",
+    "pyproject.toml",
+    "constraints.txt",
+)
 _BASE = Path(".cache/tiny-base")
 _EXTRAS = ("services", "trainer")
 """What a run in one process needs, as the demo's."""
@@ -47,7 +57,11 @@ def missing(installed: Mapping[str, Version], python: str) -> dict[str, Version]
     """
     environment = {name: str(value) for name, value in default_environment().items()}
     environment |= {"python_version": python, "python_full_version": f"{python}.0"}
-    environment |= {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    environment |= {
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": "x86_64",
+    }
     needed = [Requirement(text) for text in metadata.requires(_DISTRIBUTION) or ()]
     waiting = list[Requirement]()
     for extra in _EXTRAS:
@@ -73,7 +87,9 @@ def missing(installed: Mapping[str, Version], python: str) -> dict[str, Version]
 
 
 def read_installed(path: Path) -> dict[str, Version]:
-    """Reads the output of `pip list --format=freeze`. Raises ConfigError where it is something else."""
+    """Reads the output of `pip list --format=freeze`. Raises ConfigError where it is something
+    else.
+    """
     found = dict[str, Version]()
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -89,20 +105,33 @@ def read_installed(path: Path) -> dict[str, Version]:
 
 
 def download(packages: Mapping[str, Version], python: str, directory: Path) -> None:
-    """Unpacks wheels for that Python on Linux x86-64 into `directory`. Raises ConfigError where pip finds none."""
+    """Unpacks wheels for that Python on Linux x86-64 into `directory`. Raises ConfigError where pip
+    finds none.
+    """
     if not packages:
         directory.mkdir()
         return
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC]
     platforms += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
     wanted = [f"{name}=={version}" for name, version in packages.items()]
-    words = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-compile", "--only-binary=:all:"]
+    words = [
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-compile",
+        "--only-binary=:all:",
+    ]
     target = [f"--python-version={python}", "--implementation=cp", f"--target={directory}"]
     command = [sys.executable, "-m", "pip", "install", *words, *target, *platforms, *wanted]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1]
-        raise ConfigError(reason, field="--python", value=python, remedy="use a Python that these packages have wheels for")
+        raise ConfigError(
+            reason,
+            field="--python",
+            value=python,
+            remedy="use a Python that these packages have wheels for",
+        )
 
 
 def pack(archive: Path, packages: Path) -> None:
@@ -132,15 +161,28 @@ def main() -> None:
     parser = CommandParser("benchmarks.gpu_check.bundle", head, epilog="\n\n".join(details))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="ARCHIVE", help="the archive to write, such as gpu-check.tar.gz"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="ARCHIVE",
+        help="the archive to write, such as gpu-check.tar.gz",
     )
-    parser.add_argument("--python", default="3.12", metavar="VERSION", help="that machine's Python (default 3.12)")
-    parser.add_argument("--installed", type=Path, required=True, metavar="FILE", help="that machine's packages")
+    parser.add_argument(
+        "--python", default="3.12", metavar="VERSION", help="that machine's Python (default 3.12)"
+    )
+    parser.add_argument(
+        "--installed", type=Path, required=True, metavar="FILE", help="that machine's packages"
+    )
     options = parser.parse_args()
     try:
         if not (_ROOT / _BASE / "config.json").exists():
             remedy = "make it with `make gpu-bundle`, or with `python -m trainer.tiny_model .cache/tiny-base`"
-            raise ConfigError("the built-in base model is not there", field="--out", value=str(_BASE), remedy=remedy)
+            raise ConfigError(
+                "the built-in base model is not there",
+                field="--out",
+                value=str(_BASE),
+                remedy=remedy,
+            )
         packages = missing(read_installed(options.installed), options.python)
         with tempfile.TemporaryDirectory() as temporary:
             directory = Path(temporary) / "packages"
@@ -150,11 +192,15 @@ def main() -> None:
         fail(error)
 
     names = ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
-    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, with {len(packages)} packages: {names}")
+    print(
+        f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, with {len(packages)} packages: {names}"
+    )
     print("there:")
     print(f"  tar xzf {options.out.name} && cd {_DISTRIBUTION}")
     for part in PARTS:
-        print(f"  PYTHONPATH=packages python3 -m benchmarks.gpu_check --part {part} --out runs/gpu-check")
+        print(
+            f"  PYTHONPATH=packages python3 -m benchmarks.gpu_check --part {part} --out runs/gpu-check"
+        )
 
 
 if __name__ == "__main__":

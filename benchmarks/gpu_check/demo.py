@@ -13,11 +13,14 @@ from trainer.observe.run_dir import read_lines
 
 _CONFIG = Path(__file__).resolve().parents[2] / "jobgroup" / "configs" / "tiny-cpu.yaml"
 _LEARNED, _STEPS = 0.9, 40
-"""Held-out accuracy after this many steps; twenty steps solve the task (`docs/explanation/built-in-task.md`)."""
+"""Held-out accuracy after this many steps; twenty steps solve the task
+(`docs/explanation/built-in-task.md`)."""
 
 
 def learns(found: Findings, setting: Setting) -> None:
-    """Trains with data, rewards, replay, engine and trainer in this process, the last two on the device."""
+    """Trains with data, rewards, replay, engine and trainer in this process, the last two on the
+    device.
+    """
     run_dir, base = setting.scratch / "demo", Path(".cache/tiny-base")
     if not (base / "config.json").exists():
         base = setting.scratch / "tiny-base"
@@ -27,7 +30,14 @@ def learns(found: Findings, setting: Setting) -> None:
         *("--config", str(_CONFIG), "--model.name", str(base), "--trainer.run_dir", str(run_dir)),
         *("--state_dir", str(setting.scratch / "state"), "--trainer.max_steps", str(steps)),
         *("--trainer.device", setting.device_kind, "--rollout.device", setting.device_kind),
-        *("--trainer.eval_every", str(steps), "--trainer.eval_pass_samples", "0", "--trainer.checkpoint_every", "0"),
+        *(
+            "--trainer.eval_every",
+            str(steps),
+            "--trainer.eval_pass_samples",
+            "0",
+            "--trainer.checkpoint_every",
+            "0",
+        ),
     ]
     if setting.small:
         words += ["--trainer.batch_size", "4", "--trainer.eval_samples", "16"]
@@ -37,8 +47,15 @@ def learns(found: Findings, setting: Setting) -> None:
     measured = f"{accuracy[0]:.3f} → {accuracy[-1]:.3f}"
     predicted = f"≥ {_LEARNED} after {steps} steps"
     found.claim(
-        "the tiny demo learns: held-out accuracy", predicted, measured, None if setting.small else accuracy[-1] >= _LEARNED
+        "the tiny demo learns: held-out accuracy",
+        predicted,
+        measured,
+        None if setting.small else accuracy[-1] >= _LEARNED,
     )
     apart = sorted(float(line["update"]["delta_logprob"]) for line in lines)
-    found.at_most("the tiny demo: median |Δ log-probability| of engine and trainer", apart[len(apart) // 2], 0.02)
+    found.at_most(
+        "the tiny demo: median |Δ log-probability| of engine and trainer",
+        apart[len(apart) // 2],
+        0.02,
+    )
     found.figures = {"accuracy": accuracy, "steps": len(lines)}

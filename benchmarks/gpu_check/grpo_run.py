@@ -1,4 +1,6 @@
-"""A short GRPO run of a real model on real problems: does the reward rise, and do engine and trainer agree?"""
+"""A short GRPO run of a real model on real problems: does the reward rise, and do engine and
+trainer agree?
+"""
 
 import json
 import statistics
@@ -20,11 +22,14 @@ _STEPS = 20
 _PART = 5
 """Steps at either end whose rewards are compared."""
 _FALL = 0.05
-"""How much the reward of so short a run may fall by chance: twice the error of the means of 5 × 128 completions."""
+"""How much the reward of so short a run may fall by chance: twice the error of the means of 5 × 128
+completions."""
 
 
 def trains(found: Findings, setting: Setting) -> None:
-    """Trains the given model on the given problems, with SGLang if there is one, else with the embedded engine."""
+    """Trains the given model on the given problems, with SGLang if there is one, else with the
+    embedded engine.
+    """
     if setting.small:  # a person's model would take hours on a CPU
         model = _tiny_base(setting)
         data = _write_problems(setting.scratch / "problems")
@@ -44,7 +49,12 @@ def trains(found: Findings, setting: Setting) -> None:
     train_in_process(load(words, {}), Console(quiet=True), engine=engine)
 
     lines = read_lines(run_dir / "metrics.jsonl")
-    _judge(found, lines=lines, about=f"GRPO, {len(lines)} steps with the engine {engine}", small=setting.small)
+    _judge(
+        found,
+        lines=lines,
+        about=f"GRPO, {len(lines)} steps with the engine {engine}",
+        small=setting.small,
+    )
 
 
 def _words(setting: Setting, model: Path, data: Path, run_dir: Path) -> list[str]:
@@ -82,7 +92,10 @@ def _tiny_base(setting: Setting) -> Path:
 def _write_problems(directory: Path) -> Path:
     """Writes a few generated problems in GSM8K's form; returns the directory."""
     directory.mkdir(exist_ok=True)
-    rows = [{"question": each.question, "answer": each.solution} for each in islice(problems("train", 0), 64)]
+    rows = [
+        {"question": each.question, "answer": each.solution}
+        for each in islice(problems("train", 0), 64)
+    ]
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     (directory / "train.jsonl").write_text(text, encoding="utf-8")
     return directory
@@ -95,14 +108,21 @@ def _judge(found: Findings, *, lines: list[dict[str, Any]], about: str, small: b
     last = statistics.mean(rewards[-_PART:])
     text = f"{about}: mean reward of the first and the last {_PART}"
     predicted = f"rises, or falls by at most {_FALL}"
-    found.claim(text, predicted, f"{first:.3f} → {last:.3f}", None if small else last >= first - _FALL)
+    found.claim(
+        text, predicted, f"{first:.3f} → {last:.3f}", None if small else last >= first - _FALL
+    )
     apart = statistics.median(float(line["update"]["delta_logprob"]) for line in lines)
     found.at_most(f"{about}: median |Δ log-probability| of engine and trainer", apart, 0.02)
 
     stages = sorted({stage for line in lines for stage in line["seconds"]})
     rows = [["stage", "median s of a step"]]
-    rows += [[stage, f"{statistics.median(line['seconds'].get(stage, 0.0) for line in lines):.2f}"] for stage in stages]
+    rows += [
+        [stage, f"{statistics.median(line['seconds'].get(stage, 0.0) for line in lines):.2f}"]
+        for stage in stages
+    ]
     found.tables["Seconds of a step of the GRPO run"] = rows
     times = [sum(map(float, line["seconds"].values())) for line in lines]
-    found.claim(f"{about}: seconds a step", "", f"{statistics.median(times):.2f} (the first {times[0]:.2f})")
+    found.claim(
+        f"{about}: seconds a step", "", f"{statistics.median(times):.2f} (the first {times[0]:.2f})"
+    )
     found.figures = {"rewards": rewards, "seconds": times, "delta_logprob": apart}

@@ -1,4 +1,6 @@
-"""Sections as processes: each has a time limit and must write one line of JSON; otherwise it counts as failed."""
+"""Sections as processes: each has a time limit and must write one line of JSON; otherwise it counts
+as failed.
+"""
 
 import json
 import math
@@ -17,7 +19,8 @@ _TAIL = 6
 """Number of log lines shown for a failed section."""
 
 Verdict = Literal["holds", "fails", "measured", "not reached"]
-"""`measured`: nothing was predicted. `not reached`: this machine or the time could not show it; nothing is wrong."""
+"""`measured`: nothing was predicted. `not reached`: this machine or the time could not show it;
+nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,19 @@ class Outcome:
 
 
 def run(name: str, about: str, command: Sequence[str], limit_s: float, directory: Path) -> Outcome:
-    """Runs `command` with the path of its line as last argument; kills it and its children after `limit_s`.
+    """Runs `command` with the path of its line as last argument; kills it and its children after
+    `limit_s`.
 
-    Output goes to `directory`/NAME.log. Anything but a complete line and exit status 0 is an error of the outcome.
+    Output goes to `directory`/NAME.log. Anything but a complete line and exit status 0 is an error
+    of the outcome.
     """
     line, log, start = directory / f"{name}.json", directory / f"{name}.log", time.perf_counter()
     line.unlink(missing_ok=True)
     outcome = Outcome(name, about)
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, str(line)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            [*command, str(line)], stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -157,7 +164,9 @@ def leave(path: Path, section: Callable[[Findings], None]) -> int:
 
 def peak_host_bytes() -> int:
     """Returns the largest resident size of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def _findings(body: dict[str, Any]) -> Findings:
@@ -179,7 +188,9 @@ def _ending(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name
-    return f"was ended by {name}" + (" (the kernel does that when memory is short)" if name == "SIGKILL" else "")
+    return f"was ended by {name}" + (
+        " (the kernel does that when memory is short)" if name == "SIGKILL" else ""
+    )
 
 
 def _log_tail(log: Path) -> str:

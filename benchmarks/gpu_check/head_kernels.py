@@ -1,4 +1,6 @@
-"""The fused kernels of the head by themselves: time, bandwidth and error, beside torch's operators."""
+"""The fused kernels of the head by themselves: time, bandwidth and error, beside torch's
+operators.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,7 +26,9 @@ _CHECKED = 256
 
 
 def measure(found: Findings, setting: Setting) -> None:
-    """Measures 16,384 tokens of a vocabulary of 151,936, in bfloat16 under float32 weights as in an update."""
+    """Measures 16,384 tokens of a vocabulary of 151,936, in bfloat16 under float32 weights as in an
+    update.
+    """
     problem = _problem(setting)
     if problem:
         found.not_reached("the kernels of the head", problem)
@@ -38,7 +42,13 @@ def measure(found: Findings, setting: Setting) -> None:
     targets = torch.randint(vocabulary, (tokens,), device=setting.device)
 
     rows = [["work", "ms by the kernels", "ms by torch", "GB/s", "GB/s by torch"]]
-    _passes(setting, rows, fused_head, logits=_logits(head, hidden), targets=targets[: _rows(hidden, vocabulary)])
+    _passes(
+        setting,
+        rows,
+        fused_head,
+        logits=_logits(head, hidden),
+        targets=targets[: _rows(hidden, vocabulary)],
+    )
     table = f"The head: {tokens:,} tokens, {vocabulary:,} words, {width} wide"
     _whole(found, setting, rows, fused_head, work=(head, hidden, targets))
     found.tables[table] = rows
@@ -59,7 +69,10 @@ def _problem(setting: Setting) -> str:
     target = torch.zeros(1, dtype=torch.int64)
     try:
         fused_head.statistics(logits, target, temperature=1.0, cap=None, result=torch.zeros(3, 1))
-    except (TritonError, RuntimeError) as error:  # no interpreter, or one that fails: Triton 3.6's with NumPy 2.5
+    except (
+        TritonError,
+        RuntimeError,
+    ) as error:  # no interpreter, or one that fails: Triton 3.6's with NumPy 2.5
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         return f"on a CPU they need TRITON_INTERPRET=1 and an interpreter that works: {reason}"
     return ""
@@ -76,8 +89,12 @@ def _logits(head: nn.Linear, hidden: Tensor) -> Tensor:
         return float32_logits(chunk, head.weight.to(hidden.dtype))
 
 
-def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, logits: Tensor, targets: Tensor) -> None:
-    """Measures both passes over a chunk of logits [N, V]: the bytes are those that must be read and written."""
+def _passes(
+    setting: Setting, rows: list[list[str]], kernels: ModuleType, *, logits: Tensor, targets: Tensor
+) -> None:
+    """Measures both passes over a chunk of logits [N, V]: the bytes are those that must be read and
+    written.
+    """
     result = logits.new_empty(3, len(logits))
     slopes = torch.empty_like(logits, dtype=torch.bfloat16)
     factor = torch.ones_like(result[0])
@@ -117,7 +134,14 @@ def _passes(setting: Setting, rows: list[list[str]], kernels: ModuleType, *, log
         own_s = seconds(own, setting, times)
         other_s = seconds(others, setting, times)
         rates = [f"{size / own_s / 1e9:,.0f}", f"{size / other_s / 1e9:,.0f}"]
-        rows.append([f"{name} ({len(logits):,} tokens)", f"{1e3 * own_s:.2f}", f"{1e3 * other_s:.2f}", *rates])
+        rows.append(
+            [
+                f"{name} ({len(logits):,} tokens)",
+                f"{1e3 * own_s:.2f}",
+                f"{1e3 * other_s:.2f}",
+                *rates,
+            ]
+        )
 
 
 def _whole(
@@ -128,7 +152,9 @@ def _whole(
     *,
     work: tuple[nn.Linear, Tensor, Tensor],
 ) -> None:
-    """Measures log-probabilities and their gradient from hidden states on, with the matrix products."""
+    """Measures log-probabilities and their gradient from hidden states on, with the matrix
+    products.
+    """
     head, hidden, targets = work
     spent: dict[str, list[float]] = {}
     peaks: dict[str, float] = {}
@@ -171,8 +197,12 @@ def _using(kernels: ModuleType | None) -> AbstractContextManager[Any]:
     return patch.object(logprobs, "_kernels", lambda _: kernels)
 
 
-def _error(found: Findings, kernels: ModuleType, head: nn.Linear, *, hidden: Tensor, targets: Tensor) -> None:
-    """Compares log-probabilities, entropies and gradients with float64, for the kernels and for torch's operators."""
+def _error(
+    found: Findings, kernels: ModuleType, head: nn.Linear, *, hidden: Tensor, targets: Tensor
+) -> None:
+    """Compares log-probabilities, entropies and gradients with float64, for the kernels and for
+    torch's operators.
+    """
     cast = head.weight.detach().to(hidden.dtype)
     exact_hidden = hidden.double().requires_grad_()
     exact_weight = cast.double().requires_grad_()
@@ -190,7 +220,12 @@ def _error(found: Findings, kernels: ModuleType, head: nn.Linear, *, hidden: Ten
             gradients = torch.autograd.grad((scores * upper.float()).sum(), [inputs, head.weight])
         pairs = ((scores, log_p), (entropies, entropy))
         errors = [float((one.detach().double() - other).abs().max()) for one, other in pairs]
-        apart = [float((one.double() - other).norm() / other.norm()) for one, other in zip(gradients, wanted, strict=True)]
+        apart = [
+            float((one.double() - other).norm() / other.norm())
+            for one, other in zip(gradients, wanted, strict=True)
+        ]
         text = f"the head by {name} beside float64"
         found.at_most(f"{text}: largest |Δ log-probability| and |Δ entropy|", max(errors), _LOGPROB)
-        found.at_most(f"{text}: error of the gradients of states and weights", max(apart), _GRADIENT)
+        found.at_most(
+            f"{text}: error of the gradients of states and weights", max(apart), _GRADIENT
+        )

@@ -1,4 +1,6 @@
-"""Updates whose packed lengths change from micro-batch to micro-batch, as in real runs: recompilations and fragments."""
+"""Updates whose packed lengths change from micro-batch to micro-batch, as in real runs:
+recompilations and fragments.
+"""
 
 import json
 import statistics
@@ -24,13 +26,17 @@ from trainer.policy.reference import Reference
 _LENGTHS = 12
 """Lengths that are tried, each twice."""
 _WARM = 2
-"""Lengths after which no graph should be compiled any more: the compiler makes a size dynamic at its second value."""
+"""Lengths after which no graph should be compiled any more: the compiler makes a size dynamic at
+its second value."""
 _SLOWER = 1.2
-"""How much longer a new length may take than the same one again: the median after the first `_WARM`."""
+"""How much longer a new length may take than the same one again: the median after the first
+`_WARM`."""
 
 
 def changing(found: Findings, setting: Setting) -> None:
-    """Makes updates of one micro-batch each, every length twice, and counts the graphs that the compiler makes."""
+    """Makes updates of one micro-batch each, every length twice, and counts the graphs that the
+    compiler makes.
+    """
     shape = "small" if setting.small else "0.5b"
     tokens = 512 if setting.small else 16_384
     words = ["--trainer.micro_batch_tokens", str(tokens), "--trainer.warmup_steps", "0"]
@@ -65,7 +71,11 @@ def changing(found: Findings, setting: Setting) -> None:
     text = f"graphs compiled for the {len(new) - _WARM} lengths after the first {_WARM}"
     late = graphs[-1] - graphs[_WARM - 1]
     found.claim(text, "0", f"{late} (in all {graphs[-1]})", late == 0 if compiles else None)
-    breaks = {reason: count for kind in ("graph_break", "unimplemented") for reason, count in counters[kind].items()}
+    breaks = {
+        reason: count
+        for kind in ("graph_break", "unimplemented")
+        for reason, count in counters[kind].items()
+    }
     at_limit = sum(count for reason, count in breaks.items() if "recompile limit" in reason)
     text = "functions that run uncompiled because they were compiled too often"
     found.claim(text, "0", str(at_limit), at_limit == 0)
@@ -93,7 +103,9 @@ def _groups(config: Config, number: int) -> list[Group]:
         mean = (share - prompt) // samples
         lengths = rng.integers(2, mean, samples)
         ids = rng.integers(10, vocabulary, prompt).tolist()
-        groups.append(random_group(f"{number}-{index}", ids, lengths.tolist(), rng=rng, vocabulary=vocabulary))
+        groups.append(
+            random_group(f"{number}-{index}", ids, lengths.tolist(), rng=rng, vocabulary=vocabulary)
+        )
     return groups
 
 
@@ -103,7 +115,9 @@ def _completed(group: Group) -> int:
 
 def _memory(found: Findings, setting: Setting, config: Config) -> None:
     if not setting.on_gpu:
-        found.not_reached("memory that the allocator holds after changing lengths", "a CPU has no such allocator")
+        found.not_reached(
+            "memory that the allocator holds after changing lengths", "a CPU has no such allocator"
+        )
         return
     shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
     limit = trainer_memory(ModelShape.of(shape), config, 1).total

@@ -27,17 +27,28 @@ def speed(found: Findings, setting: Setting) -> None:
         try:
             sheet = peak(setting.device)
             found.at_least(
-                "a bfloat16 product of 8192 × 8192 reaches the data sheet", rate / 1e12, _REACHED * sheet / 1e12, " TFLOP/s"
+                "a bfloat16 product of 8192 × 8192 reaches the data sheet",
+                rate / 1e12,
+                _REACHED * sheet / 1e12,
+                " TFLOP/s",
             )
         except ConfigError:
-            found.claim("a bfloat16 product of 8192 × 8192", "this GPU's peak is not known", f"{rate / 1e12:.0f} TFLOP/s")
+            found.claim(
+                "a bfloat16 product of 8192 × 8192",
+                "this GPU's peak is not known",
+                f"{rate / 1e12:.0f} TFLOP/s",
+            )
         exact = torch.mm(left, right, out_dtype=torch.float32)
         wanted = left[:64].double() @ right.double()
         error = float((exact[:64].double() - wanted).abs().max() / wanted.abs().max())
-        found.at_most("a bfloat16 product with a float32 result is not rounded to bfloat16", error, 1e-4)
+        found.at_most(
+            "a bfloat16 product with a float32 result is not rounded to bfloat16", error, 1e-4
+        )
     else:
         found.claim(f"a float32 product of {side} × {side}", "", f"{rate / 1e12:.3f} TFLOP/s")
-    source = torch.empty((1 << 22) if setting.small else (1 << 30), dtype=torch.uint8, device=setting.device)
+    source = torch.empty(
+        (1 << 22) if setting.small else (1 << 30), dtype=torch.uint8, device=setting.device
+    )
     target = torch.empty_like(source)
     copied = 2 * source.numel() / seconds(lambda: target.copy_(source), setting, 5)
     found.claim("a copy in the device's memory, read and written", "", f"{copied / 1e9:,.0f} GB/s")
@@ -71,7 +82,9 @@ def versions(setting: Setting) -> list[list[str]]:
 
 
 def process_group(found: Findings, setting: Setting) -> None:
-    """One process group that uses gloo for CPU tensors and NCCL for GPU tensors, as FSDP2 and checkpoints do."""
+    """One process group that uses gloo for CPU tensors and NCCL for GPU tensors, as FSDP2 and
+    checkpoints do.
+    """
     with setting.ranks(TrainerSection.model_validate({"device": setting.device_kind})) as ranks:
         mesh = ranks.mesh()
         backend = dist.get_backend_config()
@@ -86,10 +99,23 @@ def process_group(found: Findings, setting: Setting) -> None:
             setting.synchronize()
             same = torch.equal(tensor, before) and torch.equal(gathered, before)
             found.claim(
-                f"sum and gather of tensors on {device.type}", "unchanged by one rank", "equal" if same else "changed", same
+                f"sum and gather of tensors on {device.type}",
+                "unchanged by one rank",
+                "equal" if same else "changed",
+                same,
             )
         thread = dist.new_group(backend="gloo")
         body = torch.ones(3)
         dist.all_reduce(body, group=thread)
-        found.claim("a second group over gloo, for a thread", "3", f"{float(body.sum()):g}", float(body.sum()) == 3)
-        found.claim("the device mesh", setting.device_kind, str(mesh.device_type), mesh.device_type == setting.device_kind)
+        found.claim(
+            "a second group over gloo, for a thread",
+            "3",
+            f"{float(body.sum()):g}",
+            float(body.sum()) == 3,
+        )
+        found.claim(
+            "the device mesh",
+            setting.device_kind,
+            str(mesh.device_type),
+            mesh.device_type == setting.device_kind,
+        )

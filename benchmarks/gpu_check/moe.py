@@ -1,4 +1,6 @@
-"""Layers of Qwen3-30B-A3B's shape: grouped products beside a loop over the experts in float32, and an update's MFU."""
+"""Layers of Qwen3-30B-A3B's shape: grouped products beside a loop over the experts in float32, and
+an update's MFU.
+"""
 
 import statistics
 from typing import Any
@@ -23,7 +25,9 @@ _REPEATS = 3
 
 
 def measure(found: Findings, setting: Setting) -> None:
-    """Compares one layer's experts with their definition, measures them, then measures updates of two layers."""
+    """Compares one layer's experts with their definition, measures them, then measures updates of
+    two layers.
+    """
     directory = setting.model("small-moe" if setting.small else "30b-a3b-layers")
     config = AutoConfig.from_pretrained(directory)
     with torch.device(setting.device):
@@ -53,7 +57,9 @@ def _correctness(found: Findings, setting: Setting, block: Any) -> None:
     gradients = torch.autograd.grad(result, [inputs, *weights], upper)
     exact_inputs = states.float().requires_grad_()
     exact_weights = [weight.detach().float().requires_grad_() for weight in weights]
-    exact = by_definition(exact_inputs, exact_weights[0], exact_weights[1], chosen=chosen, scores=scores.float())
+    exact = by_definition(
+        exact_inputs, exact_weights[0], exact_weights[1], chosen=chosen, scores=scores.float()
+    )
     wanted = torch.autograd.grad(exact, [exact_inputs, *exact_weights], upper.float())
 
     used = len(chosen.unique())
@@ -64,7 +70,9 @@ def _correctness(found: Findings, setting: Setting, block: Any) -> None:
         found.at_most(f"{text}: error of {name} gradient", _error(one, other), _BACKWARD)
 
 
-def by_definition(states: Tensor, gate_up: Tensor, down: Tensor, *, chosen: Tensor, scores: Tensor) -> Tensor:
+def by_definition(
+    states: Tensor, gate_up: Tensor, down: Tensor, *, chosen: Tensor, scores: Tensor
+) -> Tensor:
     """Returns the weighted sum [T, H] of the chosen experts' results, one expert after the other.
 
     Args:
@@ -88,15 +96,23 @@ def _error(one: Tensor, other: Tensor) -> float:
 
 
 def experts_flops(experts: Any, tokens: int, top_k: int) -> float:
-    """Returns the floating-point operations of a forward and a backward pass of `tokens` tokens through experts."""
+    """Returns the floating-point operations of a forward and a backward pass of `tokens` tokens
+    through experts.
+    """
     parameters = 3 * int(experts.intermediate_dim) * int(experts.hidden_dim)  # gate, up and down
     return 6.0 * tokens * top_k * parameters
 
 
 def _speed(found: Findings, setting: Setting, block: Any) -> None:
-    """Measures the experts alone, forward and backward, with weights in bfloat16 as FSDP2 gathers them."""
+    """Measures the experts alone, forward and backward, with weights in bfloat16 as FSDP2 gathers
+    them.
+    """
     count = 64 if setting.small else 16_384
-    states = torch.randn(count, block.experts.hidden_dim, device=setting.device).bfloat16().requires_grad_()
+    states = (
+        torch.randn(count, block.experts.hidden_dim, device=setting.device)
+        .bfloat16()
+        .requires_grad_()
+    )
     with torch.no_grad():
         _, scores, chosen = block.gate(states)
     upper = torch.randn_like(states)
@@ -120,7 +136,9 @@ def _rate(setting: Setting, rate: float) -> str:
 
 
 def _precision(found: Findings, setting: Setting, block: Any) -> None:
-    """Records the precision in which the trainer's experts multiply, which autocast alone would leave at float32."""
+    """Records the precision in which the trainer's experts multiply, which autocast alone would
+    leave at float32.
+    """
     seen: set[str] = set()
     product = torch.nn.functional.grouped_mm
 
@@ -139,7 +157,9 @@ def _precision(found: Findings, setting: Setting, block: Any) -> None:
 
 
 def _update(found: Findings, setting: Setting, directory: Any) -> None:
-    """Measures updates of two layers by the trainer, and names the products that its experts ran."""
+    """Measures updates of two layers by the trainer, and names the products that its experts
+    ran.
+    """
     tokens = 512 if setting.small else 16_384
     config = setting.config(directory, "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)
@@ -149,12 +169,18 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
         flops = required_flops(groups, policy.model)
         _precision(found, setting, policy.model.get_decoder().layers[0].mlp)
         first, metrics = learn(policy, reference, groups, config)
-        times = [learn(policy, reference, groups, config)[0] for _ in range(1 if setting.small else _REPEATS)]
+        times = [
+            learn(policy, reference, groups, config)[0]
+            for _ in range(1 if setting.small else _REPEATS)
+        ]
         took = statistics.median(times)
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if setting.on_gpu else [])]
         with profile(activities=activities, record_shapes=True) as recorded:
             learn(policy, reference, groups, config)
-    finite = metrics.grad_norm > 0 and torch.isfinite(torch.tensor([metrics.loss, metrics.grad_norm])).all()
+    finite = (
+        metrics.grad_norm > 0
+        and torch.isfinite(torch.tensor([metrics.loss, metrics.grad_norm])).all()
+    )
     measured = f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}"
     found.claim("a mixture's loss and gradient are finite", "finite", measured, bool(finite))
     text = f"update of two layers of experts, {tokens:,} tokens a micro-batch"
@@ -162,13 +188,17 @@ def _update(found: Findings, setting: Setting, directory: Any) -> None:
     found.figures |= {"update_seconds": took, "first_seconds": first, "flops": flops}
     if setting.on_gpu:
         found.figures["allocated"] = torch.cuda.max_memory_allocated()
-        found.claim(f"{text}: allocated at the peak", "", f"{found.figures['allocated'] / 1e9:.2f} GB")
+        found.claim(
+            f"{text}: allocated at the peak", "", f"{found.figures['allocated'] / 1e9:.2f} GB"
+        )
     events = [event for event in recorded.key_averages() if "grouped_mm" in str(event.key)]
     names = ", ".join(f"{event.key} × {event.count}" for event in events)
     found.claim("grouped products run in the update", "some", names or "none", bool(events))
     rows = [["operator or kernel", "calls", "ms"]]
     kind = "device" if setting.on_gpu else "cpu"
-    costly = sorted(recorded.key_averages(), key=lambda event: -getattr(event, f"self_{kind}_time_total"))[:12]
+    costly = sorted(
+        recorded.key_averages(), key=lambda event: -getattr(event, f"self_{kind}_time_total")
+    )[:12]
     for event in costly:
         spent = getattr(event, f"self_{kind}_time_total") / 1e3
         name = str(event.key).replace("|", "/")[:100]

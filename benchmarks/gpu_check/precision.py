@@ -1,4 +1,6 @@
-"""Compares bfloat16 with float32 on the same weights and tokens: scores, gradients and an optimiser step."""
+"""Compares bfloat16 with float32 on the same weights and tokens: scores, gradients and an optimiser
+step.
+"""
 
 from typing import Any
 
@@ -17,26 +19,49 @@ _RATE = 1e-6
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Compares autocast to bfloat16, as in an update on one GPU, with float32 on the same rows and any kernels."""
+    """Compares autocast to bfloat16, as in an update on one GPU, with float32 on the same rows and
+    any kernels.
+    """
     shape, tokens = ("small", 512) if setting.small else ("0.5b", 4096)
     config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens))
     groups = full_groups(config)[:4]
-    rows = [(group.prompt_token_ids, completion.token_ids) for group in groups for completion in group.completions]
+    rows = [
+        (group.prompt_token_ids, completion.token_ids)
+        for group in groups
+        for completion in group.completions
+    ]
     exact, low = (_scored(setting, config, rows, bfloat16) for bfloat16 in (False, True))
     apart = (low["logprobs"] - exact["logprobs"]).abs()
-    found.at_most("bfloat16 compared with float32: mean |Δ log-probability|", float(apart.mean()), 0.01)
-    found.at_most("bfloat16 compared with float32: largest |Δ log-probability|", float(apart.max()), 0.15)
+    found.at_most(
+        "bfloat16 compared with float32: mean |Δ log-probability|", float(apart.mean()), 0.01
+    )
+    found.at_most(
+        "bfloat16 compared with float32: largest |Δ log-probability|", float(apart.max()), 0.15
+    )
     entropy = (low["entropy"] - exact["entropy"]).abs()
     found.at_most("bfloat16 compared with float32: mean |Δ entropy|", float(entropy.mean()), 0.01)
     found.at_least(
-        "bfloat16 compared with float32: cosine of the gradients", _cosine(low["gradients"], exact["gradients"]), 0.99
+        "bfloat16 compared with float32: cosine of the gradients",
+        _cosine(low["gradients"], exact["gradients"]),
+        0.99,
     )
-    worst = min((_cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)), default=1.0)
-    found.claim("bfloat16 compared with float32: smallest cosine of a tensor's gradient", "", f"{worst:.4f}")
-    found.at_least("an AdamW step: share of weights that move the same way", _agreement(low["moves"], exact["moves"]), 0.9)
+    worst = min(
+        (_cosine([a], [b]) for a, b in zip(low["gradients"], exact["gradients"], strict=True)),
+        default=1.0,
+    )
+    found.claim(
+        "bfloat16 compared with float32: smallest cosine of a tensor's gradient", "", f"{worst:.4f}"
+    )
+    found.at_least(
+        "an AdamW step: share of weights that move the same way",
+        _agreement(low["moves"], exact["moves"]),
+        0.9,
+    )
 
 
-def _scored(setting: Setting, config: Any, rows: list[tuple[Any, Any]], bfloat16: bool) -> dict[str, Any]:
+def _scored(
+    setting: Setting, config: Any, rows: list[tuple[Any, Any]], bfloat16: bool
+) -> dict[str, Any]:
     """Returns scores, gradients and the change of the weights by one step."""
     model = load_model(config.model).to(setting.device).train()
     scorer = Scorer(model, "on")
@@ -53,8 +78,14 @@ def _scored(setting: Setting, config: Any, rows: list[tuple[Any, Any]], bfloat16
         for each in ([p.grad for p in parameters], parameters)
     )
     Optimizer(model, (0.9, 0.999), 0.0, 1.0).step(_RATE)
-    moves = [parameter.detach().float().cpu() - old for parameter, old in zip(parameters, before, strict=True)]
-    found = {"logprobs": scores.logprobs.detach().float().cpu(), "entropy": scores.entropy.detach().float().cpu()}
+    moves = [
+        parameter.detach().float().cpu() - old
+        for parameter, old in zip(parameters, before, strict=True)
+    ]
+    found = {
+        "logprobs": scores.logprobs.detach().float().cpu(),
+        "entropy": scores.entropy.detach().float().cpu(),
+    }
     return {**found, "gradients": gradients, "moves": moves}
 
 
@@ -67,7 +98,9 @@ def _cosine(one: list[Tensor], other: list[Tensor]) -> float:
 
 
 def _agreement(one: list[Tensor], other: list[Tensor]) -> float:
-    """Returns the share of the exact step, by size of its gradient, that has the same sign in the other."""
+    """Returns the share of the exact step, by size of its gradient, that has the same sign in the
+    other.
+    """
     same = sum(
         float((other_part.abs() * (part.sign() == other_part.sign())).sum())
         for part, other_part in zip(one, other, strict=True)

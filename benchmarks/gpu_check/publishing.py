@@ -1,4 +1,6 @@
-"""Publishing a version, parking the trainer in host memory and restoring it: GB/s, and every bit afterwards."""
+"""Publishing a version, parking the trainer in host memory and restoring it: GB/s, and every bit
+afterwards.
+"""
 
 import time
 from collections.abc import Callable
@@ -21,10 +23,14 @@ _TIMES = 3
 
 
 def measure(found: Findings, setting: Setting) -> None:
-    """Updates a model once, so that it has an optimiser, and measures what moves it to the host and back."""
+    """Updates a model once, so that it has an optimiser, and measures what moves it to the host and
+    back.
+    """
     shape = "small" if setting.small else "0.5b"
     tokens = "512" if setting.small else "4096"
-    config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", tokens, "--trainer.compile", "false")
+    config = setting.config(
+        setting.model(shape), "--trainer.micro_batch_tokens", tokens, "--trainer.compile", "false"
+    )
     with setting.ranks(config.trainer) as ranks:
         policy = Policy(config, ranks)
         learn(policy, Reference(policy), full_groups(config), config)
@@ -41,13 +47,21 @@ def _publish(found: Findings, setting: Setting, policy: Policy) -> None:
     found.claim("the weights copied to the host, in the engines' precision", "", speed)
     sent = {name: tensor.to("cpu", copy=True) for name, tensor in policy.weights()}
     with copy.reading(1) as tensors:
-        different = [name for name in sent if name not in tensors or not torch.equal(sent[name], tensors[name])]
+        different = [
+            name
+            for name in sent
+            if name not in tensors or not torch.equal(sent[name], tensors[name])
+        ]
         same = not different and len(tensors) == len(sent)
-    found.claim(f"{len(sent)} tensors in the copy, bit by bit", "0 differ", f"{len(different)} differ", same)
+    found.claim(
+        f"{len(sent)} tensors in the copy, bit by bit", "0 differ", f"{len(different)} differ", same
+    )
 
     directory = setting.scratch / "published"
     directory.mkdir(exist_ok=True)
-    took = _timed(setting, lambda: write_version(policy.weights(), [], directory, "check", version=1))
+    took = _timed(
+        setting, lambda: write_version(policy.weights(), [], directory, "check", version=1)
+    )
     found.claim("a version written to files, with its checksums", "", _rate(copy.size, took))
     found.figures = {"bytes": copy.size, "copy_seconds": times, "file_seconds": took}
 
@@ -67,15 +81,29 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
         left = _allocated(setting)
         restored.append(_timed(setting, turns.take))
     text = f"parking weights and optimiser, {size / 1e9:.2f} GB"
-    found.claim(text, "", f"{_rate(size, min(parked))} (the first time, with its memory, {_rate(size, parked[0])})")
+    found.claim(
+        text,
+        "",
+        f"{_rate(size, min(parked))} (the first time, with its memory, {_rate(size, parked[0])})",
+    )
     found.claim("restoring them", "", _rate(size, min(restored)))
     if setting.on_gpu:
         limit = 0.05 * held
         text = "memory of the GPU that parking leaves in use"
-        found.claim(text, f"≤ {limit / 1e9:.2f} GB", f"{left / 1e9:.2f} of {held / 1e9:.2f} GB", left <= limit)
+        found.claim(
+            text,
+            f"≤ {limit / 1e9:.2f} GB",
+            f"{left / 1e9:.2f} of {held / 1e9:.2f} GB",
+            left <= limit,
+        )
     after = _state(policy)
     different = [name for name in before if not torch.equal(before[name], after[name].cpu())]
-    found.claim(f"{len(before)} tensors after parking, bit by bit", "0 differ", f"{len(different)} differ", not different)
+    found.claim(
+        f"{len(before)} tensors after parking, bit by bit",
+        "0 differ",
+        f"{len(different)} differ",
+        not different,
+    )
     found.figures |= {"parked_bytes": size, "park_seconds": parked, "restore_seconds": restored}
 
 

@@ -1,4 +1,5 @@
-"""Writes the table of claims and its details as Markdown; `python -m benchmarks.gpu_check.report DIR [DIR …]` prints it.
+"""Writes the table of claims and its details as Markdown; `python -m benchmarks.gpu_check.report
+DIR [DIR …]` prints it.
 
 With several directories, the last one that has a section counts for it.
 """
@@ -21,7 +22,9 @@ _SAME = 0.02
 
 
 def read(directory: Path) -> list[Outcome]:
-    """Returns the results in a directory; none where there are none. Raises OSError and ValueError."""
+    """Returns the results in a directory; none where there are none. Raises OSError and
+    ValueError.
+    """
     path = directory / _LINES
     if not path.exists():
         return []
@@ -49,7 +52,9 @@ def compared(outcomes: Sequence[Outcome]) -> list[Claim]:
             measured = float(other["grad_norm"])
             same = abs(measured - wanted) <= _SAME * wanted
             text = f"{VARIANTS[name]}: the same gradient norm as without"
-            found.append(Claim(text, f"{wanted:.5g} ± 2 %", f"{measured:.5g}", "holds" if same else "fails"))
+            found.append(
+                Claim(text, f"{wanted:.5g} ± 2 %", f"{measured:.5g}", "holds" if same else "fails")
+            )
     return found
 
 
@@ -62,7 +67,9 @@ def status(outcomes: Sequence[Outcome]) -> int:
 
 
 def counted(claims: Sequence[Claim]) -> str:
-    """Returns how many claims have each verdict, such as `3 hold, 0 fail, 1 measured, 0 not reached`."""
+    """Returns how many claims have each verdict, such as `3 hold, 0 fail, 1 measured, 0 not
+    reached`.
+    """
     found = Counter(claim.verdict for claim in claims)
     return f"{found['holds']} hold, {found['fails']} fail, {found['measured']} measured, {found['not reached']} not reached"
 
@@ -86,13 +93,18 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         verdict = "**FAILS**" if claim.verdict == "fails" else claim.verdict
         rows.append([name, claim.text, claim.predicted, claim.measured, verdict])
     parts += ["## Claims", _table(rows)]
-    if updates := [outcome for outcome in outcomes if "tokens_per_second" in outcome.findings.figures]:
+    if updates := [
+        outcome for outcome in outcomes if "tokens_per_second" in outcome.findings.figures
+    ]:
         parts += ["## Updates", _updates(updates)]
     for outcome in outcomes:
         for title, table in outcome.findings.tables.items():
             parts += [f"## {title}", _table(table)]
     if broken := [outcome for outcome in outcomes if outcome.error]:
-        parts += ["## Sections that failed", *(f"{outcome.name}:\n\n```\n{outcome.error}\n```" for outcome in broken)]
+        parts += [
+            "## Sections that failed",
+            *(f"{outcome.name}:\n\n```\n{outcome.error}\n```" for outcome in broken),
+        ]
     times = [["section", "machine", "seconds"]]
     times += [[outcome.name, outcome.machine, f"{outcome.seconds:.1f}"] for outcome in outcomes]
     return "\n\n".join([*parts, "## Time of the sections", _table(times)]) + "\n"
@@ -117,11 +129,20 @@ def _updates(outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         found, about = outcome.findings.figures, outcome.about.removeprefix("update of ")
         variant = base is not None and outcome.name.partition("update-")[2] in VARIANTS
-        beside = float(found["seconds"]) / float(base["seconds"]) if base is not None and variant else None
+        beside = (
+            float(found["seconds"]) / float(base["seconds"])
+            if base is not None and variant
+            else None
+        )
         sizes = (found.get(name) for name in ("allocated", "reserved", "estimate", "rehearsed"))
         rows.append(
             [
-                *(about, _number(found["seconds"], ".3f"), _number(beside, ".2f"), _number(found["first_seconds"], ".1f")),
+                *(
+                    about,
+                    _number(found["seconds"], ".3f"),
+                    _number(beside, ".2f"),
+                    _number(found["first_seconds"], ".1f"),
+                ),
                 *(_number(found["tokens_per_second"], ",.0f"), _number(found.get("mfu"), ".1%")),
                 *(_number(size / 1e9 if size else None, ".2f") for size in sizes),
                 "yes" if found["sharded"] else "no",
@@ -147,8 +168,12 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     """Prints one table from the results in several directories."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check.report", description=(__doc__ or ""))
-    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="an --out of benchmarks.gpu_check")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check.report", description=(__doc__ or "")
+    )
+    parser.add_argument(
+        "directories", type=Path, nargs="+", metavar="DIR", help="an --out of benchmarks.gpu_check"
+    )
     found = dict[str, Outcome]()
     for directory in parser.parse_args().directories:
         try:

@@ -13,10 +13,18 @@ from trainer.policy.reference import Reference
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Makes two updates with a checkpoint between them, and repeats the second from the checkpoint."""
+    """Makes two updates with a checkpoint between them, and repeats the second from the
+    checkpoint.
+    """
     run_dir = setting.scratch / "resume"
     tokens = "512" if setting.small else "4096"
-    config = setting.config(setting.model("small"), "--trainer.micro_batch_tokens", tokens, "--trainer.run_dir", str(run_dir))
+    config = setting.config(
+        setting.model("small"),
+        "--trainer.micro_batch_tokens",
+        tokens,
+        "--trainer.run_dir",
+        str(run_dir),
+    )
     groups = full_groups(config)
     with setting.ranks(config.trainer) as ranks:
         policy = Policy(config, ranks)
@@ -30,17 +38,35 @@ def correctness(found: Findings, setting: Setting) -> None:
             checkpoints.wait()
         went_on = _state(policy)
         resumed, _, source = Policy.resume(config, ranks, run_dir)
-        found.claim("the run resumes from its checkpoint", path.name, source.name if source else "none", source == path)
+        found.claim(
+            "the run resumes from its checkpoint",
+            path.name,
+            source.name if source else "none",
+            source == path,
+        )
         read = _state(resumed)
-        different = [name for name in written if name not in read or not torch.equal(written[name], read[name])]
+        different = [
+            name
+            for name in written
+            if name not in read or not torch.equal(written[name], read[name])
+        ]
         measured = f"{len(different)} differ" + (f": {different[0]}" if different else "")
-        found.claim(f"{len(written)} tensors of weights and optimiser, bit by bit", "0 differ", measured, not different)
+        found.claim(
+            f"{len(written)} tensors of weights and optimiser, bit by bit",
+            "0 differ",
+            measured,
+            not different,
+        )
         moved = sum(not torch.equal(written[name], went_on[name]) for name in written)
         found.claim("an update changes them", "> 0 differ", f"{moved} differ", moved > 0)
         learn(resumed, Reference(resumed), groups, config)
         again = _state(resumed)
-        largest = max(float((again[name].double() - went_on[name].double()).abs().max()) for name in again)
-        predicted = "about 0: gradients of attention are summed in any order" if setting.on_gpu else "0"
+        largest = max(
+            float((again[name].double() - went_on[name].double()).abs().max()) for name in again
+        )
+        predicted = (
+            "about 0: gradients of attention are summed in any order" if setting.on_gpu else "0"
+        )
         found.claim(
             "the next update after the resume: largest difference",
             predicted,
@@ -51,4 +77,6 @@ def correctness(found: Findings, setting: Setting) -> None:
 
 def _state(policy: Policy) -> dict[str, torch.Tensor]:
     tensors = {**named_tensors(policy.model), **policy.optimizer.state_dict()}
-    return {name: local(full(tensor)).detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    return {
+        name: local(full(tensor)).detach().to("cpu", copy=True) for name, tensor in tensors.items()
+    }

@@ -1,7 +1,7 @@
 """The sections in three parts, most valuable first, because time may run out at the end of a part.
 
-`python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH MODEL DATA SGLANG LINE` runs one in this process
-(`harness.run` starts it).
+`python -m benchmarks.gpu_check.sections NAME DEVICE SIZE SCRATCH MODEL DATA SGLANG LINE` runs one
+in this process (`harness.run` starts it).
 """
 
 import importlib
@@ -43,11 +43,14 @@ VARIANTS = {
     "offload": "--trainer.offload_optimizer true",
     "lora": "--lora.rank 16",
 }
-"""Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and fuses the head."""
+"""Settings added to those of `BASE`. One GPU shards only to offload; by default, it compiles and
+fuses the head."""
 
 _FIRST = {
     "machine": Section("versions, arithmetic and bandwidth", "machine", "speed", 60),
-    "varlen": Section("attention over packed rows compared with float32", "varlen", "correctness", 60),
+    "varlen": Section(
+        "attention over packed rows compared with float32", "varlen", "correctness", 60
+    ),
     "precision": Section("bfloat16 compared with float32", "precision", "correctness", 90),
     BASE: _update("0.5b", 16_384),
     "resume": Section("a checkpoint and its resume", "resume", "correctness", 60),
@@ -71,7 +74,9 @@ _SECOND = {
 _THIRD = {
     "sglang": Section("SGLang: start, weights, checksums, memory", "given", "sglang", 300),
     "grpo": Section("a GRPO run of a real model", "given", "grpo", 420),
-    "lengths": Section("packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 200),
+    "lengths": Section(
+        "packed lengths that change from micro-batch to micro-batch", "lengths", "changing", 200
+    ),
     "moe": Section("layers of Qwen3-30B-A3B with grouped products", "moe", "measure", 150),
     "publish": Section("publishing, parking and restoring", "publishing", "measure", 120),
     "checksums": Section("checksums on the device", "checksums", "measure", 180),
@@ -96,14 +101,29 @@ class Given:
         return [str(path or "") for path in (self.model, self.data, self.sglang)]
 
 
-def command(name: str, device: str, small: bool, scratch: Path, given: Given = Given()) -> list[str]:
+def command(
+    name: str, device: str, small: bool, scratch: Path, given: Given = Given()
+) -> list[str]:
     """Returns the command of a section, without the path of its line."""
     size = "small" if small else "full"
-    return [sys.executable, "-m", "benchmarks.gpu_check.sections", name, device, size, str(scratch), *given.words]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_check.sections",
+        name,
+        device,
+        size,
+        str(scratch),
+        *given.words,
+    ]
 
 
-def _run(name: str, device: str, size: str, scratch: str, given: list[str], found: Findings) -> None:
-    from benchmarks.gpu_check.setting import Setting  # imports torch, so only in the computing process
+def _run(
+    name: str, device: str, size: str, scratch: str, given: list[str], found: Findings
+) -> None:
+    from benchmarks.gpu_check.setting import (
+        Setting,
+    )  # imports torch, so only in the computing process
 
     section = SECTIONS[name]
     module = importlib.import_module(f"benchmarks.gpu_check.{section.module}")

@@ -1,4 +1,6 @@
-"""The setting that all sections share: the device, the size of the work, and random models of real shapes."""
+"""The setting that all sections share: the device, the size of the work, and random models of real
+shapes.
+"""
 
 import importlib.util
 import os
@@ -49,7 +51,9 @@ class Setting:
             torch.cuda.synchronize()
 
     def model(self, shape: str) -> Path:
-        """Returns a random model of this shape from `benchmarks.update`; the first section to need it creates it."""
+        """Returns a random model of this shape from `benchmarks.update`; the first section to need
+        it creates it.
+        """
         directory = self.scratch / f"model-{shape}"
         if not directory.exists():
             partial = directory.with_name(f"{directory.name}.{os.getpid()}")
@@ -58,12 +62,23 @@ class Setting:
         return directory
 
     def config(self, model: Path, *words: str) -> Config:
-        """Returns the configuration for updates of `model` on the device, with these extra settings."""
-        fixed = ("--model.name", str(model), "--trainer.device", self.device_kind, "--trainer.warmup_steps", "0")
+        """Returns the configuration for updates of `model` on the device, with these extra
+        settings.
+        """
+        fixed = (
+            "--model.name",
+            str(model),
+            "--trainer.device",
+            self.device_kind,
+            "--trainer.warmup_steps",
+            "0",
+        )
         return load([*fixed, "--algorithm.advantage", "group_centred", *words], {})
 
     def sglang_python(self) -> Path | None:
-        """Returns a Python that has SGLang: the one that was given, or this one; None if there is none."""
+        """Returns a Python that has SGLang: the one that was given, or this one; None if there is
+        none.
+        """
         if self.sglang is not None:
             return self.sglang
         return Path(sys.executable) if importlib.util.find_spec("sglang") else None

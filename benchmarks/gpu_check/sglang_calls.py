@@ -1,4 +1,6 @@
-"""SGLang as this project runs it: start, log-probabilities, weights from disk and by broadcast, checksums, memory."""
+"""SGLang as this project runs it: start, log-probabilities, weights from disk and by broadcast,
+checksums, memory.
+"""
 
 import asyncio
 import os
@@ -95,7 +97,9 @@ def _write_changed(model: Path, weights: dict[str, Tensor], directory: Path) -> 
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     for file in model.iterdir():
-        if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(
+            ".index.json"
+        ):
             shutil.copyfile(file, directory / file.name)
     changed = {name: tensor * 0.5 for name, tensor in weights.items()}
     save_file(changed, directory / "model.safetensors", metadata={"format": "pt"})
@@ -114,31 +118,46 @@ async def _calls(run: _Run) -> None:
     start = time.perf_counter()
     child = await Child.start("sglang", command, env, run.setting.scratch / "sglang.log")
     try:
-        async with EngineClient("engine", run.url) as api, RolloutClient("engine", run.url) as client:
+        async with (
+            EngineClient("engine", run.url) as api,
+            RolloutClient("engine", run.url) as client,
+        ):
             await _healthy(api, child)
-            run.found.claim("SGLang answers after its start", "", f"{time.perf_counter() - start:.0f} s")
+            run.found.claim(
+                "SGLang answers after its start", "", f"{time.perf_counter() - start:.0f} s"
+            )
             version = await api.weight_version()
-            run.found.claim("the version of the weights that it started with", "1", version, version == "1")
+            run.found.claim(
+                "the version of the weights that it started with", "1", version, version == "1"
+            )
             await _generate(run, client)
             await _load(run, api)
             await _broadcast(run, api)
             if run.setting.on_gpu:
                 await _sleep(run, api, client, before=before)
             else:
-                run.found.not_reached("SGLang's sleep during an update", "SGLang can release only the memory of GPUs")
+                run.found.not_reached(
+                    "SGLang's sleep during an update", "SGLang can release only the memory of GPUs"
+                )
     finally:
         await child.end(5)
 
 
 async def _healthy(api: EngineClient, child: Child) -> None:
-    """Returns when SGLang answers. Raises RuntimeError with the end of its output when it ends or takes too long."""
+    """Returns when SGLang answers. Raises RuntimeError with the end of its output when it ends or
+    takes too long.
+    """
     limit = time.monotonic() + _START_S
     ended = asyncio.create_task(child.wait())
     try:
         while reason := await api.unhealthy_reason():
             if ended.done() or time.monotonic() > limit:
                 print(child.tail())
-                why = f"ended with status {ended.result()}" if ended.done() else f"is not healthy after {_START_S} s: {reason}"
+                why = (
+                    f"ended with status {ended.result()}"
+                    if ended.done()
+                    else f"is not healthy after {_START_S} s: {reason}"
+                )
                 raise RuntimeError(f"SGLang {why}: see the log")
             await asyncio.sleep(0.2)
     finally:
@@ -146,7 +165,9 @@ async def _healthy(api: EngineClient, child: Child) -> None:
 
 
 async def _generate(run: _Run, client: RolloutClient) -> None:
-    """Generates, and compares the log-probabilities with the trainer's: the head in float32 on both sides."""
+    """Generates, and compares the log-probabilities with the trainer's: the head in float32 on both
+    sides.
+    """
     setting = run.setting
     count, length, new = (2, 8, 8) if setting.small else (32, 64, 64)
     rng = np.random.default_rng(0)
@@ -157,16 +178,27 @@ async def _generate(run: _Run, client: RolloutClient) -> None:
     for _ in range(2):  # the first compiles
         start = time.perf_counter()
         work = [
-            client.generate(prompt, n=2, max_new_tokens=new, temperature=1.0, stop_token_ids=[], shape={"ignore_eos": True})
+            client.generate(
+                prompt,
+                n=2,
+                max_new_tokens=new,
+                temperature=1.0,
+                stop_token_ids=[],
+                shape={"ignore_eos": True},
+            )
             for prompt in prompts
         ]
         answers = list(await asyncio.gather(*work))
         took = time.perf_counter() - start
     tokens = sum(len(each.token_ids) for group in answers for each in group)
-    run.found.claim(f"SGLang, {2 * count} completions of {new} tokens", "", f"{tokens / took:,.0f} tokens/s")
+    run.found.claim(
+        f"SGLang, {2 * count} completions of {new} tokens", "", f"{tokens / took:,.0f} tokens/s"
+    )
     completions = [[each.token_ids for each in group] for group in answers]
     own = scored(setting, run.model, prompts, completions)
-    theirs = torch.from_numpy(np.concatenate([each.logprobs for group in answers for each in group]))
+    theirs = torch.from_numpy(
+        np.concatenate([each.logprobs for group in answers for each in group])
+    )
     apart = (own - theirs).abs()
     text = "SGLang's log-probabilities beside the trainer's, with its head in float32"
     run.found.at_most(f"{text}: mean |Δ|", float(apart.mean()), 0.02)
@@ -178,7 +210,9 @@ async def _load(run: _Run, api: EngineClient) -> None:
     start = time.perf_counter()
     await api.load(run.other, "2", _TIMEOUT_S)
     took = time.perf_counter() - start
-    run.found.claim("SGLang loads weights from disk", "", f"{took:.1f} s, {run.size / took / 1e9:.2f} GB/s")
+    run.found.claim(
+        "SGLang loads weights from disk", "", f"{took:.1f} s, {run.size / took / 1e9:.2f} GB/s"
+    )
     await _compare(run, api, run.changed, way="from disk")
 
 
@@ -192,25 +226,43 @@ async def _compare(run: _Run, api: EngineClient, sent: dict[str, Tensor], *, way
     own = time.perf_counter() - start
     holds = comparison.problem is None and comparison.compared == comparison.total
     measured = comparison.problem or str(comparison)
-    run.found.claim(f"checksums of the weights that SGLang got {way}", "all as the trainer's", measured, holds)
-    run.found.claim(f"checksums {way}: SGLang's and the trainer's", "", f"{took:.2f} and {own:.2f} s")
+    run.found.claim(
+        f"checksums of the weights that SGLang got {way}", "all as the trainer's", measured, holds
+    )
+    run.found.claim(
+        f"checksums {way}: SGLang's and the trainer's", "", f"{took:.2f} and {own:.2f} s"
+    )
 
 
 async def _broadcast(run: _Run, api: EngineClient) -> None:
-    """Broadcasts the first weights into SGLang, by the calls of `services/rollout/weights/receive.py`."""
+    """Broadcasts the first weights into SGLang, by the calls of
+    `services/rollout/weights/receive.py`.
+    """
     text = "a broadcast of weights into SGLang"
     if run.setting.on_gpu and torch.cuda.device_count() < 2:
-        run.found.not_reached(text, "NCCL needs a GPU for the trainer and one for SGLang, and here is one")
+        run.found.not_reached(
+            text, "NCCL needs a GPU for the trainer and one for SGLang, and here is one"
+        )
         return
     if run.setting.on_gpu:
         torch.cuda.set_device(1)  # SGLang is on the first
     copy = HostCopy()
     copy.fill(run.weights.items(), 3)
     report = WorkerReport(name="engine", url=run.url, num_nodes=1, state="ready", version=None)
-    group = EngineGroup([report], Rendezvous("127.0.0.1", "nccl" if run.setting.on_gpu else "gloo"), _TIMEOUT_S)
+    group = EngineGroup(
+        [report], Rendezvous("127.0.0.1", "nccl" if run.setting.on_gpu else "gloo"), _TIMEOUT_S
+    )
     plan = group.announcement(copy.buckets)
-    init: dict[str, Any] = {"group_name": plan.group, "rank_offset": 1, "world_size": plan.world_size}
-    init |= {"master_address": plan.master_address, "master_port": plan.master_port, "backend": plan.backend}
+    init: dict[str, Any] = {
+        "group_name": plan.group,
+        "rank_offset": 1,
+        "world_size": plan.world_size,
+    }
+    init |= {
+        "master_address": plan.master_address,
+        "master_port": plan.master_port,
+        "backend": plan.backend,
+    }
     loop = asyncio.get_running_loop()
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as sender:
@@ -221,8 +273,13 @@ async def _broadcast(run: _Run, api: EngineClient) -> None:
             await api.control("/begin_weight_update", {}, _TIMEOUT_S)
             for index, bucket in enumerate(plan.buckets):
                 last = index == len(plan.buckets) - 1
-                body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket"}
-                body |= {"flush_cache": True, "weight_version": "3"} if last else {"flush_cache": False}
+                body = bucket.model_dump() | {
+                    "group_name": plan.group,
+                    "load_format": "flattened_bucket",
+                }
+                body |= (
+                    {"flush_cache": True, "weight_version": "3"} if last else {"flush_cache": False}
+                )
                 await api.control("/update_weights_from_distributed", body, _TIMEOUT_S)
             await api.control("/end_weight_update", {}, _TIMEOUT_S)
             await api.resume()
@@ -232,13 +289,17 @@ async def _broadcast(run: _Run, api: EngineClient) -> None:
             raise
     took = time.perf_counter() - start
     group.close()
-    measured = f"{took:.1f} s, {copy.size / took / 1e9:.2f} GB/s by {plan.backend}, joining included"
+    measured = (
+        f"{took:.1f} s, {copy.size / took / 1e9:.2f} GB/s by {plan.backend}, joining included"
+    )
     run.found.claim(text, "", measured)
     await _compare(run, api, run.weights, way="by broadcast")
 
 
 async def _sleep(run: _Run, api: EngineClient, client: RolloutClient, *, before: int) -> None:
-    """Releases SGLang's memory as for an update on the same GPU, and wakes it with other weights."""
+    """Releases SGLang's memory as for an update on the same GPU, and wakes it with other
+    weights.
+    """
     text = "SGLang releases its memory for an update"
     awake = _free_bytes(run.setting)
     start = time.perf_counter()
@@ -251,11 +312,17 @@ async def _sleep(run: _Run, api: EngineClient, client: RolloutClient, *, before:
     run.found.claim(text, f"≥ {_RELEASED:.0%} of what it takes", measured, share >= _RELEASED)
     start = time.perf_counter()
     await api.load(run.model, "4", _TIMEOUT_S)
-    run.found.claim("SGLang wakes up with new weights from disk", "", f"{time.perf_counter() - start:.1f} s")
+    run.found.claim(
+        "SGLang wakes up with new weights from disk", "", f"{time.perf_counter() - start:.1f} s"
+    )
     await _compare(run, api, run.weights, way="after sleep")
-    answers = await client.generate([20, 21, 22], n=1, max_new_tokens=4, temperature=1.0, stop_token_ids=[])
+    answers = await client.generate(
+        [20, 21, 22], n=1, max_new_tokens=4, temperature=1.0, stop_token_ids=[]
+    )
     count = len(answers[0].token_ids)
-    run.found.claim("SGLang generates after its sleep", "1 to 4 tokens", str(count), 1 <= count <= 4)
+    run.found.claim(
+        "SGLang generates after its sleep", "1 to 4 tokens", str(count), 1 <= count <= 4
+    )
 
 
 def _free_bytes(setting: Setting) -> int:

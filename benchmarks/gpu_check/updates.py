@@ -1,4 +1,6 @@
-"""The update at real shapes: seconds, MFU, memory compared with its estimates, and where the time goes."""
+"""The update at real shapes: seconds, MFU, memory compared with its estimates, and where the time
+goes.
+"""
 
 import itertools
 import json
@@ -28,8 +30,8 @@ _REPEATS, _TOP = 3, 20
 _LEAST = 0.7
 """The peak must be at least this share of the estimate."""
 _GOALS = {("0.5b", 16_384): 0.40, ("7b-layers", 16_384): 0.40, ("32b-layers", 16_384): 0.45}
-"""Target MFU on an H100 by shape and tokens of a micro-batch; `benchmarks.roofline` and `benchmarks.rehearsal --profile`
-predict more."""
+"""Target MFU on an H100 by shape and tokens of a micro-batch; `benchmarks.roofline` and
+`benchmarks.rehearsal --profile` predict more."""
 
 
 def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: str = "") -> None:
@@ -39,9 +41,13 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
     if "offload_optimizer" in words and not setting.on_gpu:
         found.not_reached("an update with offloading", "needs a GPU")
         return
-    without = patch.object(logprobs, "_kernels", lambda _: None) if words == TORCH_HEAD else nullcontext()
+    without = (
+        patch.object(logprobs, "_kernels", lambda _: None) if words == TORCH_HEAD else nullcontext()
+    )
     settings = () if words == TORCH_HEAD else words.split()
-    config = setting.config(setting.model(shape), "--trainer.micro_batch_tokens", str(tokens), *settings)
+    config = setting.config(
+        setting.model(shape), "--trainer.micro_batch_tokens", str(tokens), *settings
+    )
     groups = full_groups(config)
     with without, setting.ranks(config.trainer) as ranks:
         policy = Policy(config, ranks)
@@ -49,21 +55,43 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
         first, metrics = learn(policy, reference, groups, config)
         if setting.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        times = [learn(policy, reference, groups, config)[0] for _ in range(1 if setting.small else _REPEATS)]
+        times = [
+            learn(policy, reference, groups, config)[0]
+            for _ in range(1 if setting.small else _REPEATS)
+        ]
         seconds, counted = statistics.median(times), tokens_of(groups)
         found.figures = {
-            **{"shape": shape, "tokens": tokens, "settings": words, "seconds": seconds, "first_seconds": first},
-            **{"tokens_per_second": counted / seconds, "loss": metrics.loss, "grad_norm": metrics.grad_norm},
+            **{
+                "shape": shape,
+                "tokens": tokens,
+                "settings": words,
+                "seconds": seconds,
+                "first_seconds": first,
+            },
+            **{
+                "tokens_per_second": counted / seconds,
+                "loss": metrics.loss,
+                "grad_norm": metrics.grad_norm,
+            },
             "sharded": ranks.sharded,
         }
-        finite = bool(np.isfinite([metrics.loss, metrics.grad_norm]).all()) and metrics.grad_norm > 0
-        found.claim("loss and gradient are finite", "finite", f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}", finite)
+        finite = (
+            bool(np.isfinite([metrics.loss, metrics.grad_norm]).all()) and metrics.grad_norm > 0
+        )
+        found.claim(
+            "loss and gradient are finite",
+            "finite",
+            f"{metrics.loss:.4g}, norm {metrics.grad_norm:.4g}",
+            finite,
+        )
     _utilisation(found, setting, flops, words)
     _memory(found, setting, config)
 
 
 def _shape_of(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
+    found: dict[str, Any] = json.loads(
+        (Path(config.model.name) / "config.json").read_text(encoding="utf-8")
+    )
     return found
 
 
@@ -73,7 +101,9 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
     try:
         share = rate / peak(setting.device)
     except ConfigError:
-        found.claim("arithmetic of the update", "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s")
+        found.claim(
+            "arithmetic of the update", "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s"
+        )
         return
     figures["mfu"], goal = share, _GOALS.get((figures["shape"], figures["tokens"]))
     if setting.on_gpu and goal and not words:
@@ -81,17 +111,24 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
 
 
 def _memory(found: Findings, setting: Setting, config: Config) -> None:
-    """Measures the peak; judges it by `common/models/memory.py` and the rehearsal where they describe what ran.
+    """Measures the peak; judges it by `common/models/memory.py` and the rehearsal where they
+    describe what ran.
 
-    Both predict eager passes. A compiled layer keeps other activations, so its peak is shown without a verdict.
+    Both predict eager passes. A compiled layer keeps other activations, so its peak is shown
+    without a verdict.
     """
     figures = found.figures
     eager = not setting.on_gpu or config.trainer.compile is False
     estimate = trainer_memory(
-        ModelShape.of(_shape_of(config)), config, ranks=1, repeats_heads=setting.on_gpu and not attention.GQA
+        ModelShape.of(_shape_of(config)),
+        config,
+        ranks=1,
+        repeats_heads=setting.on_gpu and not attention.GQA,
     )
     figures["estimate"] = estimate.total - estimate.overhead
-    figures["allocated"] = torch.cuda.max_memory_allocated() if setting.on_gpu else peak_host_bytes()
+    figures["allocated"] = (
+        torch.cuda.max_memory_allocated() if setting.on_gpu else peak_host_bytes()
+    )
     figures["reserved"] = torch.cuda.max_memory_reserved() if setting.on_gpu else 0
     figures["rehearsed"] = rehearsed_peak(found, config) if eager else None
     if not setting.on_gpu:
@@ -106,14 +143,25 @@ def _memory(found: Findings, setting: Setting, config: Config) -> None:
     most = figures["estimate"]
     within = _LEAST * most <= figures["allocated"] <= most
     found.claim(
-        f"{about}: allocated at the peak, at least 70 % of the estimate", f"≤ {most / 1e9:.2f} GB", allocated, holds=within
+        f"{about}: allocated at the peak, at least 70 % of the estimate",
+        f"≤ {most / 1e9:.2f} GB",
+        allocated,
+        holds=within,
     )
     found.at_most(
-        f"{about}: reserved, within the estimate and its flat part", figures["reserved"] / 1e9, estimate.total / 1e9, " GB"
+        f"{about}: reserved, within the estimate and its flat part",
+        figures["reserved"] / 1e9,
+        estimate.total / 1e9,
+        " GB",
     )
     if figures["rehearsed"]:
         apart = figures["allocated"] / figures["rehearsed"] - 1
-        found.claim(f"{about}: allocated beside the rehearsal", "within 10 %", f"{apart:+.1%}", holds=abs(apart) <= 0.1)
+        found.claim(
+            f"{about}: allocated beside the rehearsal",
+            "within 10 %",
+            f"{apart:+.1%}",
+            holds=abs(apart) <= 0.1,
+        )
 
 
 def rehearsed_peak(found: Findings, config: Config) -> int | None:
@@ -129,7 +177,9 @@ def rehearsed_peak(found: Findings, config: Config) -> int | None:
         return None
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
-        found.claim("the rehearsal of this update", "runs", f"{type(error).__name__}: {first}", False)
+        found.claim(
+            "the rehearsal of this update", "runs", f"{type(error).__name__}: {first}", False
+        )
         return None
 
 
@@ -146,9 +196,13 @@ def kernels(found: Findings, setting: Setting) -> None:
         with profile(activities=activities) as recorded:
             learn(policy, reference, groups, config)
     kind = "device" if setting.on_gpu else "cpu"
-    events = [(getattr(event, f"self_{kind}_time_total"), event) for event in recorded.key_averages()]
     events = [
-        (time, event) for time, event in events if time > 0 and (not setting.on_gpu or str(event.device_type).endswith("CUDA"))
+        (getattr(event, f"self_{kind}_time_total"), event) for event in recorded.key_averages()
+    ]
+    events = [
+        (time, event)
+        for time, event in events
+        if time > 0 and (not setting.on_gpu or str(event.device_type).endswith("CUDA"))
     ]
     events.sort(key=lambda pair: -pair[0])
     total = sum(time for time, _ in events)
@@ -156,6 +210,16 @@ def kernels(found: Findings, setting: Setting) -> None:
     running = itertools.accumulate(time for time, _ in events)
     for (time, event), so_far in itertools.islice(zip(events, running, strict=True), _TOP):
         name = str(event.key).replace("|", "/")[:100]
-        rows.append([f"`{name}`", str(event.count), f"{time / 1e3:.2f}", f"{time / total:.1%}", f"{so_far / total:.1%}"])
-    found.tables[f"The {_TOP} most costly kernels of an update ({shape}, {tokens:,} tokens a micro-batch)"] = rows
+        rows.append(
+            [
+                f"`{name}`",
+                str(event.count),
+                f"{time / 1e3:.2f}",
+                f"{time / total:.1%}",
+                f"{so_far / total:.1%}",
+            ]
+        )
+    found.tables[
+        f"The {_TOP} most costly kernels of an update ({shape}, {tokens:,} tokens a micro-batch)"
+    ] = rows
     found.claim("the profile of an update names kernels", "some", str(len(events)), len(events) > 0)

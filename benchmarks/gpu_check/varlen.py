@@ -22,21 +22,40 @@ _CASES = [  # heads, heads of keys and values, window, whether completions share
 
 
 def correctness(found: Findings, setting: Setting) -> None:
-    """Checks the variable-length kernel on a GPU, or rows on a CPU, in bfloat16 at head sizes 64, 128 and 256."""
+    """Checks the variable-length kernel on a GPU, or rows on a CPU, in bfloat16 at head sizes 64,
+    128 and 256.
+    """
     for size in (64, 128, 256):
         for heads, kv_heads, window, shared in _CASES:
             name = f"head size {size}, {heads}/{kv_heads} heads"
-            name += (f", window {window}" if window else "") + (", shared prompts" if shared else "")
+            name += (f", window {window}" if window else "") + (
+                ", shared prompts" if shared else ""
+            )
             segments, pairs = _segments(setting, shared)
             try:
-                result, *gradients = _errors(setting, segments, pairs, (heads, kv_heads, size), window)
-                measured, holds = f"{result:.2%} and {max(gradients):.2%}", result <= _FORWARD and max(gradients) <= _BACKWARD
+                result, *gradients = _errors(
+                    setting, segments, pairs, (heads, kv_heads, size), window
+                )
+                measured, holds = (
+                    f"{result:.2%} and {max(gradients):.2%}",
+                    result <= _FORWARD and max(gradients) <= _BACKWARD,
+                )
             except RuntimeError as error:  # a kernel that refuses one size may accept others
                 measured, holds = str(error).splitlines()[0], False
-            found.claim(f"packed attention, {name}: errors of result and gradients", "≤ 1 % and 2 %", measured, holds)
+            found.claim(
+                f"packed attention, {name}: errors of result and gradients",
+                "≤ 1 % and 2 %",
+                measured,
+                holds,
+            )
     probe = torch.empty(1, 8, 64, device=setting.device, dtype=torch.bfloat16)
     has = attention._has_kernel(probe)
-    found.claim("the kernel for variable lengths is used", str(setting.on_gpu), str(has), has == setting.on_gpu)
+    found.claim(
+        "the kernel for variable lengths is used",
+        str(setting.on_gpu),
+        str(has),
+        has == setting.on_gpu,
+    )
 
 
 def _segments(setting: Setting, shared: bool) -> tuple[Segments, list[tuple[slice, list[slice]]]]:
@@ -52,7 +71,14 @@ def _segments(setting: Setting, shared: bool) -> tuple[Segments, list[tuple[slic
             sizes.append(length)
             prefix_starts.append(prompt_start if shared and not first else 0)
             prefixes.append(prompt if shared and not first else 0)
-            places.append((own, [own] if not shared or first else [slice(prompt_start, prompt_start + prompt), own]))
+            places.append(
+                (
+                    own,
+                    [own]
+                    if not shared or first
+                    else [slice(prompt_start, prompt_start + prompt), own],
+                )
+            )
             position += length
     columns = (np.array(column, np.int64) for column in (starts, sizes, prefix_starts, prefixes))
     return moved(Segments.of(*columns), setting.device), places
@@ -65,34 +91,53 @@ def _errors(
     shape: tuple[int, int, int],
     window: int | None,
 ) -> list[float]:
-    """Returns the relative errors of the result and of the gradients of queries, keys and values."""
+    """Returns the relative errors of the result and of the gradients of queries, keys and
+    values.
+    """
     torch.manual_seed(0)
     heads, kv_heads, size = shape
     length = places[-1][0].stop
-    made = [torch.randn(length, count, size, device=setting.device).bfloat16() for count in (heads, kv_heads, kv_heads)]
+    made = [
+        torch.randn(length, count, size, device=setting.device).bfloat16()
+        for count in (heads, kv_heads, kv_heads)
+    ]
     upper = torch.randn(length, heads, size, device=setting.device).bfloat16()
-    low, exact = ([each.to(kind, copy=True).requires_grad_() for each in made] for kind in (torch.bfloat16, torch.float32))
+    low, exact = (
+        [each.to(kind, copy=True).requires_grad_() for each in made]
+        for kind in (torch.bfloat16, torch.float32)
+    )
     attend = attention._attend_segments if setting.on_gpu else attention._attend_rows
     result = attend(low[0], low[1], low[2], segments, None, window)
     result.backward(upper)
     wanted = _plain(exact[0], exact[1], exact[2], places, window)
     wanted.backward(upper.float())
-    pairs = [(result, wanted), *((one.grad, other.grad) for one, other in zip(low, exact, strict=True))]
+    pairs = [
+        (result, wanted),
+        *((one.grad, other.grad) for one, other in zip(low, exact, strict=True)),
+    ]
     return [float((one.float() - other).norm() / other.norm()) for one, other in pairs]
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, places: list[tuple[slice, list[slice]]], window: int | None) -> Tensor:
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    places: list[tuple[slice, list[slice]]],
+    window: int | None,
+) -> Tensor:
     """Returns attention by its definition, one segment at a time."""
     results = []
     for own, of_keys in places:
         q = query[own].transpose(0, 1)
         k, v = (
-            torch.cat([states[place] for place in of_keys]).repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(0, 1)
+            torch.cat([states[place] for place in of_keys])
+            .repeat_interleave(query.shape[1] // key.shape[1], 1)
+            .transpose(0, 1)
             for states in (key, value)
         )
-        behind = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)[:, None] - torch.arange(
-            k.shape[1], device=q.device
-        )
+        behind = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)[
+            :, None
+        ] - torch.arange(k.shape[1], device=q.device)
         hidden = (behind < 0) | (behind >= (window or k.shape[1]))
         scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
         results.append((scores.softmax(-1) @ v).transpose(0, 1))

@@ -1,8 +1,8 @@
 """One client per service.
 
-On a cluster a client has a URL; in the Python API and in tests the same client gets `httpx.ASGITransport(app)` and
-calls the service in process. Every connection resolves the host name again, so a task that restarted at a new address
-is found.
+On a cluster a client has a URL; in the Python API and in tests the same client gets
+`httpx.ASGITransport(app)` and calls the service in process. Every connection resolves the host name
+again, so a task that restarted at a new address is found.
 """
 
 import asyncio
@@ -29,7 +29,8 @@ _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
 _GRACE_S = 1.0
-"""A socket's own limits come first: their errors say more. They cover neither sending nor names nor a trickle of bytes."""
+"""A socket's own limits come first: their errors say more. They cover neither sending nor names nor
+a trickle of bytes."""
 _WARN_EVERY_S = 10.0
 
 
@@ -48,22 +49,29 @@ AiohttpResponseStream.CHUNK_SIZE = _READ_BYTES
 
 
 def _network() -> AiohttpTransport:
-    """Returns an aiohttp transport: with hundreds of requests in flight, httpx's pool takes more CPU than the services.
+    """Returns an aiohttp transport: with hundreds of requests in flight, httpx's pool takes more
+    CPU than the services.
 
     It ignores the cluster's proxies, which must not intercept names of the group.
     """
     context = trusted()
 
     def session() -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(limit=0, use_dns_cache=False, keepalive_timeout=20, ssl=context)
+        connector = aiohttp.TCPConnector(
+            limit=0, use_dns_cache=False, keepalive_timeout=20, ssl=context
+        )
         jar = aiohttp.DummyCookieJar()
-        return aiohttp.ClientSession(connector=connector, trust_env=False, cookie_jar=jar, read_bufsize=_READ_BYTES)
+        return aiohttp.ClientSession(
+            connector=connector, trust_env=False, cookie_jar=jar, read_bufsize=_READ_BYTES
+        )
 
     return AiohttpTransport(verify=context, client=session)
 
 
 async def _not_compressed(response: httpx.Response) -> None:
-    """Refuses compressed responses, where a few bytes could expand to gigabytes. No service sends one."""
+    """Refuses compressed responses, where a few bytes could expand to gigabytes. No service sends
+    one.
+    """
     try:
         _refuse_compressed(response.headers)
     except ServiceError:
@@ -74,7 +82,9 @@ async def _not_compressed(response: httpx.Response) -> None:
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
     if encoding := headers.get("content-encoding"):
         raise ServiceError(
-            "the response is compressed, although the request did not ask for that", field="content-encoding", value=encoding
+            "the response is compressed, although the request did not ask for that",
+            field="content-encoding",
+            value=encoding,
         )
 
 
@@ -84,11 +94,13 @@ async def _with_id(request: httpx.Request) -> None:
 
 
 class Client:
-    """HTTP client of one service. Retries with backoff and jitter for `deadline_s` seconds; raises ServiceError.
+    """HTTP client of one service. Retries with backoff and jitter for `deadline_s` seconds; raises
+    ServiceError.
 
-    Every call through `request` must be idempotent, by nature or through an id made by the client: an attempt may
-    succeed although its response is lost. `transport` is `httpx.ASGITransport(app)` for a service in this process.
-    `headers` are sent with every call; None: the token of this run, which must not reach anyone outside the run.
+    Every call through `request` must be idempotent, by nature or through an id made by the client:
+    an attempt may succeed although its response is lost. `transport` is `httpx.ASGITransport(app)`
+    for a service in this process. `headers` are sent with every call; None: the token of this run,
+    which must not reach anyone outside the run.
     """
 
     def __init__(
@@ -103,9 +115,14 @@ class Client:
         self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
         self._last_warning = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
-        hooks: dict[str, list[Callable[..., Any]]] = {"request": [_with_id], "response": [_not_compressed]}
+        hooks: dict[str, list[Callable[..., Any]]] = {
+            "request": [_with_id],
+            "response": [_not_compressed],
+        }
         self._sent, self._network = sent, None if transport else _network()
-        self.http = httpx.AsyncClient(base_url=base_url, transport=transport or self._network, headers=sent, event_hooks=hooks)
+        self.http = httpx.AsyncClient(
+            base_url=base_url, transport=transport or self._network, headers=sent, event_hooks=hooks
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -116,17 +133,24 @@ class Client:
     async def close(self) -> None:
         await self.http.aclose()
 
-    async def request(self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any) -> httpx.Response:
-        """Sends a request, with retries, until it succeeds or its deadline passes; honours Retry-After.
+    async def request(
+        self, method: str, path: str, *, deadline_s: float | None = None, **arguments: Any
+    ) -> httpx.Response:
+        """Sends a request, with retries, until it succeeds or its deadline passes; honours
+        Retry-After.
 
-        All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline, and ServiceError for a
-        response that is not 2xx and not worth a retry.
+        All attempts share a request id (`common.process.logs`). Raises Unreachable at the deadline,
+        and ServiceError for a response that is not 2xx and not worth a retry.
         """
         identifier = logs.request_id() or logs.new_request_id()
         with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
-            return await self._repeat(method, path, self.deadline_s if deadline_s is None else deadline_s, arguments)
+            return await self._repeat(
+                method, path, self.deadline_s if deadline_s is None else deadline_s, arguments
+            )
 
-    async def _repeat(self, method: str, path: str, patience_s: float, arguments: dict[str, Any]) -> httpx.Response:
+    async def _repeat(
+        self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
+    ) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
         delay, reason = 0.05, ""
@@ -134,10 +158,14 @@ class Client:
             retry_after_s = 0.0
             try:
                 async with asyncio.timeout(left + _GRACE_S):
-                    response = await self._exchange(method, path, httpx.Timeout(left, connect=min(left, 10)), arguments)
+                    response = await self._exchange(
+                        method, path, httpx.Timeout(left, connect=min(left, 10)), arguments
+                    )
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
-                if not reason or time.monotonic() < limit:  # cut off by the deadline: the attempt before says more
+                if (
+                    not reason or time.monotonic() < limit
+                ):  # cut off by the deadline: the attempt before says more
                     reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -146,19 +174,32 @@ class Client:
                 if not self._is_retryable(response):
                     raise self._error(response)
                 detail = _detail(response)
-                parts = [str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)]
+                parts = [
+                    str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)
+                ]
                 reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
                 retry_after_s = parse_retry_after(response)
             now = time.monotonic()
-            if now - max(start, self._last_warning) > _WARN_EVERY_S:  # one line for all waiting calls
-                log.warning("waited %.0f s so far for %s to answer %s %s: %s", now - start, self.service, method, path, reason)
+            if (
+                now - max(start, self._last_warning) > _WARN_EVERY_S
+            ):  # one line for all waiting calls
+                log.warning(
+                    "waited %.0f s so far for %s to answer %s %s: %s",
+                    now - start,
+                    self.service,
+                    method,
+                    path,
+                    reason,
+                )
                 self._last_warning = now
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
         reason = reason or "no request was sent"
         if patience_s >= watchdog.LONG_S:
-            watchdog.deadline_passed(f"{self.service} did not answer {method} {path} within {patience_s:.0f} s: {reason}")
+            watchdog.deadline_passed(
+                f"{self.service} did not answer {method} {path} within {patience_s:.0f} s: {reason}"
+            )
         raise Unreachable(
             f"{self.service} did not answer {method} {path} in time: {reason}",
             field="url",
@@ -167,12 +208,19 @@ class Client:
             request=logs.request_id(),
         )
 
-    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
-        """Sends a request once. Large, frequent requests (raw bytes) bypass httpx, which would double their time."""
+    async def _exchange(
+        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+    ) -> httpx.Response:
+        """Sends a request once. Large, frequent requests (raw bytes) bypass httpx, which would
+        double their time.
+        """
         if self._network is None or arguments.keys() != {"content", "headers"}:
             return await self.http.request(method, path, timeout=timeout, **arguments)
         session = self._network.client = self._network.get_client()
-        content, headers = arguments["content"], {**self._sent, **logs.sent_headers(), **arguments["headers"]}
+        content, headers = (
+            arguments["content"],
+            {**self._sent, **logs.sent_headers(), **arguments["headers"]},
+        )
         sending = session.request(
             method,
             self.base_url.rstrip("/") + path,
@@ -184,7 +232,9 @@ class Client:
         )
         async with sending as answer:
             _refuse_compressed(answer.headers)
-            return httpx.Response(answer.status, headers=answer.raw_headers, content=await answer.read())
+            return httpx.Response(
+                answer.status, headers=answer.raw_headers, content=await answer.read()
+            )
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""
@@ -210,14 +260,19 @@ class Client:
         if "code" not in detail:
             message = f"HTTP {status}: {message}"
             if status == Unauthorized.status:
-                detail = {"code": Unauthorized.code, "remedy": "set the same API_TOKEN in every task"}
+                detail = {
+                    "code": Unauthorized.code,
+                    "remedy": "set the same API_TOKEN in every task",
+                }
         if detail.get("code") == ServiceLost.code:
             return ServiceLost(f"{self.service}: {message}", **detail)
         request = logs.sent_headers().get(logs.REQUEST_HEADER)
         return ServiceError(f"{self.service}: {message}", status=status, request=request, **detail)
 
     async def json(self, method: str, path: str, answer: type[_T], **arguments: Any) -> _T:
-        """Sends a request and parses the JSON response as `answer`. Raises ServiceError when it has another type."""
+        """Sends a request and parses the JSON response as `answer`. Raises ServiceError when it has
+        another type.
+        """
         response = await self.request(method, path, **arguments)
         try:
             return TypeAdapter(answer).validate_json(response.content)
@@ -233,8 +288,8 @@ class Client:
     async def unhealthy_reason(self) -> str | None:
         """Asks `/health` once.
 
-        Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate, and ServiceLost when
-        the service says that it will never be healthy.
+        Returns None for 200, else the reason. Raises ServiceError for a wrong token or certificate,
+        and ServiceLost when the service says that it will never be healthy.
         """
         try:
             response = await self.http.get("/health", timeout=5)
@@ -261,10 +316,14 @@ class Client:
 
 
 def _detail(response: httpx.Response) -> dict[str, Any]:
-    """Returns message, field, value, remedy and code of an error; only a message when the body has another shape."""
+    """Returns message, field, value, remedy and code of an error; only a message when the body has
+    another shape.
+    """
     try:
         detail = response.json()["error"]
-        return {"message": detail["message"]} | {key: detail.get(key) for key in ("field", "value", "remedy", "code")}
+        return {"message": detail["message"]} | {
+            key: detail.get(key) for key in ("field", "value", "remedy", "code")
+        }
     except (ValueError, KeyError, TypeError):
         return {"message": shorten(response.text)}
 
@@ -276,26 +335,37 @@ def parse_retry_after(response: httpx.Response) -> float:
 
 
 async def wait_healthy(
-    clients: Sequence[Client], timeout_s: float, say: Callable[[str], None] = log.info, every_s: float = 10.0
+    clients: Sequence[Client],
+    timeout_s: float,
+    say: Callable[[str], None] = log.info,
+    every_s: float = 10.0,
 ) -> None:
-    """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever less often.
+    """Waits until every service is healthy. Reports the others after `every_s` seconds, then ever
+    less often.
 
-    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError at once for a wrong token
-    and for a service that will never be healthy.
+    Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError
+    at once for a wrong token and for a service that will never be healthy.
     """
     start, said = time.monotonic(), time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")
     while True:
         reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waiting))
-        waiting = {client: why for client, why in zip(waiting, reasons, strict=True) if why is not None}
+        waiting = {
+            client: why for client, why in zip(waiting, reasons, strict=True) if why is not None
+        }
         if not waiting:
             return
-        text = "; ".join(f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items())
+        text = "; ".join(
+            f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items()
+        )
         now = time.monotonic()
         if now - start > timeout_s:
             if timeout_s >= watchdog.LONG_S:
                 watchdog.deadline_passed(f"not healthy after {timeout_s:.0f} s: {text}")
-            raise Unreachable(f"not healthy after {timeout_s:.0f} s: {text}", remedy="look at the logs of these tasks")
+            raise Unreachable(
+                f"not healthy after {timeout_s:.0f} s: {text}",
+                remedy="look at the logs of these tasks",
+            )
         if now - said > every_s:
             say(f"waited {now - start:.0f} s so far for {text}")
             said, every_s = now, min(60.0, 2 * every_s)

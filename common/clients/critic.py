@@ -33,7 +33,9 @@ class CriticClient(Client):
         With `run_id` and `step`, only the critic of that run at that step answers.
         """
         body = codec.encode(ValueRequest(list(sequences), run_id, step))
-        response = await self.request("POST", "/values", content=body, headers={"content-type": codec.MSGPACK})
+        response = await self.request(
+            "POST", "/values", content=body, headers={"content-type": codec.MSGPACK}
+        )
         answer = codec.decode(response.content, Values)
         lengths = [len(sequence.completion_ids) for sequence in sequences]
         if [len(values) for values in answer.values] != lengths:
@@ -45,19 +47,27 @@ class CriticClient(Client):
             )
         return answer.values
 
-    async def update(self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]) -> CriticMetrics:
-        """Trains the critic of `run_id` at `step` on a batch, exactly once; it is then at `step` + 1."""
+    async def update(
+        self, run_id: str, step: int, seed: int, rows: Sequence[ValueTargets]
+    ) -> CriticMetrics:
+        """Trains the critic of `run_id` at `step` on a batch, exactly once; it is then at `step` +
+        1.
+        """
         body = codec.encode(UpdateRequest(run_id, step, seed, list(rows)))
         headers = {"content-type": codec.MSGPACK}
         return await self.json("POST", "/update", CriticMetrics, content=body, headers=headers)
 
     async def restore(self, run_id: str, step: int, saved_by: str | None = None) -> CriticStatus:
-        """Loads the critic for `run_id`: a new one (`step` 0), or the one that `saved_by` saved at `step`."""
+        """Loads the critic for `run_id`: a new one (`step` 0), or the one that `saved_by` saved at
+        `step`.
+        """
         request = RestoreRequest(run_id=run_id, step=step, saved_by=saved_by)
         return await self.json("POST", "/restore", CriticStatus, json=request.model_dump())
 
     async def save(self, run_id: str, step: int, keep: int) -> CriticStatus:
-        """Saves the critic of `run_id` at `step` in the server's state directory, which keeps the newest `keep`."""
+        """Saves the critic of `run_id` at `step` in the server's state directory, which keeps the
+        newest `keep`.
+        """
         request = SaveRequest(run_id=run_id, step=step, keep=keep)
         return await self.json("POST", "/save", CriticStatus, json=request.model_dump())
 

@@ -10,7 +10,9 @@ class DataClient(Client):
     """data-server."""
 
     async def prompts(self, count: int, request_id: str) -> PromptBatch:
-        """Returns the next `count` prompts of the shuffled stream; a retry with the same id gets the same prompts."""
+        """Returns the next `count` prompts of the shuffled stream; a retry with the same id gets
+        the same prompts.
+        """
         parameters = {"batch_size": count, "shuffle": True, "request_id": request_id}
         return await self.json("GET", "/prompts", PromptBatch, params=parameters)
 
@@ -26,10 +28,15 @@ class DataClient(Client):
         """Moves the shuffled stream to `position`, counted in prompts from its beginning."""
         await self.request("POST", "/seek", json={"position": position})
 
-    async def report_pass_rates(self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str) -> None:
-        """Reports the share of correct completions of each prompt; a retry with the same id counts once.
+    async def report_pass_rates(
+        self, prompt_ids: Sequence[str], pass_rates: Sequence[float], request_id: str
+    ) -> None:
+        """Reports the share of correct completions of each prompt; a retry with the same id counts
+        once.
 
         Raises ServiceError when the data-server has no curriculum or does not know these prompts.
         """
-        report = PassRateReport(prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id)
+        report = PassRateReport(
+            prompt_ids=list(prompt_ids), pass_rates=list(pass_rates), request_id=request_id
+        )
         await self.request("POST", "/pass_rates", json=report.model_dump())

@@ -39,8 +39,8 @@ class _Node:
 class EnvironmentClient(Client):
     """Requests episodes from the node with the fewest requests in flight.
 
-    The first node knows how many nodes there are. When a node is lost, its requests move to the others; if no other is
-    left, the client waits for the node and sends it the same requests again.
+    The first node knows how many nodes there are. When a node is lost, its requests move to the
+    others; if no other is left, the client waits for the node and sends it the same requests again.
     """
 
     def __init__(
@@ -69,8 +69,13 @@ class EnvironmentClient(Client):
         await self._find_nodes()
         name, body = request.request_id, request.model_dump_json()
         while True:
-            node = min(self._nodes, key=lambda each: (each.lost, name not in each.calls.values(), len(each.calls)))
-            call = asyncio.create_task(_post(node.client, body, 3 * request.limits.deadline_s + _SLACK_S))
+            node = min(
+                self._nodes,
+                key=lambda each: (each.lost, name not in each.calls.values(), len(each.calls)),
+            )
+            call = asyncio.create_task(
+                _post(node.client, body, 3 * request.limits.deadline_s + _SLACK_S)
+            )
             node.calls[call] = name
             node.moved.discard(name)
             self._start_watch()
@@ -108,7 +113,9 @@ class EnvironmentClient(Client):
             self._watch = asyncio.create_task(self._watch_nodes())
 
     async def _watch_nodes(self) -> None:
-        """Probes the nodes while requests are in flight, or while a node must still drop requests that moved away."""
+        """Probes the nodes while requests are in flight, or while a node must still drop requests
+        that moved away.
+        """
         while any(node.calls or node.moved for node in self._nodes):
             await asyncio.sleep(_PROBE_S)
             await asyncio.gather(*map(self._probe, self._nodes))
@@ -116,7 +123,8 @@ class EnvironmentClient(Client):
     async def _probe(self, node: _Node) -> None:
         """Probes a node.
 
-        A lost node's requests move to others; a node that recovered drops the requests that moved away.
+        A lost node's requests move to others; a node that recovered drops the requests that moved
+        away.
         """
         try:
             reason = await node.client.unhealthy_reason()
@@ -134,18 +142,27 @@ class EnvironmentClient(Client):
                 node.moved.discard(name)
         elif node.lost and node.calls and not all(each.lost for each in self._nodes):
             count = len(node.calls)
-            log.warning("%s does not answer (%s): %d requests go to other nodes", node.client.base_url, reason, count)
+            log.warning(
+                "%s does not answer (%s): %d requests go to other nodes",
+                node.client.base_url,
+                reason,
+                count,
+            )
             node.moved.update(node.calls.values())
             for call in node.calls:
                 call.cancel()
 
 
 async def _post(client: Client, body: str, deadline_s: float) -> httpx.Response:
-    """Requests episodes, again while the server is healthy: they may wait for a slot much longer than they run."""
+    """Requests episodes, again while the server is healthy: they may wait for a slot much longer
+    than they run.
+    """
     headers = {"content-type": "application/json", "accept": codec.MSGPACK}
     while True:
         try:
-            return await client.request("POST", "/episodes", content=body, headers=headers, deadline_s=deadline_s)
+            return await client.request(
+                "POST", "/episodes", content=body, headers=headers, deadline_s=deadline_s
+            )
         except Unreachable:
             if await client.unhealthy_reason() is not None:
                 raise

@@ -1,8 +1,9 @@
-"""Splits a completion into several requests, to enforce a time limit or a thinking budget, which no engine offers.
+"""Splits a completion into several requests, to enforce a time limit or a thinking budget, which no
+engine offers.
 
-An unfinished completion continues in another request, whose prompt includes the tokens so far; engines have them
-cached. When the thinking budget is used up, the end of the thought is inserted. These tokens are not sampled, so their
-log-probability is 0 and they have no gradient.
+An unfinished completion continues in another request, whose prompt includes the tokens so far;
+engines have them cached. When the thinking budget is used up, the end of the thought is inserted.
+These tokens are not sampled, so their log-probability is 0 and they have no gradient.
 """
 
 import asyncio
@@ -15,9 +16,14 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 _END = f"\n{THINK_CLOSE}\n\n"
 _FIRST, _LEAST = 64, 16
 """With a time limit: tokens of the first request, and the fewest tokens of a later one."""
-_BY_TOKEN = ("output_token_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")
+_BY_TOKEN = (
+    "output_token_logprobs",
+    "output_token_sampling_mask",
+    "output_token_sampling_logprobs",
+)
 Ask = Callable[[list[int], int, int, int, int], Awaitable[list[dict[str, Any]]]]
-"""(prompt, completions, maximum tokens, minimum tokens, index of the request) -> SGLang's answers."""
+"""(prompt, completions, maximum tokens, minimum tokens, index of the request) -> SGLang's
+answers."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,9 @@ class RequestLimits:
     """Tokens after which an open thought is ended."""
 
     def size(self, done: int, most: int, passed: float) -> int:
-        """Returns the tokens of the next request, after `done` tokens and `passed` seconds; 0: cut the completion."""
+        """Returns the tokens of the next request, after `done` tokens and `passed` seconds; 0: cut
+        the completion.
+        """
         left = most - done
         if self.thinking_tokens is not None and done < self.thinking_tokens:
             left = min(left, self.thinking_tokens - done)
@@ -44,9 +52,16 @@ class RequestLimits:
 
 
 async def paced(
-    limits: RequestLimits, ask: Ask, prompt: Sequence[int], n: int, most: int, least: int = 0, stops: Sequence[str] = ()
+    limits: RequestLimits,
+    ask: Ask,
+    prompt: Sequence[int],
+    n: int,
+    most: int,
+    least: int = 0,
+    stops: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Returns n answers within the limits, each as if it came from one request. A cut answer ends with `length`.
+    """Returns n answers within the limits, each as if it came from one request. A cut answer ends
+    with `length`.
 
     Args:
         limits: the time limit and the thinking budget.
@@ -55,7 +70,8 @@ async def paced(
         n: number of completions.
         most: maximum tokens per completion.
         least: minimum tokens per completion.
-        stops: texts that end a completion; searched here only across the border between two requests.
+        stops: texts that end a completion; searched here only across the border between two
+        requests.
     """
     began, size = time.monotonic(), limits.size(0, most, 0.0)
     first = await ask(list(prompt), n, size, min(least, size), 0)
@@ -64,14 +80,20 @@ async def paced(
         piece, requests = _Piece(answer, list(answer["output_ids"])), 0
         while piece.is_open and len(piece.tokens) < most:
             done = len(piece.tokens)
-            if limits.thinking_tokens is not None and done >= limits.thinking_tokens and not piece.budget_applied:
+            if (
+                limits.thinking_tokens is not None
+                and done >= limits.thinking_tokens
+                and not piece.budget_applied
+            ):
                 piece.end_thought(limits.tokenizer, prompt, most)
                 continue
             if not (size := limits.size(done, most, time.monotonic() - began)):
                 break
             requests += 1
             number = index + n * requests
-            (more,) = await ask([*prompt, *piece.tokens], 1, size, min(max(0, least - done), size), number)
+            (more,) = await ask(
+                [*prompt, *piece.tokens], 1, size, min(max(0, least - done), size), number
+            )
             piece.append(more)
             piece.cut(limits.tokenizer, stops, done)
         return piece.finished(limits.tokenizer, len(prompt))
@@ -120,7 +142,11 @@ class _Piece:
         done = len(self.tokens)
         ids = tokenizer(_END, add_special_tokens=False).input_ids[: most - done]
         self.inserted |= dict(enumerate(ids, done))
-        values: list[list[Any]] = [[[0.0, token, None] for token in ids], [[token] for token in ids], [0.0] * len(ids)]
+        values: list[list[Any]] = [
+            [[0.0, token, None] for token in ids],
+            [[token] for token in ids],
+            [0.0] * len(ids),
+        ]
         meta = {name: own for name, own in zip(_BY_TOKEN, values, strict=True) if name in self.meta}
         last = _spans(self.meta, done)[-1]["version"]
         meta["weight_versions"] = [{"version": last, "start": 0, "end": len(ids)}]
@@ -135,10 +161,15 @@ class _Piece:
             if matched is None:
                 continue
             spans = [
-                {**span, "end": min(span["end"], end)} for span in _spans(self.meta, len(self.tokens)) if span["start"] < end
+                {**span, "end": min(span["end"], end)}
+                for span in _spans(self.meta, len(self.tokens))
+                if span["start"] < end
             ]
             short = {name: self.meta[name][:end] for name in _BY_TOKEN if name in self.meta}
-            short |= {"weight_versions": spans, "finish_reason": {"type": "stop", "matched": matched}}
+            short |= {
+                "weight_versions": spans,
+                "finish_reason": {"type": "stop", "matched": matched},
+            }
             self.tokens = self.tokens[:end]
             self.answer["meta_info"] = self.meta | short
             return
@@ -151,7 +182,9 @@ class _Piece:
         if self.is_open:
             meta["finish_reason"] = {"type": "length", "length": len(self.tokens)}
         if self.inserted and _BY_TOKEN[0] in meta and _BY_TOKEN[1] not in meta:
-            meta[_BY_TOKEN[1]] = [[self.inserted[i]] if i in self.inserted else [] for i in range(len(self.tokens))]
+            meta[_BY_TOKEN[1]] = [
+                [self.inserted[i]] if i in self.inserted else [] for i in range(len(self.tokens))
+            ]
             meta[_BY_TOKEN[2]] = [pair[0] for pair in meta[_BY_TOKEN[0]]]
         matched = meta["finish_reason"].get("matched")
         ids = self.tokens[:-1] if isinstance(matched, int) else self.tokens
@@ -161,7 +194,9 @@ class _Piece:
 
 
 def _spans(meta: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-    return meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": tokens}]
+    return meta.get("weight_versions") or [
+        {"version": meta["weight_version"], "start": 0, "end": tokens}
+    ]
 
 
 def _merged(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:

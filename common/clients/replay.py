@@ -18,12 +18,18 @@ class ReplayClient(Client):
     _headers = {"content-type": codec.MSGPACK, "accept": codec.MSGPACK}  # noqa: RUF012
 
     async def add(self, groups: list[Group]) -> int:
-        """Stores groups and returns how many are new; durable when this returns. Adding an id again changes nothing."""
-        answer = await self.request("POST", "/groups", content=codec.encode_groups(groups), headers=self._headers)
+        """Stores groups and returns how many are new; durable when this returns. Adding an id again
+        changes nothing.
+        """
+        answer = await self.request(
+            "POST", "/groups", content=codec.encode_groups(groups), headers=self._headers
+        )
         return int(answer.json()["added"])
 
     async def take(self, request: TakeRequest) -> TakenGroups:
-        """Returns `count` fresh groups, leased until `ack`; none when there are fewer after `wait_s` seconds."""
+        """Returns `count` fresh groups, leased until `ack`; none when there are fewer after
+        `wait_s` seconds.
+        """
         return await self._groups("/groups/take", request, TakenGroups)
 
     async def ack(self, ids: list[str]) -> None:
@@ -31,36 +37,57 @@ class ReplayClient(Client):
         await self.request("POST", "/groups/ack", json={"ids": ids})
 
     async def sample(self, request: SampleRequest) -> SampledGroups:
-        """Returns groups that were already trained on, drawn by priority, with importance weights."""
+        """Returns groups that were already trained on, drawn by priority, with importance
+        weights.
+        """
         return await self._groups("/groups/sample", request, SampledGroups)
 
     async def _groups(self, path: str, request: BaseModel, answer: type[_T]) -> _T:
-        response = await self.request("POST", path, json=request.model_dump(), headers={"accept": codec.MSGPACK})
+        response = await self.request(
+            "POST", path, json=request.model_dump(), headers={"accept": codec.MSGPACK}
+        )
         return codec.decode(response.content, answer)
 
     async def set_priorities(self, priorities: dict[str, float]) -> None:
-        """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have left the buffer."""
+        """Sets the priorities of groups for `sample`; unknown ids are ignored, as they may have
+        left the buffer.
+        """
         body = {"ids": list(priorities), "priorities": list(priorities.values())}
         await self.request("POST", "/groups/priorities", json=body)
 
     async def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
-        """Drops every unacknowledged group, because a trainer that resumes draws their prompts again.
+        """Drops every unacknowledged group, because a trainer that resumes draws their prompts
+        again.
 
-        `from_position` also drops all groups from that position in the prompt stream on; `step` also undoes reuse draws
-        made at that step or later. Returns how many groups were dropped.
+        `from_position` also drops all groups from that position in the prompt stream on; `step`
+        also undoes reuse draws made at that step or later. Returns how many groups were dropped.
         """
-        params = {name: n for name, n in (("from_position", from_position), ("step", step)) if n is not None}
-        return int((await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"])
+        params = {
+            name: n
+            for name, n in (("from_position", from_position), ("step", step))
+            if n is not None
+        }
+        return int(
+            (await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"]
+        )
 
-    async def listing(self, state: str, limit: int = 1000, deadline_s: float | None = None) -> list[dict[str, Any]]:
+    async def listing(
+        self, state: str, limit: int = 1000, deadline_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Describes the first `limit` groups in this state, without their contents."""
         params = {"state": state, "limit": limit}
-        return list((await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()["groups"])
+        return list(
+            (await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()[
+                "groups"
+            ]
+        )
 
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
         """Returns one group. Raises ServiceError (404) when it does not exist."""
         path = f"/groups/{quote(group_id, safe='')}"
-        return codec.decode_json((await self.request("GET", path, deadline_s=deadline_s)).content, Group)
+        return codec.decode_json(
+            (await self.request("GET", path, deadline_s=deadline_s)).content, Group
+        )
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

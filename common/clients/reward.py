@@ -8,14 +8,19 @@ class RewardClient(Client):
     """reward-server."""
 
     gets_tokens = False
-    """Whether reward functions also get the completions' tokens; functions passed to the Python API do."""
+    """Whether reward functions also get the completions' tokens; functions passed to the Python API
+    do."""
 
     async def batch_reward(self, items: list[RewardItem]) -> BatchRewardResult:
         body = BatchRewardRequest(items=items).model_dump_json()
         headers = {"content-type": "application/json"}
-        return await self.json("POST", "/batch_reward", BatchRewardResult, content=body, headers=headers)
+        return await self.json(
+            "POST", "/batch_reward", BatchRewardResult, content=body, headers=headers
+        )
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""
-        graded = iter((await self.batch_reward([item for batch in batches for item in batch])).rewards)
+        graded = iter(
+            (await self.batch_reward([item for batch in batches for item in batch])).rewards
+        )
         return [[next(graded) for _ in batch] for batch in batches]

@@ -56,18 +56,21 @@ class RolloutClient(Client):
     """The router in front of the engines (SGLang's HTTP API)."""
 
     adapter: tuple[str, int] | None = None
-    """Name and weight version of the LoRA adapter that answers; None for the engines' own weights."""
+    """Name and weight version of the LoRA adapter that answers; None for the engines' own
+    weights."""
     repeats_prompt = False
-    """Request n completions with an adapter or truncated sampling as n prompts in one request. With n > 1, SGLang
-    (0.5.21) first sends itself a request for 0 tokens; as a result it miscounts the uses of the adapter and never
-    finishes unloading it, and fails because that request has no sampling mask. Not for engines that honour
-    `sampling_seed`."""
+    """Request n completions with an adapter or truncated sampling as n prompts in one request. With
+    n > 1, SGLang (0.5.21) first sends itself a request for 0 tokens; as a result it miscounts the
+    uses of the adapter and never finishes unloading it, and fails because that request has no
+    sampling mask. Not for engines that honour `sampling_seed`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._turn_ends, self._turn_over = 0.0, False
 
-    async def generate(self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]) -> list[Completion]:
+    async def generate(
+        self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]
+    ) -> list[Completion]:
         """Returns n completions (token ids) of one prompt given as token ids.
 
         Raises GenerationFailed when an answer was aborted or lacks data that training needs.
@@ -75,7 +78,9 @@ class RolloutClient(Client):
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
 
         def read(answers: list[dict[str, Any]]) -> list[Completion]:
-            return [completion_from_answer(answer, version, _truncates(options)) for answer in answers]
+            return [
+                completion_from_answer(answer, version, _truncates(options)) for answer in answers
+            ]
 
         return await self._read(read, input_ids, options, name)
 
@@ -87,7 +92,9 @@ class RolloutClient(Client):
         lora_path: str | None = None,
         **options: Unpack[SamplingOptions],
     ) -> list[dict[str, Any]]:
-        """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not n."""
+        """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not
+        n.
+        """
         return await self._read(lambda answers: answers, input_ids, options, lora_path, logprobs)
 
     async def _read(
@@ -108,8 +115,8 @@ class RolloutClient(Client):
     async def _turn(self) -> None:
         """Waits until it may parse an answer.
 
-        Parsing thousands of answers that arrive together would block the event loop until other calls time out, so
-        other tasks get a turn after every `_TURN_S` seconds of parsing.
+        Parsing thousands of answers that arrive together would block the event loop until other
+        calls time out, so other tasks get a turn after every `_TURN_S` seconds of parsing.
         """
         loop = asyncio.get_running_loop()
 
@@ -125,12 +132,19 @@ class RolloutClient(Client):
             await asyncio.sleep(0)
 
     async def _paced(
-        self, pace: RequestLimits, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool
+        self,
+        pace: RequestLimits,
+        input_ids: Sequence[int],
+        options: SamplingOptions,
+        lora_path: str | None,
+        logprobs: bool,
     ) -> list[dict[str, Any]]:
         shape, seed = {**options.get("shape", {})}, options.get("sampling_seed")
         shortest = shape.pop("min_new_tokens", 0)
 
-        async def ask(prompt: list[int], n: int, most: int, least: int, number: int) -> list[dict[str, Any]]:
+        async def ask(
+            prompt: list[int], n: int, most: int, least: int, number: int
+        ) -> list[dict[str, Any]]:
             now: SamplingOptions = {**options, "n": n, "max_new_tokens": most, "shape": shape}
             if least:
                 now["shape"] = shape | {"min_new_tokens": least}
@@ -140,13 +154,19 @@ class RolloutClient(Client):
 
         stops = shape.get("stop", [])
         try:
-            return await paced(pace, ask, input_ids, options["n"], options["max_new_tokens"], shortest, stops)
+            return await paced(
+                pace, ask, input_ids, options["n"], options["max_new_tokens"], shortest, stops
+            )
         except (KeyError, TypeError, IndexError) as error:
             reason = f"the engine's answer cannot be continued: {error!r}"
             raise GenerationFailed(reason, field="/generate", remedy=OTHER_ENGINE) from None
 
     async def _generate(
-        self, input_ids: Sequence[int], options: SamplingOptions, lora_path: str | None, logprobs: bool = True
+        self,
+        input_ids: Sequence[int],
+        options: SamplingOptions,
+        lora_path: str | None,
+        logprobs: bool = True,
     ) -> bytes:
         n, prompt = options["n"], list(input_ids)
         asks_for_kept = logprobs and _truncates(options)
@@ -172,23 +192,35 @@ class RolloutClient(Client):
         if lora_path is not None:
             body["lora_path"] = lora_path
         headers, deadline_s = {"content-type": "application/json"}, options.get("deadline_s")
-        response = await self.request("POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s)
+        response = await self.request(
+            "POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s
+        )
         return response.content
 
     def _is_retryable(self, response: httpx.Response) -> bool:
-        """Also retries the router's 500, when its attempts met engines that just died, and smg's 404 without one."""
+        """Also retries the router's 500, when its attempts met engines that just died, and smg's
+        404 without one.
+        """
         code = response.headers.get("x-smg-error-code", "")
-        return super()._is_retryable(response) or code.startswith("call_upstream_") or code in _ENGINE_GONE
+        return (
+            super()._is_retryable(response)
+            or code.startswith("call_upstream_")
+            or code in _ENGINE_GONE
+        )
 
     async def remove_worker(self, url: str) -> None:
-        """Removes the engine at `url` from the router; does nothing when the router does not know it."""
+        """Removes the engine at `url` from the router; does nothing when the router does not know
+        it.
+        """
         listing = orjson.loads((await self.request("GET", "/workers")).content)
         for worker in listing["workers"]:
             if worker["url"].rstrip("/") == url.rstrip("/"):
                 try:
                     await self.request("DELETE", f"/workers/{worker['id']}")
                 except ServiceError as error:
-                    if error.status != NotFound.status:  # already removed, perhaps by an attempt whose answer was lost
+                    if (
+                        error.status != NotFound.status
+                    ):  # already removed, perhaps by an attempt whose answer was lost
                         raise
 
 
@@ -207,7 +239,8 @@ def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Pauses the garbage collector: the many lists of an answer would trigger scan after scan of the whole heap.
+    """Pauses the garbage collector: the many lists of an answer would trigger scan after scan of
+    the whole heap.
 
     These took ten times as long as the parsing (`python -m benchmarks.collector`).
     """
@@ -236,13 +269,15 @@ BASE_VERSION = "default"
 """SGLang's version label of the weights it was started with."""
 
 
-def completion_from_answer(answer: dict[str, Any], adapter_version: int | None = None, truncated: bool = False) -> Completion:
+def completion_from_answer(
+    answer: dict[str, Any], adapter_version: int | None = None, truncated: bool = False
+) -> Completion:
     """Reads one completion from SGLang's answer to `/generate`.
 
-    `adapter_version` is the version of the LoRA adapter named in the request; the engine's own label must then be that
-    of the model it was started with. With `truncated` sampling the log-probabilities are relative to the tokens that
-    truncation kept, which the answer must list. Raises GenerationFailed when the completion was aborted or lacks data
-    for training.
+    `adapter_version` is the version of the LoRA adapter named in the request; the engine's own
+    label must then be that of the model it was started with. With `truncated` sampling the
+    log-probabilities are relative to the tokens that truncation kept, which the answer must list.
+    Raises GenerationFailed when the completion was aborted or lacks data for training.
     """
     try:
         meta = answer["meta_info"]
@@ -263,19 +298,27 @@ def completion_from_answer(answer: dict[str, Any], adapter_version: int | None =
                 )
             kept = _Kept.of(meta["output_token_sampling_mask"])
             logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
-        spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(token_ids)}]
+        spans = meta.get("weight_versions") or [
+            {"version": meta["weight_version"], "start": 0, "end": len(token_ids)}
+        ]
         if adapter_version is None:
-            versions = [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+            versions = [
+                (int(span["version"]), int(span["start"]), int(span["end"])) for span in spans
+            ]
         elif all(span["version"] == BASE_VERSION for span in spans):
             versions = [(adapter_version, 0, len(token_ids))]
         else:
             raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")
     except (KeyError, TypeError, ValueError, IndexError) as error:
         reason = f"the engine's answer lacks what training needs: {error!r}"
-        raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE) from None
+        raise GenerationFailed(
+            reason, field="/generate", value=answer, remedy=OTHER_ENGINE
+        ) from None
     if finish not in ("stop", "length"):
         reason = f"the completion ended with {finish}"
-        raise GenerationFailed(reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE)
+        raise GenerationFailed(
+            reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE
+        )
     complete = len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)

@@ -1,4 +1,6 @@
-"""Checks that a model exists before anything loads it, without waiting long for a hub that does not answer."""
+"""Checks that a model exists before anything loads it, without waiting long for a hub that does not
+answer.
+"""
 
 import json
 import re
@@ -24,7 +26,9 @@ _T = TypeVar("_T")
 
 
 def check_models(config: "Config") -> None:
-    """Raises ConfigError unless every model that a trainer with these settings loads can be found."""
+    """Raises ConfigError unless every model that a trainer with these settings loads can be
+    found.
+    """
     critic = config.critic.model if config.algorithm.needs_critic else ""
     for field, name in (
         ("model.name", config.model.name),
@@ -36,19 +40,36 @@ def check_models(config: "Config") -> None:
 
 
 def check_model(name: str, field: str = "model.name") -> None:
-    """Raises ConfigError, naming `field`, unless `name` is a model directory, or a model in the hub's cache or on the hub."""
+    """Raises ConfigError, naming `field`, unless `name` is a model directory, or a model in the
+    hub's cache or on the hub.
+    """
     path = Path(name)
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
-            raise _not_found("the directory has no config.json, so it holds no model", field, name, "name another,")
+            raise _not_found(
+                "the directory has no config.json, so it holds no model",
+                field,
+                name,
+                "name another,",
+            )
         try:
-            json.loads((path / "config.json").read_bytes() if (path / "config.json").is_file() else b"{}")
+            json.loads(
+                (path / "config.json").read_bytes() if (path / "config.json").is_file() else b"{}"
+            )
         except ValueError as error:
-            raise _not_found(f"its config.json is not JSON: {error}", field, name, "restore that file,") from None
+            raise _not_found(
+                f"its config.json is not JSON: {error}", field, name, "restore that file,"
+            ) from None
         return
     if path.exists() or not _REPOSITORY.fullmatch(name):
-        problem = "this is a file, not a model directory" if path.exists() else "there is no such directory"
-        raise _not_found(problem, field, name, "correct the path, name a model of the hub as org/name,")
+        problem = (
+            "this is a file, not a model directory"
+            if path.exists()
+            else "there is no such directory"
+        )
+        raise _not_found(
+            problem, field, name, "correct the path, name a model of the hub as org/name,"
+        )
     import huggingface_hub as hub  # slow to import
     from huggingface_hub import errors
 
@@ -64,9 +85,15 @@ def check_model(name: str, field: str = "model.name") -> None:
     except errors.GatedRepoError:
         problem, remedy = "the model is gated", "ask for access on its page and set HF_TOKEN,"
     except errors.RepositoryNotFoundError:
-        problem, remedy = f"{neither} the hub has no model of this name that you can access", "correct the name, set HF_TOKEN,"
+        problem, remedy = (
+            f"{neither} the hub has no model of this name that you can access",
+            "correct the name, set HF_TOKEN,",
+        )
     except errors.EntryNotFoundError:
-        problem, remedy = "the repository on the hub has no config.json, so it holds no model", "name another,"
+        problem, remedy = (
+            "the repository on the hub has no config.json, so it holds no model",
+            "name another,",
+        )
     except Exception as error:  # the library raises many types when the network fails
         cause = " ".join(str(error).split()) or type(error).__name__
         problem = f"{neither} the hub cannot be reached: {cause}"
@@ -77,7 +104,8 @@ def check_model(name: str, field: str = "model.name") -> None:
 
 
 def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
-    """Returns the `config.json` of a model directory or of a model in the hub's cache; its `text_config` if it has one.
+    """Returns the `config.json` of a model directory or of a model in the hub's cache; its
+    `text_config` if it has one.
 
     Returns {} when there is none. `ask_hub` first downloads it into the cache, if the hub answers.
     """
@@ -88,7 +116,9 @@ def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
         if ask_hub:
             with suppress(Exception):  # whoever loads the model reports the error
                 patiently(lambda: hub.hf_hub_download(name, "config.json"), REACH_S)
-        cached = hub.try_to_load_from_cache(name, "config.json") if _REPOSITORY.fullmatch(name) else None
+        cached = (
+            hub.try_to_load_from_cache(name, "config.json") if _REPOSITORY.fullmatch(name) else None
+        )
         path = Path(cached) if isinstance(cached, str) else path
     try:
         found = json.loads(path.read_bytes())
@@ -102,11 +132,14 @@ def _not_found(problem: str, field: str, name: str, remedy: str) -> ConfigError:
     return ConfigError(problem, field=field, value=name, remedy=f"{remedy} {_ELSEWHERE}")
 
 
-def patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int] = lambda: 0) -> _T:
-    """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for `limit_s` seconds.
+def patiently(
+    work: Callable[[], _T], limit_s: float, progress: Callable[[], int] = lambda: 0
+) -> _T:
+    """Returns or raises what `work` does. Raises TimeoutError when `progress` has not changed for
+    `limit_s` seconds.
 
-    The work runs in a daemon thread, which is then abandoned: the library's own timeout applies to each of its many
-    attempts and does not cover name resolution.
+    The work runs in a daemon thread, which is then abandoned: the library's own timeout applies to
+    each of its many attempts and does not cover name resolution.
     """
     import huggingface_hub
 
@@ -124,5 +157,7 @@ def patiently(work: Callable[[], _T], limit_s: float, progress: Callable[[], int
         if (now := progress()) != seen:
             since, seen = time.monotonic(), now
         if time.monotonic() - since >= limit_s:
-            raise TimeoutError(f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s")
+            raise TimeoutError(
+                f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s"
+            )
     return future.result()

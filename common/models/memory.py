@@ -1,9 +1,10 @@
-"""Estimates the memory of a run from the model's `config.json` and the settings, without loading anything.
+"""Estimates the memory of a run from the model's `config.json` and the settings, without loading
+anything.
 
-There are two estimates: a trainer process's peak GPU memory during an update, and an engine's memory for its KV cache.
-What follows from shapes (weights, gradients, optimiser, KV cache) is exact; activations are those of transformers'
-decoder layers. `benchmarks/rehearsal.py` compares both with a rehearsed update. The overhead of torch, NCCL and CUDA is
-a guess.
+There are two estimates: a trainer process's peak GPU memory during an update, and an engine's
+memory for its KV cache. What follows from shapes (weights, gradients, optimiser, KV cache) is
+exact; activations are those of transformers' decoder layers. `benchmarks/rehearsal.py` compares
+both with a rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
 """
 
 from collections.abc import Mapping
@@ -17,18 +18,19 @@ _KNOWN = {
     **{"llama": "no", "mistral": "no", "phi3": "no", "qwen2": "qkv", "qwen3": "norm"},
     **{"olmo2": "whole norms", "gemma3_text": "four norms"},
 }
-"""By `model_type`: what a layer has besides matrices and two norms (biases of q, k and v, norms of q and k, or more
-norms)."""
+"""By `model_type`: what a layer has besides matrices and two norms (biases of q, k and v, norms of
+q and k, or more norms)."""
 _MASTER = 4
 """Bytes per float32 number: of weights, gradients, and each of AdamW's two moments."""
 _LOGITS_BYTES, _KEPT_BYTES = 1 << 30, 5 << 30
-"""Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are kept for the backward pass
-(`trainer/policy/logprobs.py`)."""
+"""Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are
+kept for the backward pass (`trainer/policy/logprobs.py`)."""
 WHOLE_GRADIENTS_BYTES = 8 << 30
-"""Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and reduces them
-once."""
+"""Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and
+reduces them once."""
 PINNED_EXACT_BYTES = 16 << 20
-"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two (`learning/allocator.py`)."""
+"""Larger pinned blocks are allocated exactly; smaller ones are rounded up to a power of two
+(`learning/allocator.py`)."""
 _OVERHEAD = 3 << 30
 """CUDA context, NCCL's buffers, cuBLAS workspaces, fragments: a guess."""
 _PROCESS = 4 << 30
@@ -87,7 +89,11 @@ class ModelShape:
     def layer_tensors(self) -> list[int]:
         """Sizes of the parameters of a decoder layer."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = [self.hidden * queries] * 2 + [self.hidden * keys] * 2 + [self.hidden * self.intermediate] * 3
+        matrices = (
+            [self.hidden * queries] * 2
+            + [self.hidden * keys] * 2
+            + [self.hidden * self.intermediate] * 3
+        )
         beside = {
             "no": [],
             "qkv": [queries, keys, keys],
@@ -115,7 +121,9 @@ class ModelShape:
         return self.layers * self.layer_parameters + self.outer_parameters
 
     def lora_tensors(self, rank: int, target_modules: list[str]) -> list[int]:
-        """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them when empty."""
+        """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them
+        when empty.
+        """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {
             "q_proj": (self.hidden, queries),
@@ -126,7 +134,9 @@ class ModelShape:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
-        wanted = (pair for name, pair in sides.items() if not target_modules or name in target_modules)
+        wanted = (
+            pair for name, pair in sides.items() if not target_modules or name in target_modules
+        )
         return [rank * side for pair in wanted for side in pair]
 
     def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
@@ -134,22 +144,30 @@ class ModelShape:
         return self.layers * sum(self.lora_tensors(rank, target_modules))
 
     def activation_bytes(self, width: int, repeats_heads: bool = False) -> int:
-        """Returns the bytes that one decoder layer keeps per token for the backward pass, at `width` bytes per number.
+        """Returns the bytes that one decoder layer keeps per token for the backward pass, at
+        `width` bytes per number.
 
-        For each norm: its input in float32, and its output before and after scaling, which Gemma does in float32. For
-        attention: rotated queries, the result, and keys and values twice, because every completion has those of its
-        prompt; with `repeats_heads`, these once for every query head. For the MLP: gate, activation, up projection and
-        their product.
+        For each norm: its input in float32, and its output before and after scaling, which Gemma
+        does in float32. For
+        attention: rotated queries, the result, and keys and values twice, because every completion
+        has those of its prompt; with `repeats_heads`, these once for every query head. For the MLP:
+        gate, activation, up projection and their product.
         """
         heads = self.head_dim * (self.heads + self.kv_heads)
-        wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(self.extra, 0)
-        norms = (2 * self.hidden + wide) * (4 + (4 if self.extra == "four norms" else width) + width)
+        wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(
+            self.extra, 0
+        )
+        norms = (2 * self.hidden + wide) * (
+            4 + (4 if self.extra == "four norms" else width) + width
+        )
         kept_heads = self.heads if repeats_heads else self.kv_heads
         attention = width * self.head_dim * (2 * self.heads + 4 * kept_heads)
         return norms + attention + 4 * width * self.intermediate
 
     def product_bytes(self, width: int) -> int:
-        """Returns the bytes per token of the results of a decoder layer's matrix products and attention."""
+        """Returns the bytes per token of the results of a decoder layer's matrix products and
+        attention.
+        """
         attention = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return width * (attention + 2 * self.hidden + 2 * self.intermediate)
 
@@ -185,7 +203,9 @@ class TrainerMemory:
 
 
 def group_size(config: Config, ranks: int) -> int:
-    """Returns how many ranks share one copy of the model. Raises ConfigError when this does not divide `ranks`."""
+    """Returns how many ranks share one copy of the model. Raises ConfigError when this does not
+    divide `ranks`.
+    """
     size = config.trainer.shard_size or ranks
     if ranks % size:
         raise ConfigError(
@@ -198,21 +218,32 @@ def group_size(config: Config, ranks: int) -> int:
 
 
 def trainer_memory(
-    shape: ModelShape, config: Config, ranks: int, width: int | None = None, repeats_heads: bool = False
+    shape: ModelShape,
+    config: Config,
+    ranks: int,
+    width: int | None = None,
+    repeats_heads: bool = False,
 ) -> TrainerMemory:
-    """Estimates the memory of one of `ranks` processes with one GPU each. The critic is assumed to be like the policy.
+    """Estimates the memory of one of `ranks` processes with one GPU each. The critic is assumed to
+    be like the policy.
 
-    `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU. `repeats_heads`: the kernel of
-    attention needs a key and value head for every query head, as torch's does before 2.12. Raises ConfigError when
-    `trainer.shard_size` does not divide `ranks`.
+    `width` is the bytes per number in a pass: None for those of `model.dtype`; 4 on a CPU.
+    `repeats_heads`: the kernel of attention needs a key and value head for every query head, as
+    torch's does before 2.12. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
     """
     settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
     width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
-    trained = shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    trained = (
+        shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    )
     frozen = shape.parameters if lora.rank else 0
     here = 0 if settings.offload_optimizer else _MASTER * trained // size
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
-    critic = config.algorithm.needs_critic and config.critic.location == "trainer" and not settings.offload_optimizer
+    critic = (
+        config.algorithm.needs_critic
+        and config.critic.location == "trainer"
+        and not settings.offload_optimizer
+    )
     layer_bytes = config.trainer.micro_batch_tokens * shape.activation_bytes(width, repeats_heads)
     moments = _moments(shape, config, ranks, width, trained, layer_bytes)
     gathered, reducing, activations, logits = max(moments, key=sum)
@@ -220,7 +251,9 @@ def trainer_memory(
         weights=here + (0 if settings.offload_optimizer else width * frozen // size),
         gradients=here,
         optimizer=2 * here,
-        reference=_MASTER * shape.parameters // size if second_model and not settings.offload_reference else 0,
+        reference=_MASTER * shape.parameters // size
+        if second_model and not settings.offload_reference
+        else 0,
         critic=4 * _MASTER * shape.parameters // size if critic else 0,
         gathered=gathered,
         reducing=reducing,
@@ -233,34 +266,59 @@ def trainer_memory(
 def _moments(
     shape: ModelShape, config: Config, ranks: int, width: int, trained: int, layer_bytes: int
 ) -> list[tuple[int, int, int, int]]:
-    """Returns the bytes of gathered weights, unreduced gradients, activations and logits at each possible peak.
+    """Returns the bytes of gathered weights, unreduced gradients, activations and logits at each
+    possible peak.
 
-    These moments of the backward pass are: the head; the second-last layer, while the gradients of the last are
-    reduced; and the reduction of the gradients of embedding and head. `benchmarks/rehearsal.py` shows what is allocated
-    then.
+    These moments of the backward pass are: the head; the second-last layer, while the gradients of
+    the last are reduced; and the reduction of the gradients of embedding and head.
+    `benchmarks/rehearsal.py` shows what is allocated then.
     """
     settings, rounded = config.trainer, width < _MASTER
     sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
-    layer, outer, matrix = shape.layer_parameters, shape.outer_parameters, shape.vocabulary * shape.hidden
+    layer, outer, matrix = (
+        shape.layer_parameters,
+        shape.outer_parameters,
+        shape.vocabulary * shape.hidden,
+    )
     if config.lora.rank:
         layer_gradients, outer_gradients, head_gradient = trained // shape.layers, 0, 0
     else:
         layer_gradients, outer_gradients, head_gradient = layer, outer, matrix
     tokens, states = settings.micro_batch_tokens, settings.micro_batch_tokens * shape.hidden
-    products = tokens * shape.product_bytes(width) if settings.activation_checkpointing == "selective" else 0
-    kept = shape.layers * (states * width + products if settings.activation_checkpointing else layer_bytes)
-    backward = tokens * width * (2 * shape.intermediate + shape.hidden)  # gradients of a layer's states, at its widest
+    products = (
+        tokens * shape.product_bytes(width)
+        if settings.activation_checkpointing == "selective"
+        else 0
+    )
+    kept = shape.layers * (
+        states * width + products if settings.activation_checkpointing else layer_bytes
+    )
+    backward = (
+        tokens * width * (2 * shape.intermediate + shape.hidden)
+    )  # gradients of a layer's states, at its widest
     again = layer_bytes if settings.activation_checkpointing else 0
-    ends = states * (_MASTER + 4 * width)  # the embedding's result, the last norm, the head's input and its gradient
-    logits, slopes = min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary), width * tokens * shape.vocabulary
+    ends = states * (
+        _MASTER + 4 * width
+    )  # the embedding's result, the last norm, the head's input and its gradient
+    logits, slopes = (
+        min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary),
+        width * tokens * shape.vocabulary,
+    )
     if slopes <= _KEPT_BYTES:
         scores = max(logits + slopes, slopes + width * head_gradient * rounded)
     else:
-        scores = max(logits + logits * width // _MASTER + _MASTER * head_gradient, width * head_gradient * rounded)
-    copies = 3 if ranks == 1 else 1  # a single rank divides and copies what several ranks would send
+        scores = max(
+            logits + logits * width // _MASTER + _MASTER * head_gradient,
+            width * head_gradient * rounded,
+        )
+    copies = (
+        3 if ranks == 1 else 1
+    )  # a single rank divides and copies what several ranks would send
     whole = _MASTER * trained if sums_once(trained, ranks) and sharded else 0
     if sharded:
-        at_head, at_layer, at_end = (width * weights for weights in (outer + layer, outer + 2 * layer, outer))
+        at_head, at_layer, at_end = (
+            width * weights for weights in (outer + layer, outer + 2 * layer, outer)
+        )
         layer_sum = width * (head_gradient + layer_gradients) + _MASTER * copies * layer_gradients
         last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
     else:  # autocast keeps its copies of the weights until the pass ends
@@ -274,7 +332,8 @@ def _moments(
 
 
 def sums_once(trained: int, ranks: int) -> bool:
-    """Whether gradients of `trained` parameters are summed over the ranks once per update instead of per micro-batch.
+    """Whether gradients of `trained` parameters are summed over the ranks once per update instead
+    of per micro-batch.
 
     This saves transfers but needs memory for the whole model's gradients on every rank.
     """
@@ -282,34 +341,53 @@ def sums_once(trained: int, ranks: int) -> bool:
 
 
 def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_node: int) -> int:
-    """Estimates the CPU memory (bytes) of the trainer's first node while it writes a checkpoint and publishes weights.
+    """Estimates the CPU memory (bytes) of the trainer's first node while it writes a checkpoint and
+    publishes weights.
 
-    It holds the copy of weights and optimiser being written, one copy of the published weights for `weight_sync`
-    distributed and another with `max_staleness` or `rollout.colocate`, what is offloaded or parked, and the processes.
+    It holds the copy of weights and optimiser being written, one copy of the published weights for
+    `weight_sync` distributed and another with `max_staleness` or `rollout.colocate`, what is
+    offloaded or parked, and the processes.
     """
     lora, size = config.lora, group_size(config, ranks)
-    trained = shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    trained = (
+        shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
+    )
     colocate = config.rollout.colocate  # never combined with staleness
-    copies = (config.trainer.weight_sync == "distributed") + (config.trainer.max_staleness > 0) + colocate
+    copies = (
+        (config.trainer.weight_sync == "distributed")
+        + (config.trainer.max_staleness > 0)
+        + colocate
+    )
     gpu = trainer_memory(shape, config, ranks)
     parked = gpu.weights + gpu.optimizer + gpu.reference + gpu.critic if colocate else 0
     published = shape.parameters if not lora.publishes_adapter else trained
     return (
         3 * _MASTER * trained  # all on one node if the ranks share no disk
         + copies * 2 * published
-        + (ranks_per_node * _offloaded(shape, config, size) if config.trainer.offload_optimizer else 0)
+        + (
+            ranks_per_node * _offloaded(shape, config, size)
+            if config.trainer.offload_optimizer
+            else 0
+        )
         + ranks_per_node * (parked + _PROCESS)
     )
 
 
 def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
-    """Returns a rank's offloaded bytes: pinned weights and gradients, AdamW's moments, and LoRA's frozen model."""
+    """Returns a rank's offloaded bytes: pinned weights and gradients, AdamW's moments, and LoRA's
+    frozen model.
+    """
     model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
     trained, frozen = model, list[int]()
     if config.lora.rank:
-        trained, frozen = shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers, model
+        trained, frozen = (
+            shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers,
+            model,
+        )
     width = 2 if config.model.dtype == "bfloat16" else _MASTER
-    learned = sum(2 * _pinned(_MASTER * tensor // size) + 2 * _MASTER * tensor // size for tensor in trained)
+    learned = sum(
+        2 * _pinned(_MASTER * tensor // size) + 2 * _MASTER * tensor // size for tensor in trained
+    )
     return learned + sum(_pinned(width * tensor // size) for tensor in frozen)
 
 
@@ -320,7 +398,9 @@ def _pinned(size: int) -> int:
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Memory in bytes of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold equal shares."""
+    """Memory in bytes of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold
+    equal shares.
+    """
 
     weights: int
     kv_bytes_per_token: int
@@ -328,12 +408,18 @@ class EngineMemory:
     """Capacity of the KV cache in tokens; 0 when not even the weights fit."""
 
 
-def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85) -> EngineMemory:
-    """Estimates SGLang's KV cache on a GPU of which it takes `static_share` (`--mem-fraction-static`).
+def engine_memory(
+    shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85
+) -> EngineMemory:
+    """Estimates SGLang's KV cache on a GPU of which it takes `static_share`
+    (`--mem-fraction-static`).
 
     Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
-    size, width = config.rollout.tensor_parallel_size, 2 if config.model.dtype == "bfloat16" else _MASTER
+    size, width = (
+        config.rollout.tensor_parallel_size,
+        2 if config.model.dtype == "bfloat16" else _MASTER,
+    )
     if shape.heads % size:
         raise ConfigError(
             f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",
@@ -342,5 +428,9 @@ def engine_memory(shape: ModelShape, config: Config, gpu_bytes: int, static_shar
             remedy=f"use a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
-    per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)  # a KV head cannot be split
-    return EngineMemory(weights, per_token, max(0, int(static_share * gpu_bytes) - weights) // per_token)
+    per_token = (
+        2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)
+    )  # a KV head cannot be split
+    return EngineMemory(
+        weights, per_token, max(0, int(static_share * gpu_bytes) - weights) // per_token
+    )

@@ -1,11 +1,15 @@
-"""Rotary positions that depend on the longest sequence of a batch (LongRoPE, dynamic NTK), as `config.json` gives them."""
+"""Rotary positions that depend on the longest sequence of a batch (LongRoPE, dynamic NTK), as
+`config.json` gives them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def rotations(parameters: Any) -> list[dict[str, Any]]:
-    """Returns the rotary parameters of every kind of layer; `parameters` holds one set, or one for each kind."""
+    """Returns the rotary parameters of every kind of layer; `parameters` holds one set, or one for
+    each kind.
+    """
     sets = [parameters, *parameters.values()] if isinstance(parameters, dict) else []
     return [each for each in sets if isinstance(each, dict) and _kind(each)]
 
@@ -13,21 +17,28 @@ def rotations(parameters: Any) -> list[dict[str, Any]]:
 def switch_length(shape: Mapping[str, Any]) -> int | None:
     """Returns the length in tokens above which LongRoPE changes the factors of a whole batch.
 
-    None when the model has no such positions, or its two lists of factors are equal. `shape` is a text model's
-    `config.json`.
+    None when the model has no such positions, or its two lists of factors are equal. `shape` is a
+    text model's `config.json`.
     """
     for each in rotations(shape.get("rope_parameters") or shape.get("rope_scaling")):
-        same = each.get("short_factor") == each.get("long_factor") and each.get("short_mscale") == each.get("long_mscale")
+        same = each.get("short_factor") == each.get("long_factor") and each.get(
+            "short_mscale"
+        ) == each.get("long_mscale")
         if _kind(each) in ("longrope", "su") and not same:
             # The model's own field wins, as in transformers (Phi-3).
-            length = shape.get("original_max_position_embeddings") or each.get("original_max_position_embeddings")
+            length = shape.get("original_max_position_embeddings") or each.get(
+                "original_max_position_embeddings"
+            )
             return None if length is None else int(length)
     return None
 
 
 def is_dynamic(shape: Mapping[str, Any]) -> bool:
     """Returns whether a text model's `config.json` asks for dynamic NTK scaling."""
-    return any(_kind(each) == "dynamic" for each in rotations(shape.get("rope_parameters") or shape.get("rope_scaling")))
+    return any(
+        _kind(each) == "dynamic"
+        for each in rotations(shape.get("rope_parameters") or shape.get("rope_scaling"))
+    )
 
 
 def _kind(parameters: Mapping[str, Any]) -> Any:

@@ -13,9 +13,11 @@ from common.settings.explain import did_you_mean
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and the usual error.
+    """An argument parser that keeps line breaks in the help; wrong arguments end with status 2 and
+    the usual error.
 
-    `prog` is the module that `python -m` runs; `usage` describes the arguments and is derived from them when empty.
+    `prog` is the module that `python -m` runs; `usage` describes the arguments and is derived from
+    them when empty.
     """
 
     def __init__(self, prog: str, description: str, usage: str = "", epilog: str = "") -> None:
@@ -31,10 +33,17 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
         field, _, problem = message.removeprefix("argument ").partition(": ")
-        field, value, remedy = field.rpartition("/")[2], None, f"{self.prog} --help explains every argument"
+        field, value, remedy = (
+            field.rpartition("/")[2],
+            None,
+            f"{self.prog} --help explains every argument",
+        )
         text, colon, hint = problem.rpartition(": ")
         if found := re.match(r"invalid choice: (.+) \(choose from (.+)\)", problem):
-            value, choices = found[1].strip("'"), [choice.strip("' ") for choice in found[2].split(",")]
+            value, choices = (
+                found[1].strip("'"),
+                [choice.strip("' ") for choice in found[2].split(",")],
+            )
             problem, remedy = "there is no such choice", did_you_mean(value, choices)
         elif found := re.match(r"invalid (int|float|positive) value: (.+)", problem):
             what = "number" if found[1] == "float" else "whole number"
@@ -56,7 +65,9 @@ class CommandParser(argparse.ArgumentParser):
 def positive(text: str) -> int:
     """Parses an integer above 0. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0: give one, such as 8")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number above 0: give one, such as 8"
+        )
     return int(text)
 
 
@@ -66,7 +77,9 @@ def count(text: str) -> int:
 
 
 def run(main: Callable[[], None], interrupted: str) -> None:
-    """Runs a command: a ServiceError ends with status 2, Ctrl-C with 130 and `interrupted`, a closed pipe with 141."""
+    """Runs a command: a ServiceError ends with status 2, Ctrl-C with 130 and `interrupted`, a
+    closed pipe with 141.
+    """
     try:
         main()
     except ServiceError as error:

@@ -11,7 +11,8 @@ _T = TypeVar("_T")
 class DaemonThreads:
     """Calls a function with many arguments, in at most `limit` threads at once.
 
-    Unlike those of a ThreadPoolExecutor, whose every accepted call Python waits for, they end with the process.
+    Unlike those of a ThreadPoolExecutor, whose every accepted call Python waits for, they end with
+    the process.
     """
 
     def __init__(self, limit: int, name: str) -> None:
@@ -19,7 +20,9 @@ class DaemonThreads:
         self._free = threading.Semaphore(limit)
 
     def map(self, function: Callable[..., _T], *columns: Iterable[Any]) -> list[_T]:
-        """Returns the result for each row of `columns`. Raises the error of the first row that has one."""
+        """Returns the result for each row of `columns`. Raises the error of the first row that has
+        one.
+        """
         futures = [self._begin(function, row) for row in zip(*columns, strict=True)]
         return [future.result() for future in futures]
 
@@ -45,11 +48,15 @@ class DaemonThreads:
 
 
 def process_ends() -> bool:
-    """Returns whether the main thread has ended, so that daemon threads will be cut off at any time."""
+    """Returns whether the main thread has ended, so that daemon threads will be cut off at any
+    time.
+    """
     return not threading.main_thread().is_alive()
 
 
 def wait_if_process_ends() -> None:
-    """Waits forever in a daemon thread of a process that is ending, which would otherwise report that it was cut off."""
+    """Waits forever in a daemon thread of a process that is ending, which would otherwise report
+    that it was cut off.
+    """
     if threading.current_thread().daemon and process_ends():
         threading.Event().wait()

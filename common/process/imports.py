@@ -17,23 +17,35 @@ def import_callable(path: str, field: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     remedy = "correct the path, or add its directory to the PYTHONPATH of the task"
     if not module or not name:
-        raise ConfigError(f"{path!r} is not an import path", field=field, value=path, remedy="write package.module:name")
+        raise ConfigError(
+            f"{path!r} is not an import path",
+            field=field,
+            value=path,
+            remedy="write package.module:name",
+        )
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy) from error
+        raise ConfigError(
+            f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy
+        ) from error
     if not callable(found):
         reason = (
-            "the module has no such name" if found is None else f"it is of type {type(found).__name__}, which cannot be called"
+            "the module has no such name"
+            if found is None
+            else f"it is of type {type(found).__name__}, which cannot be called"
         )
-        raise ConfigError(f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy)
+        raise ConfigError(
+            f"{path} cannot be imported: {reason}", field=field, value=path, remedy=remedy
+        )
     return found
 
 
 @contextmanager
 def heavy_imports() -> Iterator[None]:
-    """Imports torch and transformers without garbage collection, which takes a seventh of their import otherwise.
+    """Imports torch and transformers without garbage collection, which takes a seventh of their
+    import otherwise.
 
     The imported objects live as long as the process; later collections skip them.
     """

@@ -1,7 +1,9 @@
-"""Log lines as text, or as JSON objects with `LOG_FORMAT=json`, and the request id that connects them.
+"""Log lines as text, or as JSON objects with `LOG_FORMAT=json`, and the request id that connects
+them.
 
-A request id follows one piece of work through all services: the first service creates it (`request`), clients send it
-as `X-Request-Id`, servers adopt it, and every line logged meanwhile carries it.
+A request id follows one piece of work through all services: the first service creates it
+(`request`), clients send it as `X-Request-Id`, servers adopt it, and every line logged meanwhile
+carries it.
 """
 
 import json
@@ -24,7 +26,8 @@ from common.process.security import SecretRedactor
 
 REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
 SHOWN = {"shown": True}
-"""`extra` for a line that is already on the console: in text format it goes only to the log file."""
+"""`extra` for a line that is already on the console: in text format it goes only to the log
+file."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 _request: ContextVar[str] = ContextVar("request", default="")
@@ -38,7 +41,9 @@ def new_request_id() -> str:
 
 
 def usable_id(text: str) -> bool:
-    """Whether `text` is 1 to 128 letters, digits and `_ . : / + = @ -`, so that no id can forge a line."""
+    """Whether `text` is 1 to 128 letters, digits and `_ . : / + = @ -`, so that no id can forge a
+    line.
+    """
     return _USABLE.fullmatch(text) is not None
 
 
@@ -60,7 +65,9 @@ def set_run(run: str) -> None:
 
 @contextmanager
 def request(identifier: str, run: str = "") -> Iterator[None]:
-    """Sets the request id (a new one if this is unusable) and, if given, the run for log lines and calls inside."""
+    """Sets the request id (a new one if this is unusable) and, if given, the run for log lines and
+    calls inside.
+    """
     before = _request.set(identifier if usable_id(identifier) else new_request_id())
     before_run = _run.set(run if usable_id(run) else _run.get())
     try:
@@ -71,7 +78,9 @@ def request(identifier: str, run: str = "") -> Iterator[None]:
 
 
 def sent_headers() -> dict[str, str]:
-    """Returns the headers that a client sends: the current request id or a new one, and the run if known."""
+    """Returns the headers that a client sends: the current request id or a new one, and the run if
+    known.
+    """
     run = {RUN_HEADER: run_id()} if usable_id(run_id()) else {}
     return {REQUEST_HEADER: request_id() or new_request_id(), **run}
 
@@ -88,7 +97,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats lines as JSON objects with these labels (`service`, `node`, `rank`; None is left out), with secrets redacted."""
+    """Formats lines as JSON objects with these labels (`service`, `node`, `rank`; None is left
+    out), with secrets redacted.
+    """
 
     def __init__(self, **labels: str | int | None) -> None:
         super().__init__()
@@ -101,7 +112,9 @@ class JsonFormatter(logging.Formatter):
         if record.stack_info:
             context["stack"] = self.formatStack(record.stack_info)
         entry: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds"),
+            "time": datetime.fromtimestamp(record.created)
+            .astimezone()
+            .isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -109,11 +122,16 @@ class JsonFormatter(logging.Formatter):
             **{name: text for name, text in context.items() if text},
         }
         redactor = SecretRedactor()  # before JSON quoting, which could split a secret
-        entry = {name: redactor.redact(value) if isinstance(value, str) else value for name, value in entry.items()}
+        entry = {
+            name: redactor.redact(value) if isinstance(value, str) else value
+            for name, value in entry.items()
+        }
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
     def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
-        """Formats a line that did not come from logging: output of a child process, or why nothing could be logged."""
+        """Formats a line that did not come from logging: output of a child process, or why nothing
+        could be logged.
+        """
         return self.format(logging.LogRecord(logger, level, "", 0, text, None, None))
 
 
@@ -121,7 +139,12 @@ def wants_json() -> bool:
     """Whether `LOG_FORMAT` is `json`; it is `text` when unset. Raises ConfigError."""
     value = os.environ.get("LOG_FORMAT") or "text"
     if value not in ("text", "json"):
-        raise ConfigError("there is no such log format", field="LOG_FORMAT", value=value, remedy="set text or json")
+        raise ConfigError(
+            "there is no such log format",
+            field="LOG_FORMAT",
+            value=value,
+            remedy="set text or json",
+        )
     return value == "json"
 
 
@@ -130,13 +153,18 @@ def level() -> str:
     value = os.environ.get("LOG_LEVEL") or "INFO"
     if value.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(
-            "there is no such log level", field="LOG_LEVEL", value=value, remedy="set DEBUG, INFO, WARNING or ERROR"
+            "there is no such log level",
+            field="LOG_LEVEL",
+            value=value,
+            remedy="set DEBUG, INFO, WARNING or ERROR",
         )
     return value.upper()
 
 
 def to_stderr(service: str) -> None:
-    """Logs warnings of a process that a service started to standard error, in the format of the service's own log."""
+    """Logs warnings of a process that a service started to standard error, in the format of the
+    service's own log.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(service=service) if wants_json() else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
@@ -150,14 +178,22 @@ def structured() -> JsonFormatter | None:
 
 def last_words(text: str) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it after the other ranks' output
-        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8")
+    if path := os.environ.get(
+        "TORCHELASTIC_ERROR_FILE"
+    ):  # torchrun repeats it after the other ranks' output
+        Path(path).write_text(
+            json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
+        )
     handled, as_json = bool(logging.getLogger().handlers), structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN)
     if as_json is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        print(JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text, file=sys.stderr, flush=True)
+        print(
+            JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text,
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def log_uncaught() -> None:
@@ -165,12 +201,19 @@ def log_uncaught() -> None:
     log = logging.getLogger("uncaught")
 
     def of_process(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        log.critical("the process ends: %s: %s", kind.__name__, error, exc_info=(kind, error, trace))
+        log.critical(
+            "the process ends: %s: %s", kind.__name__, error, exc_info=(kind, error, trace)
+        )
 
     def of_thread(ended: threading.ExceptHookArgs) -> None:
         name, error = ended.thread.name if ended.thread else "a thread", ended.exc_value
         if error is not None:  # None: SystemExit, or the interpreter is shutting down
-            log.critical("the thread %s ended: %s", name, error, exc_info=(ended.exc_type, error, ended.exc_traceback))
+            log.critical(
+                "the thread %s ended: %s",
+                name,
+                error,
+                exc_info=(ended.exc_type, error, ended.exc_traceback),
+            )
 
     sys.excepthook, threading.excepthook = of_process, of_thread
     logging.captureWarnings(True)

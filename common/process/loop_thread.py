@@ -23,13 +23,16 @@ _LOOK_S = 1.0
 class LoopThread:
     """An event loop in a background thread.
 
-    It ends on exit from the context, with `close`, or with the process, and cancels its tasks first.
+    It ends on exit from the context, with `close`, or with the process, and cancels its tasks
+    first.
     """
 
     def __init__(self, name: str = "collector") -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._tasks = set[asyncio.Task[None]]()  # a loop itself keeps only weak references to its tasks
+        self._tasks = set[
+            asyncio.Task[None]
+        ]()  # a loop itself keeps only weak references to its tasks
         self._closing = threading.Lock()  # taken once and never released
 
     def __enter__(self) -> "LoopThread":
@@ -54,7 +57,8 @@ class LoopThread:
         with suppress(RuntimeError):  # the thread died and closed its loop
             self.loop.call_soon_threadsafe(self.loop.stop)
 
-        # The garbage collector, which may run in any thread, closes the loops of objects that nothing uses any more.
+        # The garbage collector, which may run in any thread, closes the loops of objects that
+        # nothing uses any more.
         if threading.current_thread() is not self._thread:
             self._thread.join(_LIMIT_S)
 
@@ -123,8 +127,8 @@ class LoopThread:
     def _run_until_stopped(self) -> None:
         """Runs the loop until `close` stops it.
 
-        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it. They are told only if
-        the loop goes on.
+        asyncio also raises an exit of the interpreter here, besides in the tasks that wait for it.
+        They are told only if the loop goes on.
         """
         while True:
             try:

@@ -21,7 +21,9 @@ _OWN = ("common", "learning", "services", "trainer", "jobgroup")
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that drops lines while its disk is full, and reports that once; standard error has every line."""
+    """A log file that drops lines while its disk is full, and reports that once; standard error has
+    every line.
+    """
 
     _failed = False
 
@@ -34,12 +36,15 @@ class _LogFile(logging.FileHandler):
             print(text, file=sys.stderr, flush=True)
 
 
-def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None) -> logging.Logger:
-    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume outlives SkyPilot's logs.
+def setup_logging(
+    name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None
+) -> logging.Logger:
+    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume
+    outlives SkyPilot's logs.
 
     The level is `LOG_LEVEL` (default INFO), the format `LOG_FORMAT` (`text` by default, or `json`:
-    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises ConfigError when
-    `log_dir` is not writable or one of the variables is invalid.
+    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises
+    ConfigError when `log_dir` is not writable or one of the variables is invalid.
     """
     as_json, wanted_level = wants_json(), level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
@@ -51,10 +56,15 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
             handlers.append(_LogFile(log_dir / f"{name}.log", encoding="utf-8"))
         except OSError as error:
             raise ConfigError(
-                f"logs cannot be written: {error}", field="state_dir", value=str(log_dir), remedy="set another folder"
+                f"logs cannot be written: {error}",
+                field="state_dir",
+                value=str(log_dir),
+                remedy="set another folder",
             ) from None
     node = Topology.from_env().node_rank
-    formatter = JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
+    formatter = (
+        JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
+    )
     for handler in handlers:
         handler.setFormatter(formatter)
     debug = wanted_level == "DEBUG"
@@ -69,9 +79,11 @@ def setup_logging(name: str, log_dir: Path | None = None, *, service: str = "", 
 
 
 class Metrics:
-    """Prometheus metrics of one service, in a separate registry because several services can share a process.
+    """Prometheus metrics of one service, in a separate registry because several services can share
+    a process.
 
-    All names begin with `rlhf_`, except the process metrics (`process_…`) of every Prometheus client.
+    All names begin with `rlhf_`, except the process metrics (`process_…`) of every Prometheus
+    client.
     """
 
     def __init__(self, service: str) -> None:
@@ -82,14 +94,22 @@ class Metrics:
         build = self.gauge("build_info", "1; which code this is", ["service", "version", "python"])
         build.labels(service, _version(), platform.python_version()).set(1)
         self.healthy = self.gauge("healthy", "1 when /health answers 200")
-        self.requests = self.counter("http_requests_total", "Requests by route and status", ["route", "status"])
-        self.latency = self.histogram("http_request_duration_seconds", "From request to response, by route", ["route"])
+        self.requests = self.counter(
+            "http_requests_total", "Requests by route and status", ["route", "status"]
+        )
+        self.latency = self.histogram(
+            "http_request_duration_seconds", "From request to response, by route", ["route"]
+        )
         self.in_progress = self.gauge("http_requests_in_progress", "Requests in work now")
-        self.in_progress_limit = self.gauge("http_requests_in_progress_limit", "Requests that may be in work at once")
+        self.in_progress_limit = self.gauge(
+            "http_requests_in_progress_limit", "Requests that may be in work at once"
+        )
         self.bodies = self.gauge("http_request_bodies_bytes", "Bodies of requests in work now")
         self.bodies_limit = self.gauge("http_request_bodies_limit_bytes", "Limit on these bytes")
         self.refused = self.counter(
-            "http_requests_refused_total", "Requests answered 503 because a limit was reached", ["limit"]
+            "http_requests_refused_total",
+            "Requests answered 503 because a limit was reached",
+            ["limit"],
         )
 
     def counter(self, name: str, help_text: str, labels: list[str] | None = None) -> Counter:
@@ -105,10 +125,16 @@ class Metrics:
         return made
 
     def histogram(self, name: str, help_text: str, labels: list[str] | None = None) -> Histogram:
-        """Adds a histogram of durations in seconds, from a millisecond (health check) to half an hour (generation)."""
-        return Histogram(*self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS)
+        """Adds a histogram of durations in seconds, from a millisecond (health check) to half an
+        hour (generation).
+        """
+        return Histogram(
+            *self._named(name, help_text, labels), registry=self.registry, buckets=DURATIONS
+        )
 
-    def _named(self, name: str, help_text: str, labels: list[str] | None) -> tuple[str, str, list[str]]:
+    def _named(
+        self, name: str, help_text: str, labels: list[str] | None
+    ) -> tuple[str, str, list[str]]:
         if labels:
             self.labels[f"{PREFIX}{name}"] = labels
         return f"{PREFIX}{name}", help_text, labels or []
@@ -122,12 +148,17 @@ def _version() -> str:
 
 
 def critic_gauges(metrics: Metrics, owner: str) -> dict[str, Gauge]:
-    """Adds gauges for the newest update's `CriticMetrics` and returns them by field; NaN before the first update."""
+    """Adds gauges for the newest update's `CriticMetrics` and returns them by field; NaN before the
+    first update.
+    """
     names = {
         "value_loss": ("value_loss", "mean value loss"),
         "grad_norm": ("gradient_norm", "gradient norm before clipping"),
         "clip_fraction": ("clip_ratio", "share of tokens that were clipped"),
-        "explained_variance": ("explained_variance_ratio", "1 - Var(returns - values) / Var(returns)"),
+        "explained_variance": (
+            "explained_variance_ratio",
+            "1 - Var(returns - values) / Var(returns)",
+        ),
         "value_mean": ("value_mean", "mean value before it"),
         "return_mean": ("return_mean", "mean return"),
     }

@@ -1,9 +1,9 @@
 """A lock on a directory, so that only one run at a time writes to it.
 
-The kernel's lock on the file `.lock` (flock) ends with its process, however that ends, and is sufficient on one
-machine. It may not reach other machines, and some file systems do not support it. So the holder also writes a heartbeat
-into the file. A process that finds the file of a holder on another machine watches it for `_STALE_S` seconds and takes
-over if it does not change.
+The kernel's lock on the file `.lock` (flock) ends with its process, however that ends, and is
+sufficient on one machine. It may not reach other machines, and some file systems do not support it.
+So the holder also writes a heartbeat into the file. A process that finds the file of a holder on
+another machine watches it for `_STALE_S` seconds and takes over if it does not change.
 """
 
 import errno
@@ -36,8 +36,8 @@ class RunLock:
         run: name of this run, shown to a second run that wants the directory.
         field: the setting of the directory, for errors.
 
-    Raises ConfigError when another run holds the directory: at once, or after watching another machine for `_STALE_S`
-    seconds.
+    Raises ConfigError when another run holds the directory: at once, or after watching another
+    machine for `_STALE_S` seconds.
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
@@ -80,7 +80,9 @@ class RunLock:
         os.close(self._file)
 
     def check(self) -> None:
-        """Raises ServiceError when another run took over the directory because this one was stopped for too long."""
+        """Raises ServiceError when another run took over the directory because this one was stopped
+        for too long.
+        """
         if self._thief is not None:
             raise ServiceError(
                 f"this process was suspended, and {_who(self._thief)} took over its directory",
@@ -97,25 +99,42 @@ class RunLock:
             raise self._in_use(self._read() or before)
         self._write()
         if before and not alone:
-            time.sleep(_SETTLE_S)  # two waiting runs may take over at the same moment: the last one wins
+            time.sleep(
+                _SETTLE_S
+            )  # two waiting runs may take over at the same moment: the last one wins
             if (now := self._read()).get("token") != self._own["token"]:
                 raise self._in_use(now)
 
     def _flock(self) -> bool | None:
-        """Returns whether this process now has the kernel's lock; None when the file system does not support locks."""
+        """Returns whether this process now has the kernel's lock; None when the file system does
+        not support locks.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            if error.errno not in (
+                errno.ENOLCK,
+                errno.ENOTSUP,
+                errno.EOPNOTSUPP,
+                errno.ENOSYS,
+                errno.EINVAL,
+            ):
                 raise
             return None
         return True
 
     def _lives(self, holder: dict[str, Any]) -> bool:
-        """Whether a holder that the kernel's lock does not cover is alive, judged by its heartbeat."""
-        log.warning("%s has %s: watching its heartbeat for %.0f s", _who(holder), self._path.parent, _STALE_S)
+        """Whether a holder that the kernel's lock does not cover is alive, judged by its
+        heartbeat.
+        """
+        log.warning(
+            "%s has %s: watching its heartbeat for %.0f s",
+            _who(holder),
+            self._path.parent,
+            _STALE_S,
+        )
         end = time.monotonic() + _STALE_S
         while time.monotonic() < end:
             time.sleep(min(0.2, _STALE_S))

@@ -1,9 +1,11 @@
 """The shared token of a run and its certificates.
 
-Only this module and `services/rollout/keyed.py`, which needs the standard library alone, read them from the environment.
+Only this module and `services/rollout/keyed.py`, which needs the standard library alone, read them
+from the environment.
 
-`API_TOKEN` is not a setting, so no file written by a run contains it. Every service requires it and every client sends
-it as `Authorization: Bearer …`; when it is unset or empty, no service asks for it.
+`API_TOKEN` is not a setting, so no file written by a run contains it. Every service requires it and
+every client sends it as `Authorization: Bearer …`; when it is unset or empty, no service asks for
+it.
 """
 
 import hmac
@@ -17,16 +19,25 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
-TOKEN = "API_TOKEN"  # noqa: S105 - the name of the variable
+TOKEN = "API_TOKEN"  # noqa: S105
 _TRACKERS = ("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-_SECRETS = (TOKEN, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "JUDGE_API_KEY", "TEACHER_API_KEY", *_TRACKERS)
+_SECRETS = (
+    TOKEN,
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "JUDGE_API_KEY",
+    "TEACHER_API_KEY",
+    *_TRACKERS,
+)
 _SHOWN = b"[secret]"
 _SHORTEST = 16
 _SAFE = re.compile(r"[A-Za-z0-9._~+/=-]+")  # the characters that RFC 6750 allows after "Bearer "
 
 
 def token(env: Mapping[str, str] | None = None) -> str | None:
-    """Returns the token of this run, or None. Raises ConfigError, without the value, if it is too short or cannot be sent."""
+    """Returns the token of this run, or None. Raises ConfigError, without the value, if it is too
+    short or cannot be sent.
+    """
     value = (os.environ if env is None else env).get(TOKEN, "")
     if not value:
         return None
@@ -36,7 +47,9 @@ def token(env: Mapping[str, str] | None = None) -> str | None:
     elif not _SAFE.fullmatch(value):
         problem = "has characters that cannot be sent in a header"
     if problem:
-        raise ConfigError(f"the token {problem}", field=TOKEN, remedy="make a token with: openssl rand -hex 32")
+        raise ConfigError(
+            f"the token {problem}", field=TOKEN, remedy="make a token with: openssl rand -hex 32"
+        )
     return value
 
 
@@ -47,18 +60,23 @@ def authorization(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def accepts(expected: str, headers: Iterable[tuple[bytes, bytes]]) -> bool | None:
-    """Whether these headers (names in lower case) contain the token; None when they have no credentials."""
+    """Whether these headers (names in lower case) contain the token; None when they have no
+    credentials.
+    """
     given = [value.partition(b" ") for name, value in headers if name == b"authorization"]
     if not given:
         return None
     # The router sends two tokens, the caller's and its own. Tokens are compared in constant time.
     return all(
-        hmac.compare_digest(value.strip(), expected.encode()) and scheme.lower() == b"bearer" for scheme, _, value in given
+        hmac.compare_digest(value.strip(), expected.encode()) and scheme.lower() == b"bearer"
+        for scheme, _, value in given
     )
 
 
 class SecretRedactor:
-    """Replaces the values of secret variables in texts and in byte streams, even when a secret spans two chunks."""
+    """Replaces the values of secret variables in texts and in byte streams, even when a secret
+    spans two chunks.
+    """
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         env = os.environ if env is None else env
@@ -67,7 +85,9 @@ class SecretRedactor:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the output that is safe to show so far; holds back an end that could be the beginning of a secret."""
+        """Returns the output that is safe to show so far; holds back an end that could be the
+        beginning of a secret.
+        """
         data = self._held + data
         for secret in self._secrets:
             data = data.replace(secret, _SHOWN)
@@ -87,7 +107,14 @@ class SecretRedactor:
 
 def _overlap(data: bytes, secret: bytes) -> int:
     """Returns how many bytes at the end of `data` could be the beginning of the secret."""
-    return next((size for size in range(min(len(secret) - 1, len(data)), 0, -1) if data.endswith(secret[:size])), 0)
+    return next(
+        (
+            size
+            for size in range(min(len(secret) - 1, len(data)), 0, -1)
+            if data.endswith(secret[:size])
+        ),
+        0,
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -113,17 +140,26 @@ class Tls:
 
 
 def tls(env: Mapping[str, str] | None = None) -> Tls:
-    """Reads TLS_CERT, TLS_KEY and TLS_CA. Raises ConfigError when one is missing or cannot be read."""
+    """Reads TLS_CERT, TLS_KEY and TLS_CA. Raises ConfigError when one is missing or cannot be
+    read.
+    """
     env = os.environ if env is None else env
     found = {name: env.get(name, "") for name in ("TLS_CERT", "TLS_KEY", "TLS_CA")}
     if bool(found["TLS_CERT"]) != bool(found["TLS_KEY"]):
         missing = "TLS_KEY" if found["TLS_CERT"] else "TLS_CERT"
         raise ConfigError(
-            "a certificate needs its key, and a key its certificate", field=missing, remedy=f"set {missing} too, or set neither"
+            "a certificate needs its key, and a key its certificate",
+            field=missing,
+            remedy=f"set {missing} too, or set neither",
         )
     for name, path in found.items():
         if path and not os.access(path, os.R_OK):
-            raise ConfigError("this file cannot be read", field=name, value=path, remedy="name a file in PEM format")
+            raise ConfigError(
+                "this file cannot be read",
+                field=name,
+                value=path,
+                remedy="name a file in PEM format",
+            )
     return Tls(*(str(Path(path).absolute()) if path else "" for path in found.values()))
 
 
@@ -132,7 +168,9 @@ def check_certificate(files: Tls) -> None:
     if not files.certificate:
         return
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(files.certificate, files.key, lambda: "")
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            files.certificate, files.key, lambda: ""
+        )
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(
             f"the certificate cannot be used: {error}",
@@ -143,10 +181,14 @@ def check_certificate(files: Tls) -> None:
 
 
 def trusted(env: Mapping[str, str] | None = None) -> ssl.SSLContext:
-    """Returns the TLS context of clients: it verifies names and dates, against TLS_CA if set. Raises ConfigError."""
+    """Returns the TLS context of clients: it verifies names and dates, against TLS_CA if set.
+    Raises ConfigError.
+    """
     authority = tls(env).authority
     try:
         return ssl.create_default_context(cafile=authority or None)
     except (ssl.SSLError, OSError) as error:
         remedy = "name a PEM file with certificates in TLS_CA"
-        raise ConfigError(f"no certificate can be read: {error}", field="TLS_CA", value=authority, remedy=remedy) from None
+        raise ConfigError(
+            f"no certificate can be read: {error}", field="TLS_CA", value=authority, remedy=remedy
+        ) from None

@@ -11,7 +11,15 @@ from typing import Literal
 from common.errors import ConfigError, ServiceError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NEVER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG)
+_NEVER = (
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENOENT,
+    errno.ENAMETOOLONG,
+)
 
 
 class StorageFailed(ServiceError):
@@ -23,7 +31,8 @@ class StorageFailed(ServiceError):
 
 @contextmanager
 def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Iterator[None]:
-    """Turns disk errors while `what` is written to `path` into StorageFailed, including errors wrapped by libraries.
+    """Turns disk errors while `what` is written to `path` into StorageFailed, including errors
+    wrapped by libraries.
 
     `field` is the setting of the path; `remedy` follows on "free disk space there, then".
     """
@@ -38,14 +47,18 @@ def storing(what: str, path: Path, field: str, remedy: str = "try again") -> Ite
             f"{what} cannot be written: {error}".splitlines()[0],
             field=field,
             value=str(path),
-            remedy=f"free disk space there, then {remedy}" if full else f"check that disk, then {remedy}",
+            remedy=f"free disk space there, then {remedy}"
+            if full
+            else f"check that disk, then {remedy}",
             code="disk_full" if full else None,
             status=507 if full else None,
         ) from error
 
 
 def make_directory(path: Path, field: str) -> None:
-    """Makes a writable directory. Raises ConfigError naming `field` when that is impossible, except on a full disk."""
+    """Makes a writable directory. Raises ConfigError naming `field` when that is impossible, except
+    on a full disk.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path):
@@ -53,7 +66,9 @@ def make_directory(path: Path, field: str) -> None:
     except OSError as error:
         if error.errno in _NEVER:
             problem = f"the directory is not writable: {error.strerror}"
-            raise ConfigError(problem, field=field, value=str(path), remedy="name another directory") from None
+            raise ConfigError(
+                problem, field=field, value=str(path), remedy="name another directory"
+            ) from None
 
 
 def damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_check"]) -> str:
@@ -64,7 +79,9 @@ def damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_chec
 
 
 def cure(why: str, damaged: str) -> str:
-    """Returns the remedy for SQLite's error `why`: `damaged`, unless it is about locks, disk space or permissions."""
+    """Returns the remedy for SQLite's error `why`: `damaged`, unless it is about locks, disk space
+    or permissions.
+    """
     if "locked" in why:
         return "end the other process"
     if "full" in why or "No space" in why:

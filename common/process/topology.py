@@ -1,8 +1,10 @@
-"""Addresses of all tasks of the job group. Only this module reads `SKYPILOT_*` and `JOBGROUP_HOSTS`.
+"""Addresses of all tasks of the job group. Only this module reads `SKYPILOT_*` and
+`JOBGROUP_HOSTS`.
 
-- On a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts` refreshed every 5 s).
-- Under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this machine, with ports
-  shifted where the platform has a single loopback address.
+- On a cluster, SkyPilot names node *i* of a task `{task}-{i}.{group}` (Kubernetes, `/etc/hosts`
+refreshed every 5 s).
+- Under `python -m jobgroup.local`, `JOBGROUP_HOSTS` maps those names to loopback addresses of this
+  machine, with ports shifted where the platform has a single loopback address.
 - Outside a job group every task is on 127.0.0.1 at its own port.
 
 Callers get names, not addresses: after a recovery the name is the same but its address is new.
@@ -28,9 +30,11 @@ DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
 )
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
-"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not help."""
+"""Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not
+help."""
 LOST = 75
-"""Exit status (EX_TEMPFAIL) of a trainer rank that ends because another one is lost: a restart helps."""
+"""Exit status (EX_TEMPFAIL) of a trainer rank that ends because another one is lost: a restart
+helps."""
 _TORCHRUN = """
 import logging
 import sys
@@ -52,8 +56,9 @@ except ChildFailedError as end:
         print(f"rank {rank}: {failure.message}", file=sys.stderr)
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
-"""torchrun, except that it exits with the status of the rank that failed first, or 128 plus its signal, and prints the
-reason that this rank recorded (`last_words`) instead of a traceback. This package never imports torch."""
+"""torchrun, except that it exits with the status of the rank that failed first, or 128 plus its
+signal, and prints the reason that this rank recorded (`last_words`) instead of a traceback. This
+package never imports torch."""
 
 
 def setting_status() -> int:
@@ -62,7 +67,9 @@ def setting_status() -> int:
 
 
 def assigned_gpus() -> str | None:
-    """Returns the variable that assigns GPUs to this process, with its value; None when there is none."""
+    """Returns the variable that assigns GPUs to this process, with its value; None when there is
+    none.
+    """
     if count := _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -70,21 +77,27 @@ def assigned_gpus() -> str | None:
 
 
 def hidden_gpus() -> bool:
-    """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is not a number, GPU or MIG id."""
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU: CUDA reads it up to the first word that is not
+    a number, GPU or MIG id.
+    """
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip()
     return not (first.isdecimal() or first.startswith(("GPU-", "MIG-")))
 
 
 @dataclass(frozen=True)
 class LocalHost:
-    """Location of one node under the local runner: a loopback address and an offset for its ports."""
+    """Location of one node under the local runner: a loopback address and an offset for its
+    ports.
+    """
 
     address: str
     port_shift: int = 0
 
 
 def parse_hosts(text: str) -> dict[str, LocalHost]:
-    """Parses `JOBGROUP_HOSTS`: `name=address[:shift]`, separated by commas. Raises ConfigError for any other entry."""
+    """Parses `JOBGROUP_HOSTS`: `name=address[:shift]`, separated by commas. Raises ConfigError for
+    any other entry.
+    """
     hosts: dict[str, LocalHost] = {}
     for entry in filter(None, text.split(",")):
         name, equals, place = entry.partition("=")
@@ -108,7 +121,12 @@ def format_hosts(hosts: Mapping[str, LocalHost]) -> str:
 def _number(env: Mapping[str, str], name: str, default: int) -> int:
     text = env.get(name, str(default))
     if not text.isdecimal():
-        raise ConfigError(f"{name} is not a number", field=name, value=text, remedy="SkyPilot sets it; unset it elsewhere")
+        raise ConfigError(
+            f"{name} is not a number",
+            field=name,
+            value=text,
+            remedy="SkyPilot sets it; unset it elsewhere",
+        )
     return int(text)
 
 
@@ -166,19 +184,27 @@ class Topology:
         return f"{tls().scheme}://{self.host(task, node)}:{port + shift}"
 
     def bind(self, task: str, port: int) -> tuple[str, int]:
-        """Returns (host, port) to listen on for `task`: all interfaces on a cluster, a loopback address locally."""
+        """Returns (host, port) to listen on for `task`: all interfaces on a cluster, a loopback
+        address locally.
+        """
         if self.group is None:
             return "127.0.0.1", port
         if not self.local_hosts:
-            return "0.0.0.0", port  # noqa: S104 - pods of the group must reach it
+            return "0.0.0.0", port  # noqa: S104
         place = self._local(f"{task}-{self.node_rank}.{self.group}")
         return place.address, port + place.port_shift
 
     def loopback_env(self) -> dict[str, str]:
-        """Returns the variables without which torch.distributed's rendezvous hangs if all tasks are on this machine."""
+        """Returns the variables without which torch.distributed's rendezvous hangs if all tasks are
+        on this machine.
+        """
         if self.group is not None and not self.local_hosts:
             return {}
-        return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")}
+        return {
+            "GLOO_SOCKET_IFNAME": os.environ.get(
+                "GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo"
+            )
+        }
 
     def own_name(self, task: str) -> str:
         """Returns the stable name of this node, for logs and registrations: `rollout-server-1`."""
@@ -203,10 +229,11 @@ class Topology:
         return TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
 
     def torchrun(self, arguments: list[str]) -> list[str]:
-        """Returns the torchrun command that runs `arguments` on every node of this task, with one process per GPU.
+        """Returns the torchrun command that runs `arguments` on every node of this task, with one
+        process per GPU.
 
-        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is current after a
-        recovery.
+        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is
+        current after a recovery.
         """
         return [
             *(sys.executable, "-c", _TORCHRUN),
@@ -219,18 +246,25 @@ class Topology:
 
 
 def _check_port(port: int) -> None:
-    """Exits with a clear error if torchrun could not listen on `port`; torchrun itself would print a traceback."""
+    """Exits with a clear error if torchrun could not listen on `port`; torchrun itself would print
+    a traceback.
+    """
     try:
         socket.create_server(("", port)).close()
     except OSError as error:
         reason = f"torchrun cannot listen on port {port}: {error.strerror}"
         remedy = f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer"
-        print(f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}", file=sys.stderr)
+        print(
+            f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}",
+            file=sys.stderr,
+        )
         raise SystemExit(2) from None
 
 
 def _main(argv: list[str]) -> None:
-    """Runs `python -m common.process.topology torchrun -m trainer …` as torchrun over the nodes of this task."""
+    """Runs `python -m common.process.topology torchrun -m trainer …` as torchrun over the nodes of
+    this task.
+    """
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit(
             "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)"
@@ -240,7 +274,7 @@ def _main(argv: list[str]) -> None:
         _check_port(topology.torchrun_port)
     os.environ.update(topology.loopback_env())
     command = topology.torchrun(argv[1:])
-    os.execv(command[0], command)  # noqa: S606 - replaces this process, so signals reach torchrun
+    os.execv(command[0], command)  # noqa: S606
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Reports what a process is doing: its pending calls to other services, and the stacks of its threads and asyncio tasks.
+"""Reports what a process is doing: its pending calls to other services, and the stacks of its
+threads and asyncio tasks.
 
-Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1. SIGQUIT writes only the
-thread stacks, directly to standard error, even when the interpreter cannot run.
+Reports go to the log when a long deadline passes, when the training loop stalls, and on SIGUSR1.
+SIGQUIT writes only the thread stacks, directly to standard error, even when the interpreter cannot
+run.
 """
 
 import asyncio
@@ -78,7 +80,9 @@ def deadline_passed(reason: str) -> None:
 
 @contextmanager
 def stalls(limit_s: float = STALL_S) -> Iterator[None]:
-    """Inside this context, reports when `at` is not called for `limit_s` seconds, and again after every doubling."""
+    """Inside this context, reports when `at` is not called for `limit_s` seconds, and again after
+    every doubling.
+    """
     global _stage
     _stage = _Stage(limit_s)
     try:
@@ -95,21 +99,26 @@ def at(text: str) -> None:
 
 
 def place() -> tuple[str, float] | None:
-    """Returns what the training loop is doing and for how many seconds; None outside a training loop."""
+    """Returns what the training loop is doing and for how many seconds; None outside a training
+    loop.
+    """
     stage = _stage
     return None if stage is None else (stage.text, time.monotonic() - stage.since)
 
 
 def start() -> None:
-    """Starts the thread that handles SIGUSR1 and SIGQUIT and looks for stalls. Further calls do nothing."""
+    """Starts the thread that handles SIGUSR1 and SIGQUIT and looks for stalls. Further calls do
+    nothing.
+    """
     global _wakeup
     if _wakeup is not None:
         return
     _wakeup = os.pipe()
     for end in _wakeup:
         os.set_blocking(end, False)
-    # A Python signal handler runs only in the main thread, which may be in a collective for hours. This C handler
-    # writes to the pipe, which wakes the reporting thread. It walks only its own stack: other stacks change meanwhile.
+    # A Python signal handler runs only in the main thread, which may be in a collective for hours.
+    # This C handler writes to the pipe, which wakes the reporting thread. It walks only its own
+    # stack: other stacks change meanwhile.
     faulthandler.register(signal.SIGUSR1, _wakeup[1], all_threads=False)
     faulthandler.register(signal.SIGQUIT, sys.__stderr__ or 2, all_threads=True)
     threading.Thread(target=_watch, args=(_wakeup[0],), name="watchdog", daemon=True).start()
@@ -121,7 +130,8 @@ def awaited() -> list[str]:
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
     return [
-        f"{call} from {service} for {max(found):.0f} s" + (f", {len(found)} times" if len(found) > 1 else "")
+        f"{call} from {service} for {max(found):.0f} s"
+        + (f", {len(found)} times" if len(found) > 1 else "")
         for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1]))
     ]
 
@@ -152,11 +162,21 @@ def _watch(wakeup: int) -> None:
             silent_s = time.monotonic() - stage.since
             if silent_s >= stage.limit_s * 2**stage.reports:
                 stage.reports += 1
-                log.error("nothing has happened for %.0f s; this process is at: %s\n%s", silent_s, stage.text, report())
+                log.error(
+                    "nothing has happened for %.0f s; this process is at: %s\n%s",
+                    silent_s,
+                    stage.text,
+                    report(),
+                )
 
 
 def _tasks() -> Iterator[str]:
-    counted = Counter(_task_stack(task) for loop in list(_loops) if not loop.is_closed() for task in asyncio.all_tasks(loop))
+    counted = Counter(
+        _task_stack(task)
+        for loop in list(_loops)
+        if not loop.is_closed()
+        for task in asyncio.all_tasks(loop)
+    )
     for text, count in counted.most_common(_MAX_TASK_STACKS):
         yield f"{count} task{'s' if count > 1 else ''} at:\n{text}"
     if len(counted) > _MAX_TASK_STACKS:
@@ -164,14 +184,25 @@ def _tasks() -> Iterator[str]:
 
 
 def _task_stack(task: "asyncio.Task[Any]") -> str:
-    """Returns every coroutine from the task's own to the innermost; `Task.get_stack` shows only the first."""
+    """Returns every coroutine from the task's own to the innermost; `Task.get_stack` shows only the
+    first.
+    """
     lines, awaited = list[str](), cast(Any, task.get_coro())
     while awaited is not None:
-        kind = next((kind for kind in ("cr", "gi", "ag") if getattr(awaited, f"{kind}_frame", None) is not None), None)
+        kind = next(
+            (
+                kind
+                for kind in ("cr", "gi", "ag")
+                if getattr(awaited, f"{kind}_frame", None) is not None
+            ),
+            None,
+        )
         if kind is None:
             lines.append(f"  awaits a {type(awaited).__name__}")
             break
         frame = getattr(awaited, f"{kind}_frame")
-        lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}')
+        lines.append(
+            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}'
+        )
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
     return "\n".join(lines)

@@ -6,14 +6,23 @@ from typing import Any
 
 OWN = "own"
 """The model's own chat template."""
-_TAKEN = ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message", "chat_template", "tools")
+_TAKEN = (
+    "messages",
+    "conversation",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tools",
+)
 """Names already taken: arguments of transformers' `apply_chat_template`."""
 _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """A tag that transformers adds to Jinja."""
 
 
 def read_chat_template(given: str) -> str:
-    """Returns the Jinja text of a chat template given as a file or as text; an empty text and `own` stay as they are.
+    """Returns the Jinja text of a chat template given as a file or as text; an empty text and `own`
+    stay as they are.
 
     Raises ValueError when it is neither, is not valid Jinja, or does not use the messages.
     """
@@ -22,34 +31,48 @@ def read_chat_template(given: str) -> str:
     text = given if "{" in given else _file(given)
     unknown = variables(text)
     if "messages" not in unknown:
-        raise ValueError("the chat template never uses the variable `messages`: write a Jinja template that does")
+        raise ValueError(
+            "the chat template never uses the variable `messages`: write a Jinja template that does"
+        )
     return text
 
 
 def variables(template: str) -> set[str]:
-    """Returns the variables that a chat template reads. Raises ValueError when it is not valid Jinja."""
+    """Returns the variables that a chat template reads. Raises ValueError when it is not valid
+    Jinja.
+    """
     from jinja2 import Environment, TemplateSyntaxError, meta  # not needed by most runs
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # it is parsed, not rendered
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # it is parsed, not rendered  # noqa: S701
     try:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError as error:
-        raise ValueError(f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): correct it") from None
+        raise ValueError(
+            f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): correct it"
+        ) from None
 
 
 def read_template_variables(given: Any) -> Any:
-    """Converts `true`, `false` and numbers given as text, as on a command line, because Jinja treats any text as true.
+    """Converts `true`, `false` and numbers given as text, as on a command line, because Jinja
+    treats any text as true.
 
-    Raises ValueError for a name that cannot be a variable of a template, and for a value of another type.
+    Raises ValueError for a name that cannot be a variable of a template, and for a value of another
+    type.
     """
     if not isinstance(given, dict):
         return given
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
-            raise ValueError(f"chat_template_kwargs has {name}, which cannot be a variable of a template: leave it out")
+            raise ValueError(
+                f"chat_template_kwargs has {name}, which cannot be a variable of a template: leave it out"
+            )
         if not isinstance(value, bool | int | float | str):
-            raise ValueError(f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the template")
-    return {name: _typed(value) if isinstance(value, str) else value for name, value in given.items()}
+            raise ValueError(
+                f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the template"
+            )
+    return {
+        name: _typed(value) if isinstance(value, str) else value for name, value in given.items()
+    }
 
 
 def _typed(text: str) -> bool | int | float | str:

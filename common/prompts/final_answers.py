@@ -1,13 +1,17 @@
-"""Finds the final answer that a text marks: in a box with balanced braces, or on a line after `####`."""
+"""Finds the final answer that a text marks: in a box with balanced braces, or on a line after
+`####`.
+"""
 
 import re
 
-# `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are literal characters.
+# `\\` before anything but a box is a line break, so a brace after it counts; `\{` and `\}` are
+# literal characters.
 _TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,8}\{|\\\\(?!boxed|fbox)|\\[{}]|[{}]|(?<!#)####(?!#)")
 
 
 def marked_answers(text: str) -> list[tuple[int, int | None]]:
-    """Returns the marked answers in the order they end: (start, end) of a balanced box, (start, None) of a `####` line.
+    """Returns the marked answers in the order they end: (start, end) of a balanced box, (start,
+    None) of a `####` line.
 
     Takes time linear in the length of the text.
     """
@@ -31,7 +35,9 @@ def marked_answers(text: str) -> list[tuple[int, int | None]]:
 
 
 def last_box(text: str) -> str | None:
-    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped; None when there is none."""
+    r"""Returns the content of the last balanced `\boxed{…}` (or `\fbox{…}`), stripped; None when
+    there is none.
+    """
     for start, end in reversed(marked_answers(text)):
         if end is not None:
             return text[start:end].strip()

@@ -1,8 +1,11 @@
-"""Turns problems into prompts: the only place where a data row becomes the text and the tokens of a prompt.
+"""Turns problems into prompts: the only place where a data row becomes the text and the tokens of a
+prompt.
 
-    problem ──data.prompt_template──► text ──the chat template, if one is used──► prompt ──sampling.prefill──► token ids
+    problem ──data.prompt_template──► text ──the chat template, if one is used──► prompt
+    ──sampling.prefill──► token ids
 
-Training, evaluation, the Python API and supervised fine-tuning all call `prompt_text` or `prompt_ids`.
+Training, evaluation, the Python API and supervised fine-tuning all call `prompt_text` or
+`prompt_ids`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +42,9 @@ class PromptStyle:
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Returns the style of a run; `data.prompt_template` replaces the chat template unless one is set."""
+        """Returns the style of a run; `data.prompt_template` replaces the chat template unless one
+        is set.
+        """
         template, sampling = config.data.prompt_template, config.sampling
         chat = True if config.model.chat_template else False if template else None
         own = (sampling.chat_template_kwargs, sampling.system_prompt, sampling.prefill)
@@ -59,7 +64,10 @@ class PromptStyle:
                 remedy=f"leave it out, use a model that thinks, or set sampling.prefill {THINK_OPEN}",
             )
         if not self.is_chat(tokenizer):
-            unread = {"sampling.system_prompt": self.system_prompt, "sampling.chat_template_kwargs": self.chat_template_kwargs}
+            unread = {
+                "sampling.system_prompt": self.system_prompt,
+                "sampling.chat_template_kwargs": self.chat_template_kwargs,
+            }
             for name, value in unread.items():
                 if value:
                     raise ConfigError(
@@ -91,10 +99,15 @@ class PromptStyle:
 
 
 def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
-    """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or the problem."""
+    """Returns the text of a prompt, prefill included. Raises ConfigError that names the setting or
+    the problem.
+    """
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
-        return _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer) + style.prefill
+        return (
+            _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer)
+            + style.prefill
+        )
     if prompt.chat:
         raise ConfigError(
             "a problem is a chat, but the model has no chat template",
@@ -106,10 +119,11 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
 
 
 def prompt_ids(prompts: Sequence[Prompt], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of several prompts, for which one tokenizer call costs hardly more than for one.
+    """Returns the token ids of several prompts, for which one tokenizer call costs hardly more than
+    for one.
 
-    A chat's text already has its special tokens. Any other text gets the special tokens that the tokenizer prepends,
-    unless it begins with them, and none at the end.
+    A chat's text already has its special tokens. Any other text gets the special tokens that the
+    tokenizer prepends, unless it begins with them, and none at the end.
     """
     return text_ids([prompt_text(prompt, style, tokenizer) for prompt in prompts], style, tokenizer)
 
@@ -123,12 +137,18 @@ def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[l
     return [_without_end(marked, bare) for marked, bare in zip(whole, plain, strict=True)]
 
 
-def answered_text(prompt: Prompt, answer: str, style: PromptStyle, tokenizer: Any) -> tuple[str, str]:
-    """Returns the text of a prompt, and the answer as the model would write it, with what the chat template appends."""
+def answered_text(
+    prompt: Prompt, answer: str, style: PromptStyle, tokenizer: Any
+) -> tuple[str, str]:
+    """Returns the text of a prompt, and the answer as the model would write it, with what the chat
+    template appends.
+    """
     before = prompt_text(prompt, style, tokenizer)
     if style.is_chat(tokenizer):
         chat = conversation(prompt, style.system_prompt, filled(style.template, prompt))
-        whole = _rendered([*chat, {"role": "assistant", "content": answer}], style, tokenizer, open_end=False)
+        whole = _rendered(
+            [*chat, {"role": "assistant", "content": answer}], style, tokenizer, open_end=False
+        )
         if whole.startswith(before):
             return before, whole[len(before) :]
     return before, answer.removeprefix(style.prefill)
@@ -157,7 +177,9 @@ class Prompter:
         self.style.check(self.tokenizer)
 
     def pace(self, sampling: SamplingSection) -> RequestLimits | None:
-        """Returns the limits that require several requests per completion; None when none is set."""
+        """Returns the limits that require several requests per completion; None when none is
+        set.
+        """
         timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
         return RequestLimits(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
 
@@ -170,11 +192,17 @@ class Prompter:
         return prompt_ids(prompts, self.style, self.tokenizer)
 
 
-def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, open_end: bool = True) -> str:
+def _rendered(
+    chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, open_end: bool = True
+) -> str:
     options = {"tokenize": False, "add_generation_prompt": open_end}
     try:
         return str(tokenizer.apply_chat_template(chat, **style.chat_template_kwargs, **options))
-    except (TemplateError, TypeError, ValueError) as error:  # a template may refuse a role or the value of a variable
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+    ) as error:  # a template may refuse a role or the value of a variable
         raise ConfigError(
             f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
@@ -184,7 +212,9 @@ def _rendered(chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, op
 
 
 def _without_end(marked: list[int], bare: list[int]) -> list[int]:
-    """Returns `marked` without the special tokens after `bare`, and without those before it that begin `bare`."""
+    """Returns `marked` without the special tokens after `bare`, and without those before it that
+    begin `bare`.
+    """
     for start in range(len(marked) - len(bare) + 1):
         if marked[start : start + len(bare)] == bare:
             before = marked[:start]

@@ -1,4 +1,6 @@
-"""Prompt templates: text with `{question}` and column names, given as a ready-made name, a file, or the text itself."""
+"""Prompt templates: text with `{question}` and column names, given as a ready-made name, a file, or
+the text itself.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -31,13 +33,15 @@ NAMED = {
         "Question: {question}\nAnswer:"
     ),
 }
-"""Ready-made templates. `r1_zero` is the template of DeepSeek-R1-Zero (arXiv:2501.12948, table 1)."""
+"""Ready-made templates. `r1_zero` is the template of DeepSeek-R1-Zero (arXiv:2501.12948, table
+1)."""
 _NAME = r"\{([^\W\d][\w-]*)\}"
 _PLACE = re.compile(rf"\{{{_NAME}\}}|{_NAME}")
 
 
 def read_template(given: str) -> str:
-    """Returns the text of a template given by name, as a file or as text. Raises ValueError for anything else.
+    """Returns the text of a template given by name, as a file or as text. Raises ValueError for
+    anything else.
 
     The last line break of a file is dropped, because editors add it.
     """
@@ -47,7 +51,9 @@ def read_template(given: str) -> str:
         return NAMED[given]
     text = given if "{" in given or "\n" in given else _file(given)
     if QUESTION not in _names(text):
-        raise ValueError("the template has no {question}: write {question} where the problem belongs")
+        raise ValueError(
+            "the template has no {question}: write {question} where the problem belongs"
+        )
     return text
 
 
@@ -57,9 +63,11 @@ def columns_of(template: str) -> list[str]:
 
 
 def fill(template: str, question: str, columns: Mapping[str, Any]) -> str:
-    """Replaces `{question}`, and `{name}` by that column. `{{name}}` becomes `{name}`; other braces stay as they are.
+    """Replaces `{question}`, and `{name}` by that column. `{{name}}` becomes `{name}`; other braces
+    stay as they are.
 
-    Raises KeyError for a missing column, and TypeError for a column that is neither text nor a number.
+    Raises KeyError for a missing column, and TypeError for a column that is neither text nor a
+    number.
     """
 
     def value(found: re.Match[str]) -> str:

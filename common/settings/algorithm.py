@@ -1,4 +1,6 @@
-"""The settings of the algorithm, and the recipes: partial presets under the algorithms' usual names."""
+"""The settings of the algorithm, and the recipes: partial presets under the algorithms' usual
+names.
+"""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -31,18 +33,28 @@ RECIPES: dict[str, dict[str, Any]] = {
     "alp": {"length_penalty": 0.1},
     "opd": {"advantage": "none"},
 }
-"""The settings of each named algorithm, where they differ from the defaults of `AlgorithmSection`."""
+"""The settings of each named algorithm, where they differ from the defaults of
+`AlgorithmSection`."""
 
-_Published = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"]
+_Published = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "opo", "ppo"
+]
 _Recent = Literal["dppo", "icepop", "geo_rs", "gdpo", "maxrl", "sapo", "alp", "opd"]
 Recipe = Literal[_Published, _Recent]
-_OfTheSum = Literal["group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"]
+_OfTheSum = Literal[
+    "group_normalised", "group_centred", "leave_one_out", "batch_normalised", "length_weighted"
+]
 _Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
 CORRECTION = ("correction_level", "correction_cap", "correction_floor")
 """The settings of a rollout_correction."""
 
 RECIPES_HELP = "; ".join(
-    name + (" (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")" if preset else " (the defaults)")
+    name
+    + (
+        " (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")"
+        if preset
+        else " (the defaults)"
+    )
     for name, preset in RECIPES.items()
 )
 
@@ -59,9 +71,9 @@ class AlgorithmSection(Section):
 
     name: Main[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
     advantage: Literal[_OfTheSum, _Others] = "group_normalised"
-    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's values.
-    `reward_normalised` (GDPO) normalises the scores of each reward function separately. `none`: learn only from the
-    teacher (`teacher.url`)."""
+    """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
+    values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
+    `none`: learn only from the teacher (`teacher.url`)."""
     advantage_eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation (group_normalised, reward_normalised)."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -69,8 +81,9 @@ class AlgorithmSection(Section):
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """λ of `gae`, 0 to 1: 1 trusts the rewards (no bias), 0 the critic (little variance)."""
     policy_loss: Literal["clip", "cispo", "dppo", "sapo"] = "clip"
-    """PPO's clipped surrogate; CISPO, where clipped tokens keep their gradient; DPPO, which leaves out tokens whose
-    probability moved by more than clip_low or clip_high; or SAPO's sigmoid of the ratio."""
+    """PPO's clipped surrogate; CISPO, where clipped tokens keep their gradient; DPPO, which leaves
+    out tokens whose probability moved by more than clip_low or clip_high; or SAPO's sigmoid of the
+    ratio."""
     importance_level: Literal["token", "sequence"] = "token"
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -82,27 +95,35 @@ class AlgorithmSection(Section):
     sapo_tau_negative: float = Field(1.05, gt=0)
     """Steepness of SAPO's sigmoid for the other tokens."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no bound."""
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
+    """Bound c above 1 on the loss of tokens with negative advantage, -c·A; usually 3. Unset: no
+    bound."""
+    aggregation: Literal[
+        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+    ] = "token_mean"
     """Reduction of the losses of the batch's tokens to one number."""
     update_epochs: Main[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
     mini_batches: int = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
-    """KL per token to the policy before the update above which the rest of the batch is skipped. Unset: no limit."""
+    """KL per token to the policy before the update above which the rest of the batch is skipped.
+    Unset: no limit."""
     kl_coef: Main[float] = Field(0.0, ge=0)
-    """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model is loaded."""
+    """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model
+    is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). In the loss: `k2`, which has
-    the gradient of KL(policy ‖ reference), or `k3`, which has that of KL(reference ‖ policy). In the reward: `k1` only,
-    the default there."""
+    """Schulman's estimator of the KL divergence (http://joschu.net/blog/kl-approx.html). In the
+    loss: `k2`, which has the gradient of KL(policy ‖ reference), or `k3`, which has that of
+    KL(reference ‖ policy). In the reward: `k1` only, the default there."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the `loss`, or subtract it from the `reward` before the advantages are computed."""
+    """Add the KL to the `loss`, or subtract it from the `reward` before the advantages are
+    computed."""
     kl_target: float | None = Field(None, gt=0)
-    """Target KL per token, to which kl_coef is adapted (Ziegler et al. 2019). Unset: kl_coef is fixed."""
+    """Target KL per token, to which kl_coef is adapted (Ziegler et al. 2019). Unset: kl_coef is
+    fixed."""
     reference_refresh: int = Field(0, ge=0)
-    """Steps after which the current policy becomes the reference. 0: the reference stays as it was loaded."""
+    """Steps after which the current policy becomes the reference. 0: the reference stays as it was
+    loaded."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
     dynamic_sampling: Main[bool] = False
@@ -110,18 +131,22 @@ class AlgorithmSection(Section):
     dynamic_sampling_rounds: int = Field(10, gt=0)
     """Rounds of replacement without a full batch after which the run ends."""
     overlong_buffer: int = Field(0, ge=0)
-    """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO); 0: no penalty."""
+    """Tokens before sampling.max_new_tokens over which a length penalty rises from 0 to 1 (DAPO);
+    0: no penalty."""
     length_penalty: float = Field(0.0, ge=0)
-    """Length penalty of a completion of sampling.max_new_tokens in a group with pass rate 1. The penalty is
-    proportional to length and pass rate (ALP)."""
+    """Length penalty of a completion of sampling.max_new_tokens in a group with pass rate 1. The
+    penalty is proportional to length and pass rate (ALP)."""
     mask_truncated: bool = False
-    """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their group's statistics."""
+    """Leave completions cut at sampling.max_new_tokens out of the loss. They still count in their
+    group's statistics."""
     rollout_correction: Literal["auto", "none", "truncate", "mask"] = "auto"
-    """Importance weights of the policy loss, between the rollout engine's policy and the trainer's before the update. `auto`:
-    `truncate` with trainer.max_staleness above 0 or engines on GPUs, else `none`; the saved configuration has the outcome."""
+    """Importance weights of the policy loss, between the rollout engine's policy and the trainer's
+    before the update. `auto`: `truncate` with trainer.max_staleness above 0 or engines on GPUs,
+    else `none`; the saved configuration has the outcome."""
     old_logprobs: Literal["auto", "engine", "trainer"] = "auto"
-    """Old log-probabilities of the ratio and its clipping: the `engine`'s, or the `trainer`'s own before the update.
-    `auto`: the trainer's with a rollout_correction, and in bfloat16 with importance_level sequence."""
+    """Old log-probabilities of the ratio and its clipping: the `engine`'s, or the `trainer`'s own
+    before the update. `auto`: the trainer's with a rollout_correction, and in bfloat16 with
+    importance_level sequence."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weight of each token, or one for the whole completion."""
     correction_cap: float = Field(2.0, gt=1)
@@ -129,11 +154,13 @@ class AlgorithmSection(Section):
     correction_floor: float | None = Field(None, gt=0, lt=1)
     """Bound below 1, under which `mask` drops weights. Unset: the inverse of correction_cap."""
     geometric_low: float | None = Field(None, gt=0, lt=1)
-    """Geometric mean of the trainer's probabilities / the rollout engine's, under which a whole completion is dropped."""
+    """Geometric mean of the trainer's probabilities / the rollout engine's, under which a whole
+    completion is dropped."""
     geometric_high: float | None = Field(None, gt=1)
     """Upper bound of that mean; a completion above it is dropped. Unset: no bound."""
     off_policy_delta: float | None = Field(None, gt=0)
-    """Mean log ratio behaviour/policy above which completions with negative advantage are dropped (OPSM). Unset: none."""
+    """Mean log ratio behaviour/policy above which completions with negative advantage are dropped
+    (OPSM). Unset: none."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -148,7 +175,9 @@ class AlgorithmSection(Section):
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
         for name, reason in section._unread().items():
             if name in data and getattr(section, name) != defaults[name]:
-                raise ValueError(f"algorithm.{name} is set but not read, since {reason}: leave it out")
+                raise ValueError(
+                    f"algorithm.{name} is set but not read, since {reason}: leave it out"
+                )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, where only k1, the log ratio, has "
@@ -206,15 +235,24 @@ class AlgorithmSection(Section):
         """Returns the settings that others make pointless, and why."""
         unread: dict[str, str] = {}
         if self.advantage not in ("group_normalised", "reward_normalised"):
-            unread["advantage_eps"] = f"advantage is {self.advantage}, not group_normalised or reward_normalised"
+            unread["advantage_eps"] = (
+                f"advantage is {self.advantage}, not group_normalised or reward_normalised"
+            )
         if self.advantage != "gae":
-            unread |= dict.fromkeys(("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae")
+            unread |= dict.fromkeys(
+                ("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae"
+            )
         if self.policy_loss != "clip":
             unread["dual_clip"] = f"policy_loss is {self.policy_loss}"
         if self.policy_loss == "sapo":
-            unread |= dict.fromkeys(("clip_low", "clip_high"), "policy_loss is sapo, which does not clip")
+            unread |= dict.fromkeys(
+                ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
+            )
         else:
-            unread |= dict.fromkeys(("sapo_tau_positive", "sapo_tau_negative"), f"policy_loss is {self.policy_loss}, not sapo")
+            unread |= dict.fromkeys(
+                ("sapo_tau_positive", "sapo_tau_negative"),
+                f"policy_loss is {self.policy_loss}, not sapo",
+            )
         if self.advantage == "none":
             rewards = ("dynamic_sampling", "overlong_buffer", "length_penalty")
             unread |= dict.fromkeys(rewards, "advantage is none, so the rewards are not used")
@@ -228,5 +266,7 @@ class AlgorithmSection(Section):
         if self.rollout_correction == "none":
             unread |= dict.fromkeys(CORRECTION, "rollout_correction is none")
         if self.rollout_correction != "mask":
-            unread["correction_floor"] = f"rollout_correction is {self.rollout_correction}, not mask"
+            unread["correction_floor"] = (
+                f"rollout_correction is {self.rollout_correction}, not mask"
+            )
         return unread

@@ -13,28 +13,51 @@ _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank"})
 """SGLang arguments that spread an engine over nodes."""
 _RANKS = frozenset(
     f"--{name}"
-    for way, size in (("tp", "tensor-parallel-size"), ("dp", "data-parallel-size"), ("pp", "pipeline-parallel-size"))
+    for way, size in (
+        ("tp", "tensor-parallel-size"),
+        ("dp", "data-parallel-size"),
+        ("pp", "pipeline-parallel-size"),
+    )
     for name in (way, f"{way}-size", size)
 )
-"""SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a weight-sync group."""
+"""SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a
+weight-sync group."""
 _SHARES = frozenset(
     {
-        *("--ep", "--ep-size", "--expert-parallel-size", "--moe-dp-size", "--moe-data-parallel-size", "--dwdp-size"),
-        *("--moe-a2a-backend", "--enable-eplb", "--ep-num-redundant-experts", "--init-expert-location"),
+        *(
+            "--ep",
+            "--ep-size",
+            "--expert-parallel-size",
+            "--moe-dp-size",
+            "--moe-data-parallel-size",
+            "--dwdp-size",
+        ),
+        *(
+            "--moe-a2a-backend",
+            "--enable-eplb",
+            "--ep-num-redundant-experts",
+            "--init-expert-location",
+        ),
         *("--attn-cp-size", "--attention-context-parallel-size", "--enable-dp-attention"),
     }
 )
 """SGLang arguments that give a rank another share of the weights than tensor parallelism does."""
-_PRECISION = frozenset({"--quantization", "--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"})
+_PRECISION = frozenset(
+    {"--quantization", "--modelopt-quant", "--quantize-and-serve", "--rl-quant-profile"}
+)
 """SGLang arguments that make it hold other numbers than it gets."""
 
 
 def check(config: Settings) -> None:
-    """Raises ValueError for settings that contradict one another, or that another setting makes pointless.
+    """Raises ValueError for settings that contradict one another, or that another setting makes
+    pointless.
 
     The message names the settings, their values and the remedy.
     """
-    if config.rollout.engine == "embedded" and config.sampling.max_new_tokens >= config.rollout.max_context_tokens:
+    if (
+        config.rollout.engine == "embedded"
+        and config.sampling.max_new_tokens >= config.rollout.max_context_tokens
+    ):
         raise ValueError(
             f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a prompt in "
             f"rollout.max_context_tokens {config.rollout.max_context_tokens}: lower sampling.max_new_tokens or "
@@ -79,7 +102,9 @@ def check(config: Settings) -> None:
         holder = getattr(config, section)
         if getattr(holder, field) != type(holder).model_fields[field].default:
             raise ValueError(f"{name} is set but not read, since {reason}: leave it out")
-    in_flight = (config.trainer.max_staleness + 1) * config.trainer.batch_size * config.sampling.group_size
+    in_flight = (
+        (config.trainer.max_staleness + 1) * config.trainer.batch_size * config.sampling.group_size
+    )
     if in_flight > config.replay.capacity:
         raise ValueError(
             f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
@@ -116,7 +141,9 @@ def _check_engine_args(config: Settings) -> None:
 
 
 def _check_gdpo(config: Settings) -> None:
-    """Refuses settings that change only the sum of the rewards, when each reward is normalised separately."""
+    """Refuses settings that change only the sum of the rewards, when each reward is normalised
+    separately.
+    """
     if config.reward.require_stop:
         raise ValueError(
             "reward.require_stop changes only the sum of the rewards, and algorithm.advantage reward_normalised normalises "
@@ -158,13 +185,19 @@ def _check_sampling(config: Settings) -> None:
             "evaluation.max_new_tokens or raise rollout.max_context_tokens"
         )
     if evaluation.n > 1 and evaluation.temperature == 0:
-        raise ValueError(f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature")
+        raise ValueError(
+            f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature"
+        )
     if (sampling.top_k or 0) > MAX_KEPT:
         raise ValueError(
             f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, the largest number of candidates that training can record "
             "for a sampled token: lower it, or leave it unset and set evaluation.top_k"
         )
-    if sampling.cuts() and config.rollout.engine == "sglang" and config.rollout.router == "sglang-router":
+    if (
+        sampling.cuts()
+        and config.rollout.engine == "sglang"
+        and config.rollout.router == "sglang-router"
+    ):
         raise ValueError(
             f"sampling.{next(iter(sampling.cuts()))} requires that SGLang reports the candidates of every token, and "
             "rollout.router sglang-router removes that field from requests: set rollout.router smg, or leave it out here "
@@ -201,12 +234,19 @@ def _check_environment(config: Settings) -> None:
             f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, and "
             "environment.name makes episodes: use another algorithm, such as grpo"
         )
-    if config.environment.turn_discount is not None and config.algorithm.advantage not in TURN_ADVANTAGES:
+    if (
+        config.environment.turn_discount is not None
+        and config.algorithm.advantage not in TURN_ADVANTAGES
+    ):
         raise ValueError(
             f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: leave "
             f"environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}"
         )
-    single = {"sampling": _SINGLE_SAMPLING, "evaluation": ("top_p", "top_k", "min_p"), "data": ("prompt_template",)}
+    single = {
+        "sampling": _SINGLE_SAMPLING,
+        "evaluation": ("top_p", "top_k", "min_p"),
+        "data": ("prompt_template",),
+    }
     for section, names in single.items():
         holder = getattr(config, section)
         for name in names:
@@ -219,11 +259,14 @@ def _check_environment(config: Settings) -> None:
         "teacher.url": config.teacher.url,
         "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
         "algorithm.length_penalty": config.algorithm.length_penalty,
-        "algorithm.advantage": "reward_normalised" * (config.algorithm.advantage == "reward_normalised"),
+        "algorithm.advantage": "reward_normalised"
+        * (config.algorithm.advantage == "reward_normalised"),
     }
     for setting, value in others.items():
         if value:
-            raise ValueError(f"{setting} {value} needs single completions, but environment.name makes episodes: leave it out")
+            raise ValueError(
+                f"{setting} {value} needs single completions, but environment.name makes episodes: leave it out"
+            )
 
 
 def _check_lora(config: Settings) -> None:
@@ -244,7 +287,12 @@ def _check_lora(config: Settings) -> None:
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)
     for needed, beside in fused.items():
-        if config.rollout.engine == "sglang" and config.lora.publishes_adapter and needed not in named and named & {*beside}:
+        if (
+            config.rollout.engine == "sglang"
+            and config.lora.publishes_adapter
+            and needed not in named
+            and named & {*beside}
+        ):
             raise ValueError(
                 f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without {needed}, and SGLang, which fuses "
                 f"these layers, would drop such an adapter: add {needed}, or set lora.publish merged"
@@ -259,26 +307,44 @@ def _unread(config: Settings) -> dict[str, str]:
         for name, reason in getattr(config, section).unread().items()
     }
     if not config.algorithm.needs_critic:
-        without = (name for name in CriticSection.model_fields if name != "port")  # a port may be set once for all runs
-        unread |= {f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic" for name in without}
+        without = (
+            name for name in CriticSection.model_fields if name != "port"
+        )  # a port may be set once for all runs
+        unread |= {
+            f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic"
+            for name in without
+        }
     if config.model.dtype == "float32":
         unread["model.fp32_head"] = "model.dtype is float32"
     if config.algorithm.kl_coef == 0:
-        unread |= dict.fromkeys(("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0")
+        unread |= dict.fromkeys(
+            ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
+        )
     if config.algorithm.rollout_correction == "none":
         reason = "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and engines on CPUs"
         unread |= {f"algorithm.{name}": reason for name in CORRECTION}
     elif config.algorithm.old_logprobs == "engine":
-        unread["algorithm.old_logprobs"] = f"algorithm.rollout_correction is {config.algorithm.rollout_correction}"
+        unread["algorithm.old_logprobs"] = (
+            f"algorithm.rollout_correction is {config.algorithm.rollout_correction}"
+        )
     if config.algorithm.rejects and config.algorithm.old_logprobs == "engine":
-        unread["algorithm.old_logprobs"] = "algorithm.geometric_low and geometric_high always use the trainer's own"
+        unread["algorithm.old_logprobs"] = (
+            "algorithm.geometric_low and geometric_high always use the trainer's own"
+        )
     if config.data.prompt_template and not config.model.chat_template:
-        reason = "data.prompt_template replaces the chat template, unless model.chat_template is set"
+        reason = (
+            "data.prompt_template replaces the chat template, unless model.chat_template is set"
+        )
         unread |= dict.fromkeys(("sampling.system_prompt", "sampling.chat_template_kwargs"), reason)
     if config.sampling.ignore_eos:
-        unread |= dict.fromkeys(("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set")
+        unread |= dict.fromkeys(
+            ("sampling.min_new_tokens", "sampling.stop_token_ids"), "sampling.ignore_eos is set"
+        )
     if config.trainer.eval_samples == 0:
-        unread |= {f"evaluation.{name}": "trainer.eval_samples is 0" for name in EvaluationSection.model_fields}
+        unread |= {
+            f"evaluation.{name}": "trainer.eval_samples is 0"
+            for name in EvaluationSection.model_fields
+        }
     if config.lora.rank == 0:
         unread |= {f"lora.{name}": "lora.rank is 0" for name in LoraSection.model_fields}
     elif not config.model.reference:

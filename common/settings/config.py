@@ -1,8 +1,9 @@
 """The whole configuration, in which every setting is declared once.
 
-Precedence, later wins: defaults < a YAML file (`--config FILE` or `RUN_CONFIG=FILE`) < environment < `--section.field`.
-Environment variables are `RLHF_SECTION__FIELD` and the short names in `SHORT_NAMES` (`MODEL_NAME`, `NUM_EPOCHS`, …).
-Every program reads the whole configuration and uses its own sections; an unknown name is an error.
+Precedence, later wins: defaults < a YAML file (`--config FILE` or `RUN_CONFIG=FILE`) < environment
+< `--section.field`. Environment variables are `RLHF_SECTION__FIELD` and the short names in
+`SHORT_NAMES` (`MODEL_NAME`, `NUM_EPOCHS`, …). Every program reads the whole configuration and uses
+its own sections; an unknown name is an error.
 """
 
 import difflib
@@ -40,7 +41,16 @@ from common.settings.sources import (
     variable,
 )
 
-_OTHERS = ("RUN_CONFIG", "API_TOKEN", "HF_TOKEN", "HF_HOME", "JUDGE_API_KEY", "TEACHER_API_KEY", "LOG_LEVEL", "LOG_FORMAT")
+_OTHERS = (
+    "RUN_CONFIG",
+    "API_TOKEN",
+    "HF_TOKEN",
+    "HF_HOME",
+    "JUDGE_API_KEY",
+    "TEACHER_API_KEY",
+    "LOG_LEVEL",
+    "LOG_FORMAT",
+)
 _VARIABLES = (*SHORT_NAMES, *_OTHERS)
 _FORM = "write --section.name VALUE; --help lists the settings that matter most"
 
@@ -54,7 +64,9 @@ class Config(Settings):
         if self.state_dir == IN_RUN_DIR:
             self.state_dir = (self.trainer.run_dir or Path("runs/local")) / "state"
         if self.algorithm.rollout_correction == "auto":
-            correction = "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
+            correction = (
+                "truncate" if self.trainer.max_staleness or self.rollout.on_gpus else "none"
+            )
             self.algorithm = self.algorithm.model_copy(update={"rollout_correction": correction})
         return self
 
@@ -79,7 +91,9 @@ class Purpose:
         """Raises ConfigError for a setting that is not read."""
         plain = Config()
         for name in names():
-            value, default = (reduce(getattr, name.split("."), holder) for holder in (config, plain))
+            value, default = (
+                reduce(getattr, name.split("."), holder) for holder in (config, plain)
+            )
             if name not in self.reads and value != default:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
@@ -92,7 +106,9 @@ class Purpose:
                 if name not in self.reads:
                     action.help = SUPPRESS
                 elif name in self.defaults and action.help:
-                    action.help = re.sub(r"\(default: .*\)$", f"(default: {self.defaults[name]})", action.help)
+                    action.help = re.sub(
+                        r"\(default: .*\)$", f"(default: {self.defaults[name]})", action.help
+                    )
 
 
 def load(
@@ -101,20 +117,29 @@ def load(
     prog: str | None = None,
     purpose: Purpose | None = None,
 ) -> Config:
-    """Builds the configuration from a file, the environment and the command line, for one `purpose` or for any program.
+    """Builds the configuration from a file, the environment and the command line, for one `purpose`
+    or for any program.
 
-    Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the settings and exit.
+    Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the
+    settings and exit.
     """
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
     for word, following in zip(rest, [*rest, None][1:], strict=True):
         option, _, value = word.partition("=")
-        if word.startswith("--") and option[2:] not in (*names(), *Config.model_fields, "help", "help-all"):
+        if word.startswith("--") and option[2:] not in (
+            *names(),
+            *Config.model_fields,
+            "help",
+            "help-all",
+        ):
             raise unknown(names(), option[2:], option, value or following)
     path = path or env.get("RUN_CONFIG") or None
     try:
-        default: dict[str, Any] = {"trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}}
+        default: dict[str, Any] = {
+            "trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}
+        }
         for name, own in (purpose.defaults if purpose else {}).items():
             put(default, tuple(name.split(".")), own)
         low = merge(default, from_file(Path(path)) if path else {})
@@ -129,7 +154,9 @@ def load(
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
-    """Builds the configuration from values by setting name, such as `trainer.batch_size`. Raises ConfigError."""
+    """Builds the configuration from values by setting name, such as `trainer.batch_size`. Raises
+    ConfigError.
+    """
     content: dict[str, Any] = {}
     for name, value in settings.items():
         put(content, tuple(name.split(".")), value)
@@ -144,19 +171,25 @@ def names() -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
-        found |= {f"{name}.{key}": value for key, value in inner.items()} if inner else {name: field}
+        found |= (
+            {f"{name}.{key}": value for key, value in inner.items()} if inner else {name: field}
+        )
     return found
 
 
 def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> dict[str, Any]:
-    """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all settings; both exit."""
+    """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all
+    settings; both exit.
+    """
     # SkyPilot's environment does not have it.
     from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
     class Words(Config, BaseSettings):
         model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
 
-    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(Words, cli_prog_name=prog, cli_exit_on_error=False)
+    source: CliSettingsSource[ArgumentParser] = CliSettingsSource(
+        Words, cli_prog_name=prog, cli_exit_on_error=False
+    )
     parser, settings = source.root_parser, names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
@@ -173,12 +206,18 @@ def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -
         return source(args=words)()
     except SettingsError as error:  # wraps one of argparse's
         option, _, reason = str(error).rpartition(": ")
-        reason = "it has no value" if reason == "expected one argument" else f"the command line is not valid: {reason}"
+        reason = (
+            "it has no value"
+            if reason == "expected one argument"
+            else f"the command line is not valid: {reason}"
+        )
         raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
-    """Loads the configuration and calls `run`; a wrong setting prints its error and exits with `setting_status()`."""
+    """Loads the configuration and calls `run`; a wrong setting prints its error and exits with
+    `setting_status()`.
+    """
     try:
         run(load(prog=program(prog)))
     except ConfigError as error:
@@ -186,12 +225,18 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 
 
 def program(module: str) -> str:
-    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or `python -m MODULE`."""
+    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
+    `python -m MODULE`.
+    """
     started = [*sys.orig_argv, "", ""]
     script = Path(started[1]).name
     if script.startswith("rlhf-"):
         return script
-    return f"python -m rlhf_math {module}" if started[1:3] == ["-m", "rlhf_math"] else f"python -m {module}"
+    return (
+        f"python -m rlhf_math {module}"
+        if started[1:3] == ["-m", "rlhf_math"]
+        else f"python -m {module}"
+    )
 
 
 def fail(error: Exception, status: int = 2) -> NoReturn:
@@ -204,24 +249,41 @@ def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
-    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)  # without a list index
+    name = next(
+        (setting for setting in names() if name.startswith(f"{setting}.")), name
+    )  # without a list index
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)
-    whole = isinstance(first["input"], dict | BaseModel)  # a whole section explains nothing and might hold a credential
+    whole = isinstance(
+        first["input"], dict | BaseModel
+    )  # a whole section explains nothing and might hold a credential
     if whole:
         named = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
-        name = next((word for word in named if "." in word and word in names()), name or "configuration")
-    return ConfigError(message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy)
+        name = next(
+            (word for word in named if "." in word and word in names()), name or "configuration"
+        )
+    return ConfigError(
+        message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy
+    )
 
 
 def misspelt(variable_name: str) -> str:
-    """Returns the variable that was probably meant; empty when the name exists or resembles none of ours."""
+    """Returns the variable that was probably meant; empty when the name exists or resembles none of
+    ours.
+    """
     if variable_name in _VARIABLES:
         return ""
     if variable_name.startswith(PREFIX):
         name = variable_name.removeprefix(PREFIX).lower().replace("__", ".")
-        return "" if name in names() else " or ".join(map(variable, near(name, names()))) or "RLHF_SECTION__FIELD"
+        return (
+            ""
+            if name in names()
+            else " or ".join(map(variable, near(name, names()))) or "RLHF_SECTION__FIELD"
+        )
     meant = difflib.get_close_matches(variable_name.upper(), _VARIABLES, n=1, cutoff=0.8)
     leaf = variable_name.lower()
-    return " or ".join(meant or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf])
+    return " or ".join(
+        meant
+        or [variable(name) for name in names() if "_" in leaf and name.rpartition(".")[2] == leaf]
+    )

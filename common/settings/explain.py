@@ -37,7 +37,9 @@ _BOUNDS = {
 
 
 def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the message and the remedy for one pydantic error (an item of `ValidationError.errors()`)."""
+    """Returns the message and the remedy for one pydantic error (an item of
+    `ValidationError.errors()`).
+    """
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in _FIXED:
         return _FIXED[kind]
@@ -45,24 +47,37 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
         bound, what, words = _BOUNDS[kind]
         return f"this number is {what}", f"give a number {words} {context[bound]}"
     if kind == "literal_error":
-        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+        choices = [
+            choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")
+        ]
         return "there is no such choice", did_you_mean(str(problem["input"]), choices)
     if kind == "too_short":
-        return f"this has {context['actual_length']} values", f"give at least {context['min_length']}"
+        return (
+            f"this has {context['actual_length']} values",
+            f"give at least {context['min_length']}",
+        )
     if kind == "too_long":
-        return f"this has {context['actual_length']} values", f"give at most {context['max_length']}"
+        return (
+            f"this has {context['actual_length']} values",
+            f"give at most {context['max_length']}",
+        )
     message = problem["msg"].removeprefix("Value error, ")
     reason, colon, remedy = message.rpartition(": ")
     return (reason, remedy) if colon else (message, "correct it")
 
 
 def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
-    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all `choices`.
+    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all
+    `choices`.
 
     `similar` are further known names, too many to list.
     """
     choices = list(choices)
     near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
     hint = f"did you mean {near[0]}?" if near else ""
-    listed = f"use {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}" if choices else ""
+    listed = (
+        f"use {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
+        if choices
+        else ""
+    )
     return f"{hint} {listed}".strip()

@@ -1,4 +1,6 @@
-"""The settings of every section except `algorithm`, each declared once with its default, bounds and meaning."""
+"""The settings of every section except `algorithm`, each declared once with its default, bounds and
+meaning.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
     def check(text: str) -> str:
         if text in names or re.fullmatch(r"[\w.]+:\w+", text):
             return text
-        raise ValueError(f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}")
+        raise ValueError(
+            f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
+        )
 
     return AfterValidator(check)
 
@@ -33,9 +37,13 @@ _MAX_NAME = 512
 
 
 def _environment(text: str) -> str:
-    if text in ("", "python") or re.fullmatch(r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL):
+    if text in ("", "python") or re.fullmatch(
+        r"python:[\w.]+[:.]\w+|(agent|openenv|verifiers):\s*\S.*", text, re.DOTALL
+    ):
         if len(text) > _MAX_NAME:
-            raise ValueError(f"{len(text)} characters are too many: give an environment name of at most {_MAX_NAME}")
+            raise ValueError(
+                f"{len(text)} characters are too many: give an environment name of at most {_MAX_NAME}"
+            )
         return text
     forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
     hint = did_you_mean(text, ["python", "an import path python:package.module:Class", *forms])
@@ -43,38 +51,58 @@ def _environment(text: str) -> str:
 
 
 RewardName = Annotated[
-    str, _among("math", "code", "format", "reward_model", "judge", "length", "repetition", path="package.module:Class")
+    str,
+    _among(
+        "math",
+        "code",
+        "format",
+        "reward_model",
+        "judge",
+        "length",
+        "repetition",
+        path="package.module:Class",
+    ),
 ]
-TrackerName = Annotated[str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")]
+TrackerName = Annotated[
+    str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
+]
 
 
 class Section(BaseModel):
     """A section of the settings; unknown names and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class ModelSection(Section):
     """The policy."""
 
     name: Main[str] = "Qwen/Qwen2.5-0.5B-Instruct"
-    """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes the built-in one."""
+    """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes
+    the built-in one."""
     dtype: Main[Literal["float32", "bfloat16"]] = "bfloat16"
-    """Compute precision on a GPU. Master weights are always float32; a CPU always computes in float32."""
+    """Compute precision on a GPU. Master weights are always float32; a CPU always computes in
+    float32."""
     fp32_head: bool = True
-    """Compute logits in float32 instead of rounding them to `model.dtype`, in the trainer and the engines alike."""
+    """Compute logits in float32 instead of rounding them to `model.dtype`, in the trainer and the
+    engines alike."""
     reference: str = ""
-    """Reference model of the KL divergence (`algorithm.kl_coef`). Empty: the model that training starts from."""
+    """Reference model of the KL divergence (`algorithm.kl_coef`). Empty: the model that training
+    starts from."""
     chat_template: Annotated[str, AfterValidator(read_chat_template)] = ""
-    """Chat template instead of the model's own: a file, or the Jinja text; it is saved with the model. Empty: the
-    model's own, if it has one and `data.prompt_template` is not set. `own`: the model's own, with the text of
-    `data.prompt_template` as the user's message."""
+    """Chat template instead of the model's own: a file, or the Jinja text; it is saved with the
+    model. Empty: the model's own, if it has one and `data.prompt_template` is not set. `own`: the
+    model's own, with the text of `data.prompt_template` as the user's message."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
 
 
 class LoraSection(Section):
-    """LoRA: train a low-rank adapter of the frozen model instead of all its weights (docs/how-to/lora.md)."""
+    """LoRA: train a low-rank adapter of the frozen model instead of all its weights
+    (docs/how-to/lora.md).
+    """
 
     rank: Main[int] = Field(0, ge=0)
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
@@ -83,9 +111,11 @@ class LoraSection(Section):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout of the adapter's input during updates, from 0 to below 1."""
     target_modules: list[str] = []
-    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding and head."""
+    """Names of the linear layers that get an adapter (`q_proj`, …). Empty: all between embedding
+    and head."""
     publish: Literal["adapter", "merged"] = "adapter"
-    """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter `merged` into it."""
+    """Weights sent to the engines: the `adapter` alone, or the whole model with the adapter
+    `merged` into it."""
 
     @property
     def publishes_adapter(self) -> bool:
@@ -98,8 +128,9 @@ class DataSection(Section):
     port: int = Field(8000, ge=1, le=65535)
     """Port of the data-server."""
     source: Main[str] = Field("gsm8k", min_length=1)
-    """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or under another name on the hub), `tiny` (generated), a
-    path (.jsonl, .json, .csv, .parquet or a directory), or `org/name` on the hub if there is no such path."""
+    """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or under another name on the
+    hub), `tiny` (generated), a path (.jsonl, .json, .csv, .parquet or a directory), or `org/name`
+    on the hub if there is no such path."""
     hub_config: str = ""
     """Configuration of a hub data set that has several, such as `main`. Empty: the default one."""
     train_split: str = "train"
@@ -113,26 +144,29 @@ class DataSection(Section):
     answer_field: Main[str] = "answer"
     """Column of the answer. From a text with `#### N`, only N is kept."""
     messages_field: Main[str] = ""
-    """Column of a chat, instead of `prompt_field`: system messages, one user message, at most one answer. Without a column
-    `answer_field`, the ground truth is the final answer of the chat's answer (`#### N` or a box)."""
+    """Column of a chat, instead of `prompt_field`: system messages, one user message, at most one
+    answer. Without a column `answer_field`, the ground truth is the final answer of the chat's
+    answer (`#### N` or a box)."""
     prompt_template: Main[Annotated[str, AfterValidator(read_template)]] = ""
-    """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or `plain`, `boxed`,
-    `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It replaces the chat template unless
-    `model.chat_template` is set. Empty: the problem alone."""
+    """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or
+    `plain`, `boxed`, `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It
+    replaces the chat template unless `model.chat_template` is set. Empty: the problem alone."""
     columns: list[str] | None = None
     """Further columns passed to reward functions and the prompt template. Unset: all."""
     task_field: str = ""
     """Column with the task of each row, which selects its reward functions (`reward.tasks`)."""
     map: Annotated[str, _among("", path="package.module:function")] = ""
-    """Function `package.module:function` that transforms every row before it is used. It gets the columns and returns
-    columns, or None to skip the row."""
+    """Function `package.module:function` that transforms every row before it is used. It gets the
+    columns and returns columns, or None to skip the row."""
     levels: list[int | str] = []
     """Levels of MATH to use, as 5, "5" or "Level 5". Empty: all."""
     subjects: list[str] = []
-    """Subjects of MATH to use, as `Counting & Probability` or `counting_and_probability`. Empty: all."""
+    """Subjects of MATH to use, as `Counting & Probability` or `counting_and_probability`. Empty:
+    all."""
 
     curriculum: Main[Literal["none", "difficulty"]] = "none"
-    """`difficulty`: after a first pass over all prompts, prompts solved about half of the time are drawn more often."""
+    """`difficulty`: after a first pass over all prompts, prompts solved about half of the time are
+    drawn more often."""
 
     @property
     def is_math(self) -> bool:
@@ -149,7 +183,9 @@ class DataSection(Section):
         if built_in:
             names["hub_config"] = reason
         if not self.is_math:
-            names |= dict.fromkeys(("levels", "subjects"), f"data.source is {self.source}, not math")
+            names |= dict.fromkeys(
+                ("levels", "subjects"), f"data.source is {self.source}, not math"
+            )
         if self.messages_field:
             names["prompt_field"] = "data.messages_field is set"
         return names
@@ -161,24 +197,28 @@ class RewardSection(Section):
     port: int = Field(8002, ge=1, le=65535)
     """Port of the reward-server."""
     functions: Main[list[RewardName]] = Field(["math"], min_length=1)
-    """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`, `repetition`, `reward_model`,
-    `judge`, or the import path `package.module:Class` of a RewardFunction (docs/how-to/rewards.md)."""
+    """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`,
+    `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of a
+    RewardFunction (docs/how-to/rewards.md)."""
     weights: Main[dict[RewardName, float]] = {}
     """Weight of each function by its name; 1.0 if not given."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
-    """Functions for the problems of each task; `functions` grade problems without a task. If any task is named here,
-    problems of other tasks are refused."""
+    """Functions for the problems of each task; `functions` grade problems without a task. If any
+    task is named here, problems of other tasks are refused."""
     function_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a processor does not count."""
+    """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a
+    processor does not count."""
     workers: int = Field(2, gt=0)
-    """Worker processes for `math` (with as many spares), and also the number for your own functions."""
+    """Worker processes for `math` (with as many spares), and also the number for your own
+    functions."""
     math_timeout_s: float = Field(1.0, gt=0)
     """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
-    """Reward only completions that ended by themselves. A completion cut at `max_new_tokens` gets 0, right or wrong."""
+    """Reward only completions that ended by themselves. A completion cut at `max_new_tokens` gets
+    0, right or wrong."""
     code_timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting for a processor does not
-    count."""
+    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting
+    for a processor does not count."""
     code_partial_credit: bool = False
     """Let `code` reward the share of test cases that pass, instead of all or nothing."""
     code_slots: int | None = Field(None, gt=0)
@@ -188,7 +228,8 @@ class RewardSection(Section):
     code_python: str = ""
     """Python interpreter for programs, with its installed packages. Empty: one without packages."""
     code_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`none` runs programs as the server's own user without protection. Only for programs that you trust."""
+    """`none` runs programs as the server's own user without protection. Only for programs that you
+    trust."""
     format_required: list[str] = []
     """Regular expressions that `format` must find in a completion. A dot matches line ends too."""
     format_forbidden: list[str] = []
@@ -203,7 +244,8 @@ class RewardSection(Section):
     reward_model_max_tokens: int = Field(4096, gt=0)
     """Longest chat that `reward_model` scores, in tokens. A longer chat gets no score."""
     judge_url: str = ""
-    """OpenAI-compatible endpoint of `judge`, such as http://127.0.0.1:8000/v1. Its key comes from JUDGE_API_KEY."""
+    """OpenAI-compatible endpoint of `judge`, such as http://127.0.0.1:8000/v1. Its key comes from
+    JUDGE_API_KEY."""
     judge_model: str = ""
     """Model name at the judge's endpoint."""
     judge_rubric: str = ""
@@ -236,14 +278,25 @@ class RewardSection(Section):
             raise ValueError(
                 f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not have: add it there too"
             )
-        for function, needed in (("reward_model", ("reward_model_name",)), ("judge", ("judge_url", "judge_model"))):
+        for function, needed in (
+            ("reward_model", ("reward_model_name",)),
+            ("judge", ("judge_url", "judge_model")),
+        ):
             missing = [name for name in needed if not getattr(self, name)]
             if function in self.function_names() and missing:
-                raise ValueError(f"the reward function {function} needs reward.{missing[0]}: set it")
-        if "format" in self.function_names() and not (self.format_required or self.format_forbidden):
-            raise ValueError("the reward function format needs reward.format_required or reward.format_forbidden: set one")
+                raise ValueError(
+                    f"the reward function {function} needs reward.{missing[0]}: set it"
+                )
+        if "format" in self.function_names() and not (
+            self.format_required or self.format_forbidden
+        ):
+            raise ValueError(
+                "the reward function format needs reward.format_required or reward.format_forbidden: set one"
+            )
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
-            raise ValueError("reward.judge_url contains credentials, but a run saves its settings: put them into JUDGE_API_KEY")
+            raise ValueError(
+                "reward.judge_url contains credentials, but a run saves its settings: put them into JUDGE_API_KEY"
+            )
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
                 f"reward.length_soft_chars {self.length_soft_chars} is not below reward.length_hard_chars "
@@ -253,18 +306,21 @@ class RewardSection(Section):
 
 
 class TeacherSection(Section):
-    """A teacher for on-policy distillation: a model with the same tokenizer that scores the policy's completions."""
+    """A teacher for on-policy distillation: a model with the same tokenizer that scores the
+    policy's completions.
+    """
 
     url: Main[str] = ""
-    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, if the URL ends with /v1,
-    an OpenAI-compatible endpoint that returns log-probabilities of prompts. Its key comes from TEACHER_API_KEY. Empty:
-    no teacher."""
+    """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, if the
+    URL ends with /v1, an OpenAI-compatible endpoint that returns log-probabilities of prompts. Its
+    key comes from TEACHER_API_KEY. Empty: no teacher."""
     model: str = ""
     """Name of the model at an OpenAI-compatible endpoint."""
     coef: float = Field(1.0, gt=0)
     """Weight of log π_teacher − log π of each token, which is added to its advantage."""
     timeout_s: float = Field(120.0, gt=0)
-    """Seconds for the scores of one group, with all retries. Then the group is dropped and its prompt tried again."""
+    """Seconds for the scores of one group, with all retries. Then the group is dropped and its
+    prompt tried again."""
     concurrency: int = Field(16, gt=0)
     """Groups scored at once."""
 
@@ -275,20 +331,28 @@ class TeacherSection(Section):
     def unread(self) -> dict[str, str]:
         """Returns the settings of this section that others make pointless, and why."""
         if not self.url:
-            return {name: "teacher.url is empty" for name in type(self).model_fields if name != "url"}
+            return {
+                name: "teacher.url is empty" for name in type(self).model_fields if name != "url"
+            }
         return (
             {}
             if self.is_openai
-            else {"model": "teacher.url does not end with /v1, and an engine without /v1 serves only one model"}
+            else {
+                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one model"
+            }
         )
 
     @model_validator(mode="after")
     def _fits(self) -> "TeacherSection":
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
-            raise ValueError(f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or http://HOST:PORT/v1")
+            raise ValueError(
+                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or http://HOST:PORT/v1"
+            )
         if "@" in rest.partition("/")[0]:
-            raise ValueError("teacher.url contains credentials, but a run saves its settings: put them into TEACHER_API_KEY")
+            raise ValueError(
+                "teacher.url contains credentials, but a run saves its settings: put them into TEACHER_API_KEY"
+            )
         if self.is_openai and not self.model:
             raise ValueError(
                 "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of the model: set teacher.model"
@@ -302,17 +366,19 @@ class ReplaySection(Section):
     port: int = Field(8003, ge=1, le=65535)
     """Port of the replay-buffer."""
     capacity: int = Field(100_000, gt=0)
-    """Completions that the buffer keeps. The oldest groups that were trained on are removed first."""
+    """Completions that the buffer keeps. The oldest groups that were trained on are removed
+    first."""
     lease_s: float = Field(600.0, gt=0)
     """Seconds after which a group that was handed out and not acknowledged is handed out again."""
     reuse_ratio: float = Field(0.0, ge=0, lt=1)
-    """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to below 1."""
+    """Share of each batch that comes from prioritised reuse instead of fresh groups, from 0 to
+    below 1."""
     priority: Annotated[str, _among("advantage", "reward")] = "advantage"
-    """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own function
-    `package.module:name` of (group, advantages) returns, at least 0."""
+    """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own
+    function `package.module:name` of (group, advantages) returns, at least 0."""
     corrected: bool = True
-    """Correct reused groups with importance weights, and with ratios to the policy that sampled them. Without it the
-    update is biased."""
+    """Correct reused groups with importance weights, and with ratios to the policy that sampled
+    them. Without it the update is biased."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
@@ -323,7 +389,8 @@ class CriticSection(Section):
     """The critic of PPO (`algorithm.advantage gae`): a separate value model."""
 
     location: Literal["trainer", "server"] = "trainer"
-    """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job group."""
+    """`trainer`: on the trainer's own devices. `server`: in a critic-server task of the job
+    group."""
     port: int = Field(8005, ge=1, le=65535)
     """Port of the critic-server."""
     model: str = ""
@@ -333,7 +400,8 @@ class CriticSection(Section):
     warmup_steps: int = Field(0, ge=0)
     """First steps in which only the critic learns."""
     value_clip: float | None = Field(0.2, gt=0)
-    """Distance that a value may move in one update before its loss is clipped. Unset: no clipping."""
+    """Distance that a value may move in one update before its loss is clipped. Unset: no
+    clipping."""
 
 
 class RolloutSection(Section):
@@ -350,8 +418,8 @@ class RolloutSection(Section):
     engine: Main[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU if there is one. SGLang on a `cpu`
-    needs what `make sglang-cpu` installs."""
+    """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU if there is
+    one. SGLang on a `cpu` needs what `make sglang-cpu` installs."""
     engine_python: str = ".venv-sglang/bin/python"
     """Python that has SGLang installed. Its dependencies clash with those of the other services."""
     engine_args: Main[list[str]] = []
@@ -359,25 +427,30 @@ class RolloutSection(Section):
     tensor_parallel_size: Main[int] = Field(1, gt=0)
     """GPUs that share one engine."""
     colocate: Main[bool] = False
-    """Let trainer and engines take turns on the same GPUs: the engines release their memory during the update, and the
-    trainer keeps its models and optimisers in host memory during generation (docs/how-to/one-gpu.md)."""
+    """Let trainer and engines take turns on the same GPUs: the engines release their memory during
+    the update, and the trainer keeps its models and optimisers in host memory during generation
+    (docs/how-to/one-gpu.md)."""
     max_running_requests: int = Field(256, gt=0)
-    """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its KV cache, with
-    `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
+    """Completions that one engine decodes at once. The embedded engine on a GPU takes fewer if its
+    KV cache, with `max_context_tokens` tokens for each, needs more than 30 % of the free memory."""
     max_context_tokens: int = Field(2048, gt=1)
-    """Longest prompt plus completion of the embedded engine, in tokens. It decides the factors of a model with LongRoPE
-    (docs/reference/models.md). For SGLang on a CPU, this times `max_running_requests`
-    is the size of the KV cache in tokens (at most 30 % of the free memory)."""
+    """Longest prompt plus completion of the embedded engine, in tokens. It decides the factors of a
+    model with LongRoPE (docs/reference/models.md). For SGLang on a CPU, this times
+    `max_running_requests` is the size of the KV cache in tokens (at most 30 % of the free
+    memory)."""
     router: Literal["sglang-router", "smg"] = "sglang-router"
-    """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e '.[smg]'`)."""
+    """Program in front of the engines: SGLang's router, or `smg`, its successor (`pip install -e
+    '.[smg]'`)."""
     router_policy: Literal["round_robin", "random", "cache_aware"] = "round_robin"
     """How the router chooses an engine: in turn, at random, or by what each has cached
     (docs/explanation/engines.md)."""
     hang_timeout_s: float = Field(30.0, gt=0)
-    """Seconds without an answer after which a healthy engine or router is killed and started again."""
+    """Seconds without an answer after which a healthy engine or router is killed and started
+    again."""
 
     def nccl_env(self) -> dict[str, str]:
-        """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment before CUDA starts.
+        """Returns NCCL's variables, which must be equal in SGLang's and the trainer's environment
+        before CUDA starts.
 
         The values are SGLang's.
         """
@@ -386,12 +459,16 @@ class RolloutSection(Section):
 
     @property
     def context_bound(self) -> int | None:
-        """The longest sequence in tokens, for the trainer and the embedded engine; None with SGLang, which has its own."""
+        """The longest sequence in tokens, for the trainer and the embedded engine; None with
+        SGLang, which has its own.
+        """
         return self.max_context_tokens if self.engine == "embedded" else None
 
     @property
     def on_gpus(self) -> bool:
-        """Whether engines are known to compute on GPUs, and therefore round differently from the trainer."""
+        """Whether engines are known to compute on GPUs, and therefore round differently from the
+        trainer.
+        """
         return self.device == "cuda" or (self.engine == "sglang" and self.device != "cpu")
 
     @model_validator(mode="after")
@@ -411,7 +488,8 @@ class Truncation(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     """Sample only from the likeliest tokens whose probabilities add up to this share. 1: all."""
     top_k: int | None = Field(None, gt=1)
-    """Sample only from this many likeliest tokens. Unset: all, or 4096 in training with `top_p` or `min_p`."""
+    """Sample only from this many likeliest tokens. Unset: all, or 4096 in training with `top_p` or
+    `min_p`."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Minimum probability of a sampled token, relative to that of the likeliest token. 0: all."""
 
@@ -430,32 +508,38 @@ class SamplingSection(Truncation):
     """Sampling of completions."""
 
     group_size: Main[int] = Field(8, ge=1)
-    """Completions per prompt, which a group-relative advantage compares. With a critic (`ppo`) it may be 1."""
+    """Completions per prompt, which a group-relative advantage compares. With a critic (`ppo`) it
+    may be 1."""
     max_new_tokens: Main[int] = Field(512, gt=0)
     """Longest completion, in tokens."""
     temperature: Main[float] = Field(1.0, gt=0)
-    """Sampling temperature. The trainer also divides its logits by it, so that logprobs of both sides are
-    comparable."""
+    """Sampling temperature. The trainer also divides its logits by it, so that logprobs of both
+    sides are comparable."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a completion, such as a blank line. Graders do not get them."""
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Further tokens that end a completion, besides those of the model."""
     min_new_tokens: int = Field(0, ge=0)
-    """Minimum completion length in tokens. Until then no token can end it, but texts of `sampling.stop` can."""
+    """Minimum completion length in tokens. Until then no token can end it, but texts of
+    `sampling.stop` can."""
     ignore_eos: bool = False
-    """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (for measurements)."""
+    """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (for
+    measurements)."""
     system_prompt: Main[str] = ""
     """System message before every problem."""
-    chat_template_kwargs: Main[Annotated[dict[str, bool | int | float | str], BeforeValidator(read_template_variables)]] = {}
+    chat_template_kwargs: Main[
+        Annotated[dict[str, bool | int | float | str], BeforeValidator(read_template_variables)]
+    ] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` of Qwen3."""
     prefill: str = ""
-    """Start of every answer, such as `<think>`: the model continues from there, and graders get it with the answer."""
+    """Start of every answer, such as `<think>`: the model continues from there, and graders get it
+    with the answer."""
     completion_timeout_s: float | None = Field(None, gt=0)
-    """Seconds after which a completion is cut, as at `max_new_tokens`. Completions then take several requests. Unset:
-    no limit."""
+    """Seconds after which a completion is cut, as at `max_new_tokens`. Completions then take
+    several requests. Unset: no limit."""
     max_thinking_tokens: int | None = Field(None, gt=0)
-    """Tokens after which an open thought (`<think>`) is ended; the answer follows in another request. Unset: no
-    limit."""
+    """Tokens after which an open thought (`<think>`) is ended; the answer follows in another
+    request. Unset: no limit."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds for generating one group, retries included."""
 
@@ -465,8 +549,14 @@ class SamplingSection(Truncation):
         return {"top_k": MAX_KEPT, **cuts} if cuts else {}
 
     def ends(self) -> dict[str, Any]:
-        """Returns the settings, by SGLang's names, that end a completion besides stop tokens and length, if set."""
-        bounds = {"stop": self.stop, "min_new_tokens": self.min_new_tokens, "ignore_eos": self.ignore_eos}
+        """Returns the settings, by SGLang's names, that end a completion besides stop tokens and
+        length, if set.
+        """
+        bounds = {
+            "stop": self.stop,
+            "min_new_tokens": self.min_new_tokens,
+            "ignore_eos": self.ignore_eos,
+        }
         return {name: value for name, value in bounds.items() if value}
 
 
@@ -493,13 +583,15 @@ class TrainerSection(Section):
     batch_size: Main[int] = Field(4, gt=0)
     """Prompts per step. Each becomes a group of `sampling.group_size` completions."""
     max_steps: Main[int | None] = Field(None, gt=0)
-    """Steps of the run, over the training data as often as they need. Unset: `num_epochs` passes."""
+    """Steps of the run, over the training data as often as they need. Unset: `num_epochs`
+    passes."""
     max_staleness: Main[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
     when_stale: Literal["wait", "train", "drop"] = "wait"
-    """`wait`: train on groups in the order of their prompts, so that an update waits for long answers and no group gets
-    too old. `train`: take the groups that are ready, the oldest first, and train on too old ones with the correction.
-    `drop`: drop groups that are too old and draw their prompts again, which favours short answers."""
+    """`wait`: train on groups in the order of their prompts, so that an update waits for long
+    answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
+    and train on too old ones with the correction. `drop`: drop groups that are too old and draw
+    their prompts again, which favours short answers."""
     learning_rate: Main[float] = Field(1e-6, gt=0)
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
@@ -507,29 +599,35 @@ class TrainerSection(Section):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
     warmup_steps: Main[int] = Field(10, ge=0)
-    """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k − 1)/W.)"""
+    """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
+    1)/W.)"""
     lr_schedule: Main[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Norm to which the gradients of policy and critic are clipped."""
     micro_batch_tokens: Main[int] = Field(16_384, gt=0)
-    """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt that a packed pass shares
-    counts once."""
+    """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
+    that a packed pass shares counts once."""
     micro_batch_size: int | None = Field(None, gt=0)
-    """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens` allows."""
+    """Most completions in one forward and backward pass. Unset: as many as `micro_batch_tokens`
+    allows."""
     packing: Literal["auto", "on", "off"] = "auto"
-    """Compute completions without padding, and each prompt only once per group. `auto`: if the model supports it."""
+    """Compute completions without padding, and each prompt only once per group. `auto`: if the
+    model supports it."""
     shard_size: int | None = Field(None, gt=0)
-    """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A divisor of the number
+    """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
+    divisor of the number
     of ranks in between: HSDP. A single process on a CPU always holds everything."""
     activation_checkpointing: Main[bool | Literal["selective"]] = False
-    """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third more time. `selective`: keep
-    the results of matrix products and attention too, so that little is recomputed."""
+    """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
+    more time. `selective`: keep the results of matrix products and attention too, so that little is
+    recomputed."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`: on GPUs, if there is
-    a C compiler."""
+    """Compile every decoder layer with torch.compile: faster steps after a slow first one. `auto`:
+    on GPUs, if there is a C compiler."""
     offload_optimizer: bool = False
-    """Keep parameters, gradients and optimiser state in CPU memory, and run the optimiser there. For sharded models."""
+    """Keep parameters, gradients and optimiser state in CPU memory, and run the optimiser there.
+    For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
     eval_every: Main[int] = Field(0, ge=0)
@@ -543,27 +641,35 @@ class TrainerSection(Section):
     checkpoint_every: Main[int] = Field(50, ge=0)
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
-    """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best mean reward, if rewards
-    are not verdicts) is also kept, as `best`."""
+    """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best
+    mean reward, if rewards are not verdicts) is also kept, as `best`."""
     keep_groups_mb: int = Field(4096, ge=0)
-    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The oldest steps are
+    """Size of `run_dir/groups` in MB, where every group is kept in full for the rollout viewer. The
+    oldest steps are
     removed first. 0: keep none."""
     resume: bool = True
-    """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set aside."""
+    """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set
+    aside."""
     run_dir: Main[Path | None] = None
-    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group name>`."""
+    """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
+    name>`."""
     wait_timeout_s: float = Field(1800.0, gt=0)
-    """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends with the reason."""
+    """Seconds to wait for the other tasks to become healthy, or for a batch, before the run ends
+    with the reason."""
     weight_sync: Literal["http", "shared", "distributed"] = "http"
-    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads them from `run_dir`
-    on a volume that all nodes mount at the same path. `distributed`: NCCL or gloo broadcasts the tensors into the
-    running engines; a node that cannot take part downloads the files."""
+    """How weights reach the engines. `http`: every rollout node downloads files. `shared`: it reads
+    them from `run_dir` on a volume that all nodes mount at the same path. `distributed`: NCCL or
+    gloo broadcasts the tensors into the running engines; a node that cannot take part downloads the
+    files."""
     service_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for one call to a service, retries included. Should exceed the time of a restart of its pod."""
+    """Seconds for one call to a service, retries included. Should exceed the time of a restart of
+    its pod."""
     publish_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for every rollout node to confirm a weight version. A node that does not is fenced from traffic."""
+    """Seconds for every rollout node to confirm a weight version. A node that does not is fenced
+    from traffic."""
     lost_after_s: float = Field(45.0, gt=0)
-    """Seconds of silence after which a trainer process counts as lost; the others then exit and name it."""
+    """Seconds of silence after which a trainer process counts as lost; the others then exit and
+    name it."""
     max_failed_groups: int = Field(64, gt=0)
     """Consecutive groups that may be dropped because of errors before the run ends."""
     num_threads: int | None = Field(None, gt=0)
@@ -576,39 +682,50 @@ class EnvironmentSection(Section):
     port: int = Field(8006, ge=1, le=65535)
     """Port of the environment-server."""
     name: Main[Annotated[str, AfterValidator(_environment)]] = ""
-    """Environment of the problems: `python`, a tool that runs programs; `python:package.module:Class`, your own class;
-    `agent:COMMAND` or `agent:URL`, any program that talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server;
-    `verifiers:ID` (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
+    """Environment of the problems: `python`, a tool that runs programs;
+    `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
+    talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
+    (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: int = Field(8, gt=0)
     """Maximum answers of the model in one episode."""
     sampled_tokens: int = Field(16_384, gt=0)
     """Maximum sampled tokens of one episode."""
     context: int = Field(32_768, gt=1)
-    """Maximum tokens of one sequence of an episode. With the embedded engine at most `rollout.max_context_tokens`."""
+    """Maximum tokens of one sequence of an episode. With the embedded engine at most
+    `rollout.max_context_tokens`."""
     tool_calls: int = Field(64, gt=0)
     """Maximum tool calls of one episode."""
     turn_discount: float | None = Field(None, ge=0, le=1)
-    """Discount per turn for rewards that an environment gives for single answers (`get_turn_rewards`): an answer is
-    then credited only with the rewards that follow it, not with earlier ones. Unset: they count for the whole
-    episode."""
+    """Discount per turn for rewards that an environment gives for single answers
+    (`get_turn_rewards`): an answer is
+    then credited only with the rewards that follow it, not with earlier ones. Unset: they count for
+    the whole episode."""
     deadline_s: float = Field(600.0, gt=0)
-    """Seconds for one episode. One that takes longer has no reward: its group is dropped and tried again."""
+    """Seconds for one episode. One that takes longer has no reward: its group is dropped and tried
+    again."""
     workers: int | None = Field(None, gt=0)
-    """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads for your own class,
-    because fewer threads than episodes waiting for slow tools would leave the engines idle; otherwise 64 programs or
-    connections."""
+    """Concurrent calls of environments and tools in one environment-server. Unset: 1,024 threads
+    for your own class, because fewer threads than episodes waiting for slow tools would leave the
+    engines idle; otherwise 64 programs or connections."""
 
     def unread(self) -> dict[str, str]:
         """Returns the settings of this section that nothing reads, and why."""
-        unread = () if self.name else (name for name in type(self).model_fields if name not in ("name", "port"))
+        unread = (
+            ()
+            if self.name
+            else (name for name in type(self).model_fields if name not in ("name", "port"))
+        )
         return dict.fromkeys(unread, "environment.name is empty")
 
 
 class TrackersSection(Section):
-    """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step (docs/how-to/trackers.md)."""
+    """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step
+    (docs/how-to/trackers.md).
+    """
 
     names: Main[list[TrackerName]] = []
-    """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of your own."""
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of
+    your own."""
     project: str = Field("rlhf-math", min_length=1)
     """Project name in wandb and trackio; experiment name in mlflow."""
     run_name: str = ""

@@ -30,13 +30,18 @@ class Settings(BaseModel):
     """Every section, and the settings of no section."""
 
     model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=(), validate_default=True
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        validate_default=True,
     )
 
     seed: Main[int] = Field(0, ge=0)
     """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
     state_dir: Path = IN_RUN_DIR
-    """Directory for what services keep across restarts: data position, replay store, weights and logs."""
+    """Directory for what services keep across restarts: data position, replay store, weights and
+    logs."""
     max_body_mb: int = Field(256, gt=0)
     """Largest request body that a service accepts, in MB."""
     model: ModelSection = ModelSection()

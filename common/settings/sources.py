@@ -1,4 +1,6 @@
-"""Reads settings from a file, the environment and the command line as nested mappings, not yet validated."""
+"""Reads settings from a file, the environment and the command line as nested mappings, not yet
+validated.
+"""
 
 import difflib
 import json
@@ -25,12 +27,15 @@ SHORT_NAMES = {
 
 
 def packaged(path: Path, folder: str = ".") -> Path:
-    """Returns `path` if it is a file, else that file of the installed package (in its root or `folder`) if it exists.
+    """Returns `path` if it is a file, else that file of the installed package (in its root or
+    `folder`) if it exists.
 
     So `jobgroup/configs/tiny-cpu.yaml` is found even when the working directory is not a checkout.
     """
     root = Path(__file__).resolve().parents[2]
-    return next((each for each in (path, root / path, root / folder / path) if each.is_file()), path)
+    return next(
+        (each for each in (path, root / path, root / folder / path) if each.is_file()), path
+    )
 
 
 def variable(setting: str) -> str:
@@ -45,12 +50,18 @@ def take_config_option(argv: list[str]) -> tuple[str | None, list[str]]:
     try:
         known, rest = parser.parse_known_args(argv)
     except ArgumentError:
-        raise ConfigError("--config needs the name of a file", field="--config", remedy="write --config FILE") from None
+        raise ConfigError(
+            "--config needs the name of a file", field="--config", remedy="write --config FILE"
+        ) from None
     return known.config, rest
 
 
-def take_json_lists(argv: list[str], known: Mapping[str, FieldInfo]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the arguments without JSON lists, whose escapes pydantic-settings would keep, and these by section."""
+def take_json_lists(
+    argv: list[str], known: Mapping[str, FieldInfo]
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns the arguments without JSON lists, whose escapes pydantic-settings would keep, and
+    these by section.
+    """
     lists = {name for name, field in known.items() if is_list(field)}
     rest: list[str] = []
     found: dict[str, Any] = {}
@@ -60,7 +71,11 @@ def take_json_lists(argv: list[str], known: Mapping[str, FieldInfo]) -> tuple[li
         if option[2:] not in lists or not option.startswith("--"):
             rest.append(word)
             continue
-        given = [word] if equals else [word, *(following for following in [next(words, None)] if following is not None)]
+        given = (
+            [word]
+            if equals
+            else [word, *(following for following in [next(words, None)] if following is not None)]
+        )
         try:
             read = json.loads(value if equals else given[-1])
         except ValueError:
@@ -88,7 +103,12 @@ def from_file(path: Path) -> dict[str, Any]:
     """Reads a YAML file of settings by section. Raises ConfigError."""
     try:
         content = yaml.safe_load(packaged(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: an impossible date
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+        yaml.YAMLError,
+    ) as error:  # ValueError: an impossible date
         reason = yaml_problem(error)
         remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
@@ -98,13 +118,18 @@ def from_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         remedy = "write sections with settings, such as `trainer: {max_steps: 10}`"
         raise ConfigError(
-            "the configuration file is not a mapping of sections", field="--config", value=str(path), remedy=remedy
+            "the configuration file is not a mapping of sections",
+            field="--config",
+            value=str(path),
+            remedy=remedy,
         )
     return content
 
 
 def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str, Any]:
-    """Reads `RLHF_SECTION__FIELD` and the short names. Raises ConfigError for a name that is not among `known`."""
+    """Reads `RLHF_SECTION__FIELD` and the short names. Raises ConfigError for a name that is not
+    among `known`.
+    """
     content = dict[str, Any]()
     for name, keys in SHORT_NAMES.items():
         if env.get(name):
@@ -114,7 +139,11 @@ def from_env(env: Mapping[str, str], known: Mapping[str, FieldInfo]) -> dict[str
             setting = name.removeprefix(PREFIX).lower().replace("__", ".")
             if setting not in known:
                 if any(name.startswith(f"{setting}.") for name in known):
-                    raise ConfigError(f"{setting} is a section, not a setting", field=name, remedy="write RLHF_SECTION__FIELD")
+                    raise ConfigError(
+                        f"{setting} is a section, not a setting",
+                        field=name,
+                        remedy="write RLHF_SECTION__FIELD",
+                    )
                 raise unknown(known, setting, name)
             given = value if known[setting].annotation is str else _list_or_text(name, value)
             put(content, tuple(setting.split(".")), given)
@@ -125,7 +154,9 @@ def _list_or_text(name: str, value: str) -> object:
     try:
         return yaml.safe_load(value) if value[:1] in "[{" else value
     except yaml.YAMLError as error:
-        raise ConfigError(f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON") from None
+        raise ConfigError(
+            f"{name} is not a list: {error}", field=name, value=value, remedy="write it as JSON"
+        ) from None
 
 
 def put(content: dict[str, Any], keys: tuple[str, ...], value: object) -> None:
@@ -148,15 +179,30 @@ def near(name: str, known: Iterable[str]) -> list[str]:
     """Returns the known settings that a misspelt name may mean."""
     leaves = {setting: setting.rpartition(".")[2] for setting in known}
     found = difflib.get_close_matches(name, leaves, n=1, cutoff=0.8)
-    found = found or [setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]]
-    return found or [setting for setting, leaf in leaves.items() if difflib.get_close_matches(name, [leaf], cutoff=0.8)]
+    found = found or [
+        setting for setting, leaf in leaves.items() if leaf == name.rpartition(".")[2]
+    ]
+    return found or [
+        setting
+        for setting, leaf in leaves.items()
+        if difflib.get_close_matches(name, [leaf], cutoff=0.8)
+    ]
 
 
 def unknown(known: Iterable[str], name: str, field: str, value: object = None) -> ConfigError:
-    """Returns the error for a setting that does not exist. `field` is the name as the user wrote it."""
+    """Returns the error for a setting that does not exist. `field` is the name as the user wrote
+    it.
+    """
     likely = near(name := name.replace("-", "_") or '""', known)
-    written = map(variable, likely) if field.startswith(PREFIX) else ("--" * field.startswith("--") + each for each in likely)
+    written = (
+        map(variable, likely)
+        if field.startswith(PREFIX)
+        else ("--" * field.startswith("--") + each for each in likely)
+    )
     hint = f"did you mean {' or '.join(written)}? " if likely else ""
     return ConfigError(
-        f"there is no setting {name}", field=field or name, value=value, remedy=f"{hint}--help-all lists every one"
+        f"there is no setting {name}",
+        field=field or name,
+        value=value,
+        remedy=f"{hint}--help-all lists every one",
     )

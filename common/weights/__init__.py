@@ -1,1 +1,3 @@
-"""Files of weights as the trainer writes and the rollout nodes read them: checksums, deltas, spare files."""
+"""Files of weights as the trainer writes and the rollout nodes read them: checksums, deltas, spare
+files.
+"""

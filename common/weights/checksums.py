@@ -6,7 +6,8 @@ from pathlib import Path
 import xxhash
 
 Hasher = xxhash.xxh3_128
-"""128-bit XXH3: detects damage by disks, networks and killed processes, not deliberate changes (ADR 41)."""
+"""128-bit XXH3: detects damage by disks, networks and killed processes, not deliberate changes (ADR
+41)."""
 
 
 def checksum(path: Path) -> str:

@@ -1,8 +1,10 @@
-"""Encodes a file as its difference to another of equal size: few 16-bit words of new weights differ from the last ones.
+"""Encodes a file as its difference to another of equal size: few 16-bit words of new weights differ
+from the last ones.
 
-A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of entries, bytes of the
-payload), then the deflated payload: for every entry its gap to the previous one (one byte), then for every entry the
-difference of the words (two bytes). Entries of difference 0 bridge gaps that do not fit in a byte. Deltas are not
+A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of
+entries, bytes of the payload), then the deflated payload: for every entry its gap to the previous
+one (one byte), then for every entry the difference of the words (two bytes). Entries of difference
+0 bridge gaps that do not fit in a byte. Deltas are not
 trusted: whoever applies one must compare the checksum of the whole result.
 """
 
@@ -32,7 +34,9 @@ class BadDelta(ValueError):
 
 
 def write_delta(old: Path, new: Path, target: Path) -> int | None:
-    """Writes the delta from `old` to `new`. Returns its size in bytes; None, without a file, when it is too large."""
+    """Writes the delta from `old` to `new`. Returns its size in bytes; None, without a file, when
+    it is too large.
+    """
     size = new.stat().st_size
     if old.stat().st_size != size or _is_dense(old, new, size):
         return None
@@ -56,17 +60,24 @@ def _is_dense(old: Path, new: Path, size: int) -> bool:
         return False
     before, after = (np.memmap(path, np.uint8, "r") for path in (old, new))
     starts = range(0, size, max(_LOOK, size // _TRIED))
-    differ = [np.mean(before[start : start + _LOOK] != after[start : start + _LOOK]) for start in starts]
+    differ = [
+        np.mean(before[start : start + _LOOK] != after[start : start + _LOOK]) for start in starts
+    ]
     return float(np.mean(differ)) * _LARGEST > 1
 
 
 def apply_delta(old: Path, delta: Path, target: Path) -> str:
-    """Applies `delta` to `old` and writes the result to `target`, which must not exist; returns its checksum.
+    """Applies `delta` to `old` and writes the result to `target`, which must not exist; returns its
+    checksum.
 
     Raises BadDelta when `delta` is damaged.
     """
     left, digest = old.stat().st_size, Hasher()
-    with old.open("rb") as before, delta.open("rb") as changes, spares.written(target, left) as stream:
+    with (
+        old.open("rb") as before,
+        delta.open("rb") as changes,
+        spares.written(target, left) as stream,
+    ):
         while left > 0:
             words = _words(before)
             _patch(words, changes)
@@ -95,7 +106,8 @@ def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
         changes[last] = now[at] - was[at]
     else:
         steps, changes = gaps, now[at] - was[at]
-    # Differences are mostly 1 or -1; their low and high bytes compress better when stored separately.
+    # Differences are mostly 1 or -1; their low and high bytes compress better when stored
+    # separately.
     halves = changes.view(np.uint8).reshape(-1, 2).T.tobytes()
     payload = zlib.compress(steps.astype(np.uint8).tobytes() + halves, 1)
     return _HEADER.pack(len(steps), len(payload)) + payload
@@ -116,7 +128,10 @@ def _patch(words: NDArray[np.uint16], changes: BinaryIO) -> None:
         raise BadDelta(f"a block of {count} entries has {len(payload)} bytes")
     if count == 0:
         return
-    steps, halves = np.frombuffer(payload, np.uint8, count), np.frombuffer(payload, np.uint8, 2 * count, count)
+    steps, halves = (
+        np.frombuffer(payload, np.uint8, count),
+        np.frombuffer(payload, np.uint8, 2 * count, count),
+    )
     at = np.cumsum(steps.astype(np.int64) + 1) - 1
     if at[-1] >= len(words):
         raise BadDelta("an entry is beyond the end of its block")

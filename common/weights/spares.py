@@ -1,6 +1,7 @@
 """Reuses the space of a discarded large file for the next one.
 
-A file system allocates a new file page by page, which takes several times as long as overwriting an existing file.
+A file system allocates a new file page by page, which takes several times as long as overwriting an
+existing file.
 """
 
 import shutil
@@ -15,17 +16,26 @@ _NAME = "spare"
 
 
 def retire(directory: Path) -> None:
-    """Removes a directory of files that nobody reads any more, but keeps the largest file next to it for reuse."""
+    """Removes a directory of files that nobody reads any more, but keeps the largest file next to
+    it for reuse.
+    """
     with suppress(OSError):  # without a spare the next file is created anew
-        largest = max(((file.stat(), file) for file in directory.iterdir()), key=lambda found: found[0].st_size, default=None)
-        if largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1:  # else another directory has it
+        largest = max(
+            ((file.stat(), file) for file in directory.iterdir()),
+            key=lambda found: found[0].st_size,
+            default=None,
+        )
+        if (
+            largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1
+        ):  # else another directory has it
             largest[1].replace(directory.with_name(_NAME))
     shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
 def written(target: Path, size: int) -> Iterator[BinaryIO]:
-    """Opens a new file of about `size` bytes for writing and truncates it at the end of what was written.
+    """Opens a new file of about `size` bytes for writing and truncates it at the end of what was
+    written.
 
     `target` must not exist. The spare next to its directory, if there is one, is overwritten.
     """

@@ -1,7 +1,9 @@
-"""Encodes the msgspec structs of `common.wire.schemas` as bytes: msgpack for programs, JSON for users.
+"""Encodes the msgspec structs of `common.wire.schemas` as bytes: msgpack for programs, JSON for
+users.
 
-An array is raw little-endian bytes in msgpack, 4 per number, and a list of numbers in JSON. Every field of a body is
-validated, and an error names its path, e.g. `groups[3].completions[0].logprobs` (docs/adr/0010-msgspec.md).
+An array is raw little-endian bytes in msgpack, 4 per number, and a list of numbers in JSON. Every
+field of a body is validated, and an error names its path, e.g. `groups[3].completions[0].logprobs`
+(docs/adr/0010-msgspec.md).
 """
 
 import gc
@@ -33,22 +35,23 @@ from common.wire.schemas import (
 
 MSGPACK = "application/msgpack"
 MAX_JSON_BYTES = 128 << 20
-"""Limit of a JSON body. Decoding holds the interpreter and so blocks every other request: 128 MiB of text take 0.15
-s."""
+"""Limit of a JSON body. Decoding holds the interpreter and so blocks every other request: 128 MiB
+of text take 0.15 s."""
 MAX_JSON_ITEMS = 2_000_000
-"""Limit on the items of a JSON body. A list or mapping counts twice, as it takes up to 232 bytes of memory."""
+"""Limit on the items of a JSON body. A list or mapping counts twice, as it takes up to 232 bytes of
+memory."""
 _CHUNK = 256 << 10
 _BACKSLASHES = re.compile(rb"\\*.?", re.DOTALL)
 MAX_ITEMS = 4_000_000
-"""Limit on the items of all lists and mappings of a msgpack body. An empty mapping takes one byte there but 64 in
-Python, so a body of the permitted size could otherwise fill the memory. Real bodies have few items, since arrays are
-raw bytes."""
+"""Limit on the items of all lists and mappings of a msgpack body. An empty mapping takes one byte
+there but 64 in Python, so a body of the permitted size could otherwise fill the memory. Real bodies
+have few items, since arrays are raw bytes."""
 _ARRAYS: dict[Any, tuple[np.dtype[Any], Any]] = {
     np.int32: (np.dtype("<i4"), list[Annotated[int, Meta(ge=0, lt=2**31)]]),
     np.float32: (np.dtype("<f4"), list[Annotated[float, Meta(ge=-FLOAT32_MAX, le=FLOAT32_MAX)]]),
 }
-"""For each number type of the arrays in `common.wire.schemas`: its msgpack dtype and its JSON type. Integers are token
-ids."""
+"""For each number type of the arrays in `common.wire.schemas`: its msgpack dtype and its JSON type.
+Integers are token ids."""
 _T = TypeVar("_T")
 
 
@@ -58,12 +61,16 @@ def encode(content: object) -> bytes:
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
-    """Decodes a msgpack body to a struct. Raises InvalidInput that names the first invalid field."""
+    """Decodes a msgpack body to a struct. Raises InvalidInput that names the first invalid
+    field.
+    """
     return from_plain(unpack(body), kind)
 
 
 def decode_json(body: bytes, kind: type[_T]) -> _T:
-    """Decodes a JSON body to a struct. Raises InvalidInput that names the first invalid field, or TooLarge."""
+    """Decodes a JSON body to a struct. Raises InvalidInput that names the first invalid field, or
+    TooLarge.
+    """
     return from_plain(parse_json(body), kind)
 
 
@@ -84,7 +91,9 @@ def group_json(group: Group) -> dict[str, Any]:
 
 def plain(value: msgspec.Struct) -> dict[str, Any]:
     """Converts a struct to mappings, lists and numbers."""
-    found: dict[str, Any] = msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist())
+    found: dict[str, Any] = msgspec.to_builtins(
+        value, builtin_types=(bytes,), enc_hook=lambda array: array.tolist()
+    )
     return found
 
 
@@ -100,10 +109,14 @@ def unpack(body: bytes) -> Any:
 
     limits = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS, "max_ext_len": 0}
     try:
-        return msgpack.unpackb(body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, **limits)
+        return msgpack.unpackb(
+            body, raw=False, strict_map_key=True, list_hook=count, object_hook=count, **limits
+        )
     except (ValueError, TypeError, RecursionError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise InvalidInput(f"the body is not msgpack: {reason}", field="body", remedy=f"send {MSGPACK}") from None
+        raise InvalidInput(
+            f"the body is not msgpack: {reason}", field="body", remedy=f"send {MSGPACK}"
+        ) from None
 
 
 def parse_json(body: bytes) -> Any:
@@ -113,22 +126,35 @@ def parse_json(body: bytes) -> Any:
     """
     remedy = f"send smaller batches, or {MSGPACK} where the call takes it"
     if len(body) > MAX_JSON_BYTES:
-        raise TooLarge(f"a JSON body has at most {MAX_JSON_BYTES} bytes", field="body", value=len(body), remedy=remedy)
+        raise TooLarge(
+            f"a JSON body has at most {MAX_JSON_BYTES} bytes",
+            field="body",
+            value=len(body),
+            remedy=remedy,
+        )
     if 2 * len(body) > MAX_JSON_ITEMS and _json_items(body) > MAX_JSON_ITEMS:
-        raise TooLarge(f"the body has more than {MAX_JSON_ITEMS} items", field="body", value=len(body), remedy=remedy)
+        raise TooLarge(
+            f"the body has more than {MAX_JSON_ITEMS} items",
+            field="body",
+            value=len(body),
+            remedy=remedy,
+        )
     collects = gc.isenabled()
     gc.disable()  # while a million lists are created, the collector would scan them again and again
     try:
         return orjson.loads(body)  # refuses NaN, infinity and text that is not UTF-8
     except orjson.JSONDecodeError as error:
-        raise InvalidInput(f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8") from None
+        raise InvalidInput(
+            f"the body is not JSON: {error}", field="body", remedy="send JSON in UTF-8"
+        ) from None
     finally:
         if collects:
             gc.enable()
 
 
 def _json_items(body: bytes) -> int:
-    """Counts items outside strings, with lists and mappings counted twice; stops soon after the limit.
+    """Counts items outside strings, with lists and mappings counted twice; stops soon after the
+    limit.
 
     Works in chunks, between which other threads can run.
     """
@@ -139,7 +165,10 @@ def _json_items(body: bytes) -> int:
             match = _BACKSLASHES.match(body, end)
             end = match.end() if match else end
         parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        found += sum(part.count(b",") + 2 * (part.count(b"{") + part.count(b"[")) for part in parts[in_text::2])
+        found += sum(
+            part.count(b",") + 2 * (part.count(b"{") + part.count(b"["))
+            for part in parts[in_text::2]
+        )
         in_text ^= len(parts) % 2 == 0
         begin = end
     return found
@@ -172,7 +201,9 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_raw)
 
 
 def _array(kind: Any, value: object) -> Any:
-    """Decodes an array (read-only if it came as bytes). Raises ValueError, to which msgspec adds the path."""
+    """Decodes an array (read-only if it came as bytes). Raises ValueError, to which msgspec adds
+    the path.
+    """
     (number,) = get_args(get_args(kind)[-1])  # of ndarray[shape, dtype[number]]
     dtype, numbers = _ARRAYS[number]
     if not isinstance(value, bytes):
@@ -214,29 +245,45 @@ def _check(value: object) -> None:
             for i, group in enumerate(value.groups):
                 _check_group(group, f".groups[{i}]")
             if isinstance(value, SampledGroups):
-                _same_length(value.weights, len(value.groups), ".weights", "groups need as many weights")
+                _same_length(
+                    value.weights, len(value.groups), ".weights", "groups need as many weights"
+                )
         case ValueRequest():
             for i, sequence in enumerate(value.sequences):
                 _check_sequence(sequence, f".sequences[{i}]")
             if (value.run_id is None) != (value.step is None):
                 missing = "run_id" if value.run_id is None else "step"
-                raise ValidationError(f"run_id and step name a critic together: send both or neither - at `$.{missing}`")
+                raise ValidationError(
+                    f"run_id and step name a critic together: send both or neither - at `$.{missing}`"
+                )
         case UpdateRequest():
             for i, row in enumerate(value.rows):
                 where = f".rows[{i}]"
                 _check_sequence(row, where)
                 for name in ("old_values", "returns"):
-                    _same_length(getattr(row, name), len(row.completion_ids), f"{where}.{name}", "tokens need as many numbers")
+                    _same_length(
+                        getattr(row, name),
+                        len(row.completion_ids),
+                        f"{where}.{name}",
+                        "tokens need as many numbers",
+                    )
 
 
 def _check_group(group: Group, where: str) -> None:
     for i, completion in enumerate(group.completions):
         at, length = f"{where}.completions[{i}]", len(completion.token_ids)
         if not length:
-            raise ValidationError(f"a completion has at least one token, its end of sequence - at `${at}.token_ids`")
+            raise ValidationError(
+                f"a completion has at least one token, its end of sequence - at `${at}.token_ids`"
+            )
         _same_length(completion.logprobs, length, f"{at}.logprobs", "tokens need as many logprobs")
         if completion.teacher_logprobs is not None:
-            _same_length(completion.teacher_logprobs, length, f"{at}.teacher_logprobs", "tokens need as many logprobs")
+            _same_length(
+                completion.teacher_logprobs,
+                length,
+                f"{at}.teacher_logprobs",
+                "tokens need as many logprobs",
+            )
         reached = 0
         for _, start, end in completion.weight_versions:
             if start != reached or end <= start:
@@ -246,10 +293,17 @@ def _check_group(group: Group, where: str) -> None:
         if len(counts):
             _same_length(counts, length, f"{at}.kept_counts", "tokens need as many counts")
             if counts.min() < 0 or counts.sum(dtype=np.int64) != len(completion.kept_tokens):
-                raise ValidationError(f"their sum is the length of kept_tokens - at `${at}.kept_counts`")
-            hits, first = np.repeat(completion.token_ids, counts) == completion.kept_tokens, np.cumsum(counts) - counts
+                raise ValidationError(
+                    f"their sum is the length of kept_tokens - at `${at}.kept_counts`"
+                )
+            hits, first = (
+                np.repeat(completion.token_ids, counts) == completion.kept_tokens,
+                np.cumsum(counts) - counts,
+            )
             if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
-                raise ValidationError(f"every token is among those it was sampled from - at `${at}.kept_tokens`")
+                raise ValidationError(
+                    f"every token is among those it was sampled from - at `${at}.kept_tokens`"
+                )
         elif len(completion.kept_tokens):
             raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
         if reached != length:
@@ -258,7 +312,9 @@ def _check_group(group: Group, where: str) -> None:
         _check_episode(completion, at)
     episodes = {completion.episode for completion in group.completions}
     if episodes != {None} and episodes != set(range(len(episodes))):
-        reason = "completions have the numbers of their episodes, from 0 without a gap, or none has one"
+        reason = (
+            "completions have the numbers of their episodes, from 0 without a gap, or none has one"
+        )
         raise ValidationError(f"{reason} - at `${where}.completions`")
     if group.metadata:
         try:
@@ -274,18 +330,24 @@ def _check_episode(completion: Completion, at: str) -> None:
     if mask is not None:
         _same_length(mask, length, f"{at}.mask", "tokens need as many marks")
         if mask.max() != 1:
-            raise ValidationError(f"a mask has a 1 for every token to train, at least one, else 0 - at `${at}.mask`")
+            raise ValidationError(
+                f"a mask has a 1 for every token to train, at least one, else 0 - at `${at}.mask`"
+            )
     if completion.prompt_ids is not None and not len(completion.prompt_ids):
         raise ValidationError(f"a prompt has at least one token - at `${at}.prompt_ids`")
     for number, turn in enumerate(completion.turns):
         if not turn.start < turn.end <= length:
-            raise ValidationError(f"a turn is a range of the {length} tokens - at `${at}.turns[{number}]`")
+            raise ValidationError(
+                f"a turn is a range of the {length} tokens - at `${at}.turns[{number}]`"
+            )
 
 
 def _check_sequence(sequence: TokenSequence, where: str) -> None:
     for name in ("prompt_ids", "completion_ids"):
         if not len(getattr(sequence, name)):
-            raise ValidationError(f"a prompt and a completion have at least one token each - at `${where}.{name}`")
+            raise ValidationError(
+                f"a prompt and a completion have at least one token each - at `${where}.{name}`"
+            )
 
 
 def _same_length(array: Float32 | Int32, length: int, where: str, reason: str) -> None:
@@ -308,4 +370,9 @@ def _invalid(error: str, content: Any, where: str) -> InvalidInput:
             break
     shown = value if value is None or isinstance(value, str) else reprlib.repr(value)
     full = f"{where}{path}".removeprefix(".") or "body"
-    return InvalidInput(f"{full}: {reason}", field=full, value=shown, remedy="/docs of the service describes the fields")
+    return InvalidInput(
+        f"{full}: {reason}",
+        field=full,
+        value=shown,
+        remedy="/docs of the service describes the fields",
+    )

@@ -1,8 +1,9 @@
 """Every type on the wire.
 
-JSON bodies are pydantic models. The unit of experience is the `Group`: one prompt, n completions, their rewards; it is
-stored, handed out, sampled, dropped and counted whole. Types that carry arrays are msgspec structs over numpy, and travel as
-msgpack with raw little-endian arrays (`common.wire.codec`).
+JSON bodies are pydantic models. The unit of experience is the `Group`: one prompt, n completions,
+their rewards; it is stored, handed out, sampled, dropped and counted whole. Types that carry arrays
+are msgspec structs over numpy, and travel as msgpack with raw little-endian arrays
+(`common.wire.codec`).
 """
 
 import sys
@@ -30,10 +31,13 @@ _NUMBER = {"type": "number", "minimum": -FLOAT32_MAX, "maximum": FLOAT32_MAX}
 Int32 = Annotated[NDArray[np.int32], Meta(extra_json_schema={"items": _TOKEN_ID})]
 Float32 = Annotated[NDArray[np.float32], Meta(extra_json_schema={"items": _NUMBER})]
 FinishReason = Literal["stop", "length", "abort"]
-RewardStatus = Literal["ok", "unparsable", "unevaluated", "timeout", "died", "error", "inapplicable"]
-"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `unevaluated`: an expression with the right value
-where the ground truth is a number, graded 0. `timeout`, `died` (a worker), `error` (a reward function failed),
-`inapplicable` (no reward function applies): not graded, the reward is null."""
+RewardStatus = Literal[
+    "ok", "unparsable", "unevaluated", "timeout", "died", "error", "inapplicable"
+]
+"""`ok`: graded. `unparsable`: no answer in the response, graded 0. `unevaluated`: an expression
+with the right value where the ground truth is a number, graded 0. `timeout`, `died` (a worker),
+`error` (a reward function failed), `inapplicable` (no reward function applies): not graded, the
+reward is null."""
 
 
 _FEW = 16
@@ -44,31 +48,44 @@ _FEW = 16
 class AtMost:
     """Bounds a list or mapping before its items are validated, and stops at the first invalid item.
 
-    pydantic validates the items first and collects every error, which takes seconds and gigabytes for a million of them.
+    pydantic validates the items first and collects every error, which takes seconds and gigabytes
+    for a million of them.
     """
 
     limit: int
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         schema: Any = handler(source)
         if schema["type"] == "list":
-            return core_schema.no_info_before_validator_function(self._bounded, schema | {"fail_fast": True})
+            return core_schema.no_info_before_validator_function(
+                self._bounded, schema | {"fail_fast": True}
+            )
         return core_schema.no_info_wrap_validator_function(self._one_by_one, schema)
 
-    def __get_pydantic_json_schema__(self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
         found = handler(schema)
         return found | {"maxItems" if found.get("type") == "array" else "maxProperties": self.limit}
 
     def _bounded(self, value: Any) -> Any:
         if isinstance(value, list | dict) and len(value) > self.limit:
-            found = {"field_type": type(value).__name__, "max_length": self.limit, "actual_length": len(value)}
+            found = {
+                "field_type": type(value).__name__,
+                "max_length": self.limit,
+                "actual_length": len(value),
+            }
             raise PydanticKnownError("too_long", found)
         return value
 
     def _one_by_one(self, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(self._bounded(value), dict) or len(value) <= _FEW:
             return handler(value)
-        return {name: item for pair in value.items() for name, item in handler(dict([pair])).items()}
+        return {
+            name: item for pair in value.items() for name, item in handler(dict([pair])).items()
+        }
 
 
 MAX_LISTED = 65_536
@@ -104,13 +121,16 @@ class Prompt(Wire):
     prompt: str
     ground_truth: str
     task: str = Field("", exclude_if=_is_empty)
-    """Selects the reward functions when a data set mixes tasks; empty: the default ones. Left out of JSON when
-    empty."""
+    """Selects the reward functions when a data set mixes tasks; empty: the default ones. Left out
+    of JSON when empty."""
     columns: Columns = Field({}, exclude_if=_is_empty)
-    """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out of JSON when empty."""
-    chat: Annotated[list[Annotated[dict[str, str], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = Field([], exclude_if=_is_empty)
-    """The conversation to continue, if it is more than one user message. It ends with `prompt`; its own system message
-    replaces `sampling.system_prompt`. Left out of JSON when empty."""
+    """Further columns of the row, for reward functions that read them (`test_cases`, …). Left out
+    of JSON when empty."""
+    chat: Annotated[list[Annotated[dict[str, str], AtMost(MAX_NAMES)]], AtMost(MAX_LISTED)] = Field(
+        [], exclude_if=_is_empty
+    )
+    """The conversation to continue, if it is more than one user message. It ends with `prompt`; its
+    own system message replaces `sampling.system_prompt`. Left out of JSON when empty."""
 
 
 class PromptBatch(Wire):
@@ -122,13 +142,18 @@ class PromptBatch(Wire):
     epoch: int
     """Epoch of the first prompt, from 0."""
     position: int
-    """Prompts taken from this stream before this batch, over all epochs; `POST /seek` returns to it."""
+    """Prompts taken from this stream before this batch, over all epochs; `POST /seek` returns to
+    it."""
 
 
 class PassRateReport(Wire):
     """Body of `POST /pass_rates`: how often prompts of the training split were solved."""
 
-    prompt_ids: Annotated[list[Annotated[str, StringConstraints(max_length=512)]], Field(min_length=1), AtMost(MAX_LISTED)]
+    prompt_ids: Annotated[
+        list[Annotated[str, StringConstraints(max_length=512)]],
+        Field(min_length=1),
+        AtMost(MAX_LISTED),
+    ]
     pass_rates: Annotated[list[Annotated[float, Field(ge=0, le=1)]], AtMost(MAX_LISTED)]
     """Share of correct completions of each prompt, in the order of `prompt_ids`."""
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -183,14 +208,16 @@ class RewardResult(Wire):
     components: Annotated[dict[str, float | None], AtMost(MAX_NAMES)] = {}
     """Score of every reward function by its name, before weights; null where it failed."""
     verified: bool = True
-    """Whether `correct` is a verdict: from a verifying function, or a reward of 0 or 1. Otherwise `correct` means a
-    reward above 0.5."""
+    """Whether `correct` is a verdict: from a verifying function, or a reward of 0 or 1. Otherwise
+    `correct` means a reward above 0.5."""
     reason: str = ""
     """Why there is no reward: the error in the reward function, with its file and line."""
 
 
 class BatchRewardResult(Wire):
-    """Response of `POST /batch_reward`, in the order of the items; means are over graded items, 0 without any."""
+    """Response of `POST /batch_reward`, in the order of the items; means are over graded items, 0
+    without any.
+    """
 
     rewards: Annotated[list[RewardResult], AtMost(MAX_BATCH_ITEMS)]
     mean_reward: float
@@ -203,7 +230,9 @@ _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 class SentFile(Wire):
     """A file that rollout nodes may fetch."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)]
+    name: Annotated[
+        str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=128)
+    ]
     size: int = Field(ge=0)
     xxh3: _Checksum
     """`common.weights.checksums.checksum` of its bytes."""
@@ -234,15 +263,19 @@ class WeightManifest(Wire):
     files: Annotated[list[WeightFile], AtMost(MAX_LISTED)] = []
     """Empty: the trainer writes them on request (`GET /weights/latest?files=true`)."""
     directory: str = ""
-    """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty: nodes must download."""
+    """Directory of the files on the trainer's disk, for rollout nodes that mount it too. Empty:
+    nodes must download."""
     broadcast: "Broadcast | None" = None
     """Set when the tensors are broadcast instead of downloaded."""
     asleep: bool = False
-    """The trainer computes on the GPUs that it shares with the engines (`rollout.colocate`): they release their memory."""
+    """The trainer computes on the GPUs that it shares with the engines (`rollout.colocate`): they
+    release their memory."""
 
 
 def adapter_name(run_id: str, version: int) -> str:
-    """Returns the engines' name of the LoRA adapter of a weight version; it never names other weights."""
+    """Returns the engines' name of the LoRA adapter of a weight version; it never names other
+    weights.
+    """
     return f"{run_id}-v{version:06d}"
 
 
@@ -251,7 +284,9 @@ Shapes = Annotated[list[Annotated[list[int], AtMost(64)]], AtMost(MAX_TENSORS)]
 
 
 class Bucket(Wire):
-    """Tensors in one message: their bytes concatenated, all of one dtype, so that each is aligned."""
+    """Tensors in one message: their bytes concatenated, all of one dtype, so that each is
+    aligned.
+    """
 
     names: Annotated[list[str], Field(min_length=1), AtMost(MAX_TENSORS)]
     """Hugging Face names."""
@@ -261,7 +296,9 @@ class Bucket(Wire):
 
 
 class Broadcast(Wire):
-    """A torch.distributed group of the trainer (rank 0, the source) and all ranks of the engines, and what it sends."""
+    """A torch.distributed group of the trainer (rank 0, the source) and all ranks of the engines,
+    and what it sends.
+    """
 
     group: str
     master_address: str
@@ -279,7 +316,11 @@ class WeightChecksums(Wire):
     """Checksums of an engine's weights (`POST /weights/{version}/verify` of the trainer)."""
 
     worker: str
-    ranks: Annotated[list[Annotated[dict[str, str], AtMost(MAX_TENSORS)]], Field(min_length=1), AtMost(MAX_LISTED)]
+    ranks: Annotated[
+        list[Annotated[dict[str, str], AtMost(MAX_TENSORS)]],
+        Field(min_length=1),
+        AtMost(MAX_LISTED),
+    ]
     """For every GPU, the checksum of each tensor, by its name in the engine."""
 
 
@@ -317,7 +358,8 @@ class WorkerReport(Wire):
     gpus: int = Field(0, ge=0)
     """GPUs of the engine."""
     epoch: _Name = ""
-    """Changes when the engine must join a new group, because it was restarted or a broadcast to it failed."""
+    """Changes when the engine must join a new group, because it was restarted or a broadcast to it
+    failed."""
     checksum: _Name = ""
     """Checksum of the engine's weights, if they were broadcast and verified."""
 
@@ -329,7 +371,11 @@ _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Chars = Annotated[str, Meta(max_length=1_000_000)]
 _Spans = Annotated[
     list[tuple[_Count, _Count, _Count]],
-    Meta(min_length=1, max_length=MAX_LISTED, description="[version, start, end], one after the other, over all tokens"),
+    Meta(
+        min_length=1,
+        max_length=MAX_LISTED,
+        description="[version, start, end], one after the other, over all tokens",
+    ),
 ]
 
 
@@ -344,7 +390,8 @@ class Turn(Struct, forbid_unknown_fields=True):
     end: _Count
     """Index of the first token after the turn."""
     reward: _Finite | None = None
-    """The part of the episode's reward that the environment gave for this turn; None when it gave none."""
+    """The part of the episode's reward that the environment gave for this turn; None when it gave
+    none."""
 
 
 class Completion(Struct, forbid_unknown_fields=True):
@@ -353,7 +400,8 @@ class Completion(Struct, forbid_unknown_fields=True):
     token_ids: Int32
     """[L] token ids as the engine sampled them; never re-tokenised."""
     logprobs: Float32
-    """[L] log-probabilities in nats under the policy that sampled them, at the sampling temperature."""
+    """[L] log-probabilities in nats under the policy that sampled them, at the sampling
+    temperature."""
     text: _Chars
     finish_reason: FinishReason
     weight_versions: _Spans
@@ -364,24 +412,28 @@ class Completion(Struct, forbid_unknown_fields=True):
     """As in `RewardResult`."""
     status: RewardStatus = "ok"
     extracted_answer: _Chars | None = None
-    components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
+    components: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)
+    ] = {}
     """As in `RewardResult`."""
     teacher_logprobs: Float32 | None = None
     """[L] log-probabilities in nats under the teacher, at temperature 1; null without one."""
     kept_tokens: Int32 = field(default_factory=_no_tokens)
-    """With truncated sampling (top-p, top-k, min-p): for every token, the tokens it was sampled from, concatenated. The
-    log-probabilities are relative to these."""
+    """With truncated sampling (top-p, top-k, min-p): for every token, the tokens it was sampled
+    from, concatenated. The log-probabilities are relative to these."""
     kept_counts: Int32 = field(default_factory=_no_tokens)
-    """[L] lengths of the lists in `kept_tokens`, 0 for a token sampled from all; empty when all tokens were."""
+    """[L] lengths of the lists in `kept_tokens`, 0 for a token sampled from all; empty when all
+    tokens were."""
     mask: Int32 | None = None
-    """[L] 1 for a token to train on, 0 for a token of a tool or the environment; None: train on all."""
+    """[L] 1 for a token to train on, 0 for a token of a tool or the environment; None: train on
+    all."""
     prompt_ids: Int32 | None = None
     """[P] its own prompt; None: the group's prompt."""
     turns: Annotated[list[Turn], Meta(max_length=MAX_LISTED)] = []
     """The turns of an episode; empty for a single-turn completion."""
     episode: Annotated[int, Meta(ge=0, lt=MAX_COMPLETIONS)] | None = None
-    """Index of its episode in the group, which may have several sequences; None: the completion is an episode by
-    itself."""
+    """Index of its episode in the group, which may have several sequences; None: the completion is
+    an episode by itself."""
 
     @property
     def weight_version(self) -> int:
@@ -418,7 +470,8 @@ class Group(Struct, forbid_unknown_fields=True):
     created_at: _Finite = 0.0
     """Seconds since 1970."""
     min_new_tokens: _Count = 0
-    """Number of tokens at the start of each completion that were sampled without the `barred` tokens."""
+    """Number of tokens at the start of each completion that were sampled without the `barred`
+    tokens."""
     barred: Int32 = field(default_factory=_no_tokens)
     metadata: Annotated[dict[str, Any], Meta(max_length=MAX_NAMES)] = {}
 
@@ -432,7 +485,9 @@ class Group(Struct, forbid_unknown_fields=True):
         """One completion of each episode; completions of one episode share reward and verdict."""
         first: dict[int, Completion] = {}
         for i, completion in enumerate(self.completions):
-            first.setdefault(-1 - i if completion.episode is None else completion.episode, completion)
+            first.setdefault(
+                -1 - i if completion.episode is None else completion.episode, completion
+            )
         return list(first.values())
 
     @property
@@ -464,15 +519,18 @@ class SampledGroups(Struct):
 
     groups: Annotated[list[Group], Meta(max_length=MAX_LISTED)]
     weights: Float32
-    """[len(groups)] importance weights (N·P(i))^-β, divided by their mean over draws (`services.replay.sampling`)."""
+    """[len(groups)] importance weights (N·P(i))^-β, divided by their mean over draws
+    (`services.replay.sampling`)."""
 
 
 EpisodeStatus = Literal["ok", "timeout", "died", "error"]
-"""`ok`: the episode ended or reached a limit. `timeout`: its time ran out. `died`: the environment, its runner or the
-engine was lost. `error`: the environment failed. Only `ok` has a reward."""
-StopReason = Literal["done", "length", "turns", "sampled_tokens", "tool_calls", "context", "deadline", ""]
-"""`done`: it ended by itself. `length`: an answer was cut at `max_new_tokens`. The other values name the limit
-reached."""
+"""`ok`: the episode ended or reached a limit. `timeout`: its time ran out. `died`: the environment,
+its runner or the engine was lost. `error`: the environment failed. Only `ok` has a reward."""
+StopReason = Literal[
+    "done", "length", "turns", "sampled_tokens", "tool_calls", "context", "deadline", ""
+]
+"""`done`: it ended by itself. `length`: an answer was cut at `max_new_tokens`. The other values
+name the limit reached."""
 
 
 class EpisodeSequence(Struct, forbid_unknown_fields=True):
@@ -501,13 +559,17 @@ class Episode(Struct, forbid_unknown_fields=True):
     status: EpisodeStatus
     stop_reason: StopReason
     reward: _Finite | None
-    """Includes the rewards of the turns. Null when the environment gives none and the answer is still to be graded, or
-    when the status is not `ok`."""
+    """Includes the rewards of the turns. Null when the environment gives none and the answer is
+    still to be graded, or when the status is not `ok`."""
     answer: _Chars
     """Text of the last answer, without its thoughts."""
     sequences: Annotated[list[EpisodeSequence], Meta(max_length=MAX_LISTED)]
-    components: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)] = {}
-    metrics: Annotated[dict[Annotated[str, Meta(max_length=512)], _Finite], Meta(max_length=MAX_NAMES)] = {}
+    components: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], _Finite | None], Meta(max_length=MAX_NAMES)
+    ] = {}
+    metrics: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], _Finite], Meta(max_length=MAX_NAMES)
+    ] = {}
     """`turns`, `tool_calls`, `tool_errors`, `sampled_tokens`, `seconds`, `tool_seconds`."""
     detail: _Chars = ""
     """The reason for the status."""
@@ -567,7 +629,9 @@ class EpisodeLimits(Wire):
 class EpisodeRequest(Wire):
     """Body of `POST /episodes`: n episodes of one task."""
 
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")]
+    request_id: Annotated[
+        str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9._-]+$")
+    ]
     """A request sent again with the same id gets the same episodes."""
     n: int = Field(1, gt=0, le=MAX_COMPLETIONS)
     task: EpisodeTask
@@ -587,8 +651,8 @@ class TakeRequest(Wire):
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)]
     """A retry with the same id gets the same answer, so a new request makes a new id."""
     run_id: Annotated[str, StringConstraints(max_length=128)] = ""
-    """The run that takes the groups; its request ids begin with this id. Leases of all other requests end, because only
-    one run trains."""
+    """The run that takes the groups; its request ids begin with this id. Leases of all other
+    requests end, because only one run trains."""
 
 
 class SampleRequest(Wire):
@@ -602,7 +666,8 @@ class SampleRequest(Wire):
     request_id: Annotated[str, StringConstraints(min_length=1, max_length=128)] | None = None
     """A retry with the same id gets the same groups, and they count as sampled once."""
     step: int | None = Field(None, ge=0, lt=2**53)
-    """Optimiser steps done so far: a trainer that resumes from an earlier step undoes this draw. Needs a request id."""
+    """Optimiser steps done so far: a trainer that resumes from an earlier step undoes this draw.
+    Needs a request id."""
     seed: int = Field(0, ge=0)
 
 
@@ -645,12 +710,15 @@ class ValueTargets(TokenSequence, forbid_unknown_fields=True):
     returns: Float32
     """[L] target values."""
     weight: Annotated[float, Meta(ge=0, le=FLOAT32_MAX)] = 1.0
-    """Weight of this completion's loss: the importance weight of prioritised reuse, 1 for fresh experience."""
+    """Weight of this completion's loss: the importance weight of prioritised reuse, 1 for fresh
+    experience."""
 
 
 @dataclass(frozen=True)
 class CriticMetrics:
-    """Metrics of one update of the critic. The first three cover the optimiser steps that were applied; None: no step."""
+    """Metrics of one update of the critic. The first three cover the optimiser steps that were
+    applied; None: no step.
+    """
 
     value_loss: float | None
     """Mean over tokens and optimiser steps."""
@@ -659,7 +727,8 @@ class CriticMetrics:
     clip_fraction: float | None
     """Share of tokens whose value was clipped."""
     explained_variance: float
-    """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not vary."""
+    """1 − Var(returns − old values) / Var(returns) over the tokens; 0 when the returns do not
+    vary."""
     value_mean: float
     """Mean old value."""
     return_mean: float
@@ -700,7 +769,9 @@ CriticStep = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class RestoreRequest(Wire):
-    """Body of `POST /restore`: the run continues with the critic saved at `step`; step 0 is a new one."""
+    """Body of `POST /restore`: the run continues with the critic saved at `step`; step 0 is a new
+    one.
+    """
 
     run_id: RunId
     step: CriticStep

@@ -14,6 +14,11 @@ class Brief(RewardFunction):
         self.math = MathRewardFunction()
 
     def __call__(self, completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-        """One number per completion. NaN (an answer that could not be graded) stays NaN: an error is not a zero."""
+        """One number per completion. NaN (an answer that could not be graded) stays NaN: an error
+        is not a zero.
+        """
         right = self.math(completions, **columns)
-        return [score - 0.002 * len(chat[-1]["content"]) for score, chat in zip(right, completions, strict=True)]
+        return [
+            score - 0.002 * len(chat[-1]["content"])
+            for score, chat in zip(right, completions, strict=True)
+        ]

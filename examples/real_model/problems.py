@@ -1,7 +1,7 @@
 """Writes one-step word problems: `python examples/real_model/problems.py DIRECTORY`.
 
-`train.jsonl` is for training, `test.jsonl` for evaluation. A hash of the calculation decides the split, so no test
-calculation occurs in training, in any wording.
+`train.jsonl` is for training, `test.jsonl` for evaluation. A hash of the calculation decides the
+split, so no test calculation occurs in training, in any wording.
 """
 
 import hashlib
@@ -23,7 +23,10 @@ _WORDINGS = {
         "{n} has {a} {t} and loses {b}. How many {t} are left?",
         "{n} had {a} {t} and sold {b}. How many has {n} now?",
     ),
-    "*": ("{n} has {a} boxes with {b} {t} each. How many {t} in all?", "{n} buys {a} bags of {b} {t}. How many {t} is that?"),
+    "*": (
+        "{n} has {a} boxes with {b} {t} each. How many {t} in all?",
+        "{n} buys {a} bags of {b} {t}. How many {t} is that?",
+    ),
     "/": (
         "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
         "{n} packs {a} {t} into {b} boxes. How many {t} are in each?",
@@ -44,10 +47,17 @@ class Problem(NamedTuple):
 
 
 def problems(seed: int = 0) -> Iterator[Problem]:
-    """Yields problems endlessly: a random operation of the four, on numbers from 11 to 99 or ten times as large."""
+    """Yields problems endlessly: a random operation of the four, on numbers from 11 to 99 or ten
+    times as large.
+    """
     rng = random.Random(seed)
     while True:
-        kind, name, thing, a = rng.choice("+-*/"), rng.choice(_NAMES), rng.choice(_THINGS), rng.randint(11, 99)
+        kind, name, thing, a = (
+            rng.choice("+-*/"),
+            rng.choice(_NAMES),
+            rng.choice(_THINGS),
+            rng.randint(11, 99),
+        )
         a, b = (a, 1) if kind in "+-" else (10 * a, 10)
         answer = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[kind]
         text = rng.choice(_WORDINGS[kind]).format(n=name, t=thing, a=a, b=b)
@@ -66,8 +76,13 @@ def main(directory: Path) -> None:
         if len(files[name]) < SIZES[name]:
             files[name].append(problem)
     for name, found in files.items():
-        rows = [{"question": each.question, "calculation": each.calculation, "answer": each.answer} for each in found]
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        rows = [
+            {"question": each.question, "calculation": each.calculation, "answer": each.answer}
+            for each in found
+        ]
+        (directory / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""`python -m examples.tool_calculator.base DIRECTORY [--seed N]`: makes a tiny model that rarely calls its tool.
+"""`python -m examples.tool_calculator.base DIRECTORY [--seed N]`: makes a tiny model that rarely
+calls its tool.
 
-Writes the model to DIRECTORY/base and the problems for RL training to DIRECTORY/problems. The model has learnt to call
-the tool and read its result, then a habit of answering without it; occasionally it garbles a number.
+Writes the model to DIRECTORY/base and the problems for RL training to DIRECTORY/problems. The model
+has learnt to call the tool and read its result, then a habit of answering without it; occasionally
+it garbles a number.
 """
 
 import argparse
@@ -17,11 +19,20 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
 from examples.tool_calculator.calculator import Calculator
-from trainer.cli.tiny_base import TURN_END, Row, answered, make_model, make_tokenizer, save, warm_start
+from trainer.cli.tiny_base import (
+    TURN_END,
+    Row,
+    answered,
+    make_model,
+    make_tokenizer,
+    save,
+    warm_start,
+)
 
 TRACES, PROBLEMS, HELD_OUT = 128, 2048, 256
 STEPS, LATE, BATCH = 320, 0.8, 32
-"""Until step LATE × STEPS nearly all conversations call the tool; after that most guess, which forms a habit."""
+"""Until step LATE × STEPS nearly all conversations call the tool; after that most guess, which
+forms a habit."""
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
@@ -70,7 +81,9 @@ class Conversations(NamedTuple):
 
 
 def conversations(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Conversations:
-    """Returns the tokens of a problem's conversations, as the gateway records them, and which tokens are learned."""
+    """Returns the tokens of a problem's conversations, as the gateway records them, and which
+    tokens are learned.
+    """
     tools = [get_json_schema(Calculator().multiply)]
     user, final = {"role": "user", "content": problem.question}, f"#### {problem.answer}{TURN_END}"
     call = {"type": "function", "function": {"name": "multiply", "arguments": problem._asdict()}}
@@ -78,38 +91,61 @@ def conversations(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Conve
     result = {"role": "tool", "name": "multiply", "content": problem.answer}
 
     def text(chat: list[dict[str, Any]], offered: list[Any]) -> str:
-        return str(tokenizer.apply_chat_template(chat, tools=offered, tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                chat, tools=offered, tokenize=False, add_generation_prompt=True
+            )
+        )
 
     asked, whole = text([user], tools), text([user, called, result], tools)
     end = whole.index(TURN_END, len(asked)) + len(TURN_END)
     ask, write, read, answer, ask_alone = (
-        tokenizer(part).input_ids for part in (asked, whole[len(asked) : end], whole[end:], final, text([user], []))
+        tokenizer(part).input_ids
+        for part in (asked, whole[len(asked) : end], whole[end:], final, text([user], []))
     )
     learned = [-100] * len(ask) + write + [-100] * len(read) + answer
-    return Conversations((ask + write + read + answer, learned), answered(ask, answer), answered(ask_alone, answer))
+    return Conversations(
+        (ask + write + read + answer, learned), answered(ask, answer), answered(ask_alone, answer)
+    )
 
 
-def build(directory: Path, seed: int = 0, console: Console | None = None, steps: int = STEPS, batch: int = BATCH) -> None:
+def build(
+    directory: Path,
+    seed: int = 0,
+    console: Console | None = None,
+    steps: int = STEPS,
+    batch: int = BATCH,
+) -> None:
     """Writes the model, unless it exists, and the problems."""
     console = console or Console(stderr=True)
     made = problems(seed, TRACES + PROBLEMS + HELD_OUT)
     (directory / "problems").mkdir(parents=True, exist_ok=True)
     for name, part in (("train", made[TRACES:-HELD_OUT]), ("test", made[-HELD_OUT:])):
-        lines = [json.dumps({"question": each.question, "answer": each.answer}) + "\n" for each in part]
+        lines = [
+            json.dumps({"question": each.question, "answer": each.answer}) + "\n" for each in part
+        ]
         (directory / "problems" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     if (directory / "base" / "config.json").exists():
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    corpus = ('{"name": "multiply", "arguments": {"a": 1, "b": 1}}#### 1 * 1 = ?system\nuser\nassistant\nTools: multiply',) * 9
+    corpus = (
+        '{"name": "multiply", "arguments": {"a": 1, "b": 1}}#### 1 * 1 = ?system\nuser\nassistant\nTools: multiply',
+    ) * 9
     tokenizer = make_tokenizer(iter(corpus), CHAT_TEMPLATE, MARKS)
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    called, guessed, alone = zip(*(conversations(problem, tokenizer) for problem in made[:TRACES]), strict=True)
+    called, guessed, alone = zip(
+        *(conversations(problem, tokenizer) for problem in made[:TRACES]), strict=True
+    )
 
     def batch_of(step: int) -> list[Row]:
         guesses = 0 if step < LATE * steps else batch * 2 // 3
-        return [*rng.sample(called, batch - guesses), *rng.sample(guessed, guesses), *rng.sample(alone, batch // 8)]
+        return [
+            *rng.sample(called, batch - guesses),
+            *rng.sample(guessed, guesses),
+            *rng.sample(alone, batch // 8),
+        ]
 
     warm_start(model, batch_of, steps, tokenizer.pad_token_id, console)
     save(directory / "base", model, tokenizer, console)

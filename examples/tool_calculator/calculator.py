@@ -1,12 +1,16 @@
-"""An environment with one tool: `environment.name python:examples.tool_calculator.calculator:Calculator`."""
+"""An environment with one tool: `environment.name
+python:examples.tool_calculator.calculator:Calculator`.
+"""
 
 from typing import Any
 
 
 class Calculator:
-    """A product of two numbers that are too large for a tiny model. The answer is `#### N` and nothing else.
+    """A product of two numbers that are too large for a tiny model. The answer is `#### N` and
+    nothing else.
 
-    It grades itself: the math reward compares values, so a model could learn to answer `#### 4739 * 8526`.
+    It grades itself: the math reward compares values, so a model could learn to answer `#### 4739 *
+    8526`.
     """
 
     def reset(self, ground_truth: str) -> None:

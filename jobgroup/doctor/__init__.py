@@ -1,1 +1,3 @@
-"""`python -m jobgroup.doctor`: is this machine, or the cluster around this pod, ready for a job group?"""
+"""`python -m jobgroup.doctor`: is this machine, or the cluster around this pod, ready for a job
+group?
+"""

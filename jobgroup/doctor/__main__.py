@@ -1,8 +1,10 @@
-"""`python -m jobgroup.doctor [YAML]`: is this machine, or the cluster around this pod, ready for a job group?
+"""`python -m jobgroup.doctor [YAML]`: is this machine, or the cluster around this pod, ready for a
+job group?
 
-Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it? Inside a running
-group (`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks healthy, and is this machine ready for `--task`? With
-`--plan MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json` is read. Exit status
+Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
+Inside a running group (`SKYPILOT_JOBGROUP_NAME` is set): are the other tasks healthy, and is this
+machine ready for `--task`? With `--plan MODEL`: how much memory does this model need on GPUs of
+every size? Only its `config.json` is read. Exit status
 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
@@ -43,20 +45,26 @@ _CHECKS_HERE = {
     "sandbox": machine.check_sandbox,
     "proxies": network.check_proxies,
 }
-"""Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined from here."""
+"""Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined
+from here."""
 
 
 def results(plan: Plan) -> Iterator[Result]:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
-    loading = [Check(f"model {name}", partial(hub.check_model, plan, name, job)) for name, job in hub.models(plan).items()]
+    loading = [
+        Check(f"model {name}", partial(hub.check_model, plan, name, job))
+        for name, job in hub.models(plan).items()
+    ]
     loading.append(Check("data set", partial(hub.check_dataset, plan)))
     loading.append(Check("clock", partial(hub.check_clock, plan)))
     loaded = list(perform(loading))
     table = _CHECKS if plan.assumed_gb else _CHECKS | _CHECKS_HERE
     yield from perform([Check(name, partial(check, plan)) for name, check in table.items()])
     yield from loaded
-    yield from perform([Check(memory.TITLE, partial(memory.check_fit, plan)), *network.cluster_checks(plan)])
+    yield from perform(
+        [Check(memory.TITLE, partial(memory.check_fit, plan)), *network.cluster_checks(plan)]
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,16 +73,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = dict(os.environ)
     try:
         if options.gpus is not None and options.gpu_memory_gb is None and options.plan is None:
-            raise ConfigError("it needs --gpu-memory-gb or --plan", field="--gpus", value=options.gpus, remedy="give one too")
+            raise ConfigError(
+                "it needs --gpu-memory-gb or --plan",
+                field="--gpus",
+                value=options.gpus,
+                remedy="give one too",
+            )
         if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
             remedy = "give GB, such as 80"
-            raise ConfigError("this is not a memory size", field="--gpu-memory-gb", value=options.gpu_memory_gb, remedy=remedy)
+            raise ConfigError(
+                "this is not a memory size",
+                field="--gpu-memory-gb",
+                value=options.gpu_memory_gb,
+                remedy=remedy,
+            )
         overrides = dict(assignment(text, "--env") for text in options.env)
         if options.plan is not None:
-            lines = list(sizes.predict(options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb))
+            lines = list(
+                sizes.predict(
+                    options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb
+                )
+            )
             redactors = [SecretRedactor(each) for each in (env, overrides)]
             return _report(lines, redactors, options.json, may_fail=options.gpu_memory_gb is None)
-        plan = make(options.yaml, overrides, env, options.task, cluster=options.gpu_memory_gb is not None)
+        plan = make(
+            options.yaml, overrides, env, options.task, cluster=options.gpu_memory_gb is not None
+        )
     except ConfigError as error:
         fail(error)
     plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
@@ -85,14 +109,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(results(plan), redactors, options.json)
 
 
-def _report(results: Iterable[Result], redactors: list[SecretRedactor], as_json: bool, may_fail: bool = False) -> int:
+def _report(
+    results: Iterable[Result],
+    redactors: list[SecretRedactor],
+    as_json: bool,
+    may_fail: bool = False,
+) -> int:
     """Prints the results as they arrive; returns the exit status, always 0 with `may_fail`."""
     found = []
     for result in results:
         found.append(result.redacted(redactors))
         if not as_json:
             print(found[-1].text(), flush=True)
-    counts = {state: sum(result.state == state for result in found) for state in ("ok", "warn", "fail")}
+    counts = {
+        state: sum(result.state == state for result in found) for state in ("ok", "warn", "fail")
+    }
     if as_json:
         report = {"ok": not counts["fail"], "checks": [vars(result) for result in found]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -107,15 +138,29 @@ def _title(plan: Plan) -> str:
         return f"inside the job group {plan.group}; this machine for {tasks}"
     if plan.assumed_gb:
         return f"{plan.group}: {tasks}, on GPUs of {plan.assumed_gb:g} GB"
-    return f"this machine for {'make demo' if plan.demo else f'a local run of {plan.group}'}: {tasks}"
+    return (
+        f"this machine for {'make demo' if plan.demo else f'a local run of {plan.group}'}: {tasks}"
+    )
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser("jobgroup.doctor", "Checks a machine, or a running job group from within.")
+    parser = CommandParser(
+        "jobgroup.doctor", "Checks a machine, or a running job group from within."
+    )
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
-    add("--env", action="append", default=[], metavar="K=V", help="sets a variable in every task, as in jobgroup.local")
-    add("--task", metavar="NAME", help="only what this task needs; inside a group: the task of this pod")
+    add(
+        "--env",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="sets a variable in every task, as in jobgroup.local",
+    )
+    add(
+        "--task",
+        metavar="NAME",
+        help="only what this task needs; inside a group: the task of this pod",
+    )
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
     add("--gpu-memory-gb", type=float, metavar="GB", help=size)
     of_model = "the memory of this model (a directory or a config.json) on GPUs of every size, and nothing else"

@@ -1,10 +1,18 @@
-"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of `common.models.memory`."""
+"""Whether the model fits the GPUs, or the CPU memory, of the tasks, using the estimates of
+`common.models.memory`.
+"""
 
 from collections.abc import Iterator
 from dataclasses import fields
 
 from common.errors import ConfigError
-from common.models.memory import ModelShape, TrainerMemory, engine_memory, trainer_host_bytes, trainer_memory
+from common.models.memory import (
+    ModelShape,
+    TrainerMemory,
+    engine_memory,
+    trainer_host_bytes,
+    trainer_memory,
+)
 from common.process.topology import CRITIC, ROLLOUT, TRAINER
 from common.settings.config import Config
 from common.settings.sections import LoraSection
@@ -14,7 +22,8 @@ from jobgroup.doctor.report import Result, expect, failed, fits, gb
 
 TITLE = "memory for the model"
 _STATIC = 0.85
-"""Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static` sets it."""
+"""Approximate share of a GPU that SGLang takes for weights and KV cache; `--mem-fraction-static`
+sets it."""
 _PROMPT = 512
 """Tokens of a long prompt."""
 _PROCESS = 600 << 20
@@ -35,15 +44,25 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     try:
         shape = ModelShape.of(plan.shapes[name])
     except KeyError:
-        yield Result(TITLE, "warn", f"not estimated: the config.json of {name} cannot be read", "see the line of the model")
+        yield Result(
+            TITLE,
+            "warn",
+            f"not estimated: the config.json of {name} cannot be read",
+            "see the line of the model",
+        )
         return
     except ConfigError as error:
-        found, fix = f"{error.message}: {error.value}", "watch nvidia-smi in a first run with --env MAX_STEPS=3"
+        found, fix = (
+            f"{error.message}: {error.value}",
+            "watch nvidia-smi in a first run with --env MAX_STEPS=3",
+        )
         yield Result(TITLE, "warn", found, fix)
         return
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     if plan.assumed_gb or plan.gpus:
-        size = int(plan.assumed_gb * 1e9) if plan.assumed_gb else min(gpu.total for gpu in plan.gpus)
+        size = (
+            int(plan.assumed_gb * 1e9) if plan.assumed_gb else min(gpu.total for gpu in plan.gpus)
+        )
         for job in jobs:
             try:
                 yield from _on_gpu(job, shape, size, plan)
@@ -56,8 +75,12 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         yield _on_cpu(jobs, shape, *available_memory(plan.topology is not None))
 
 
-def _estimate(job: PlannedTask, shape: ModelShape, ranks: int, width: int | None = None) -> TrainerMemory:
-    """Estimates a process of the trainer, or of critic-server: which trains a whole model without a reference."""
+def _estimate(
+    job: PlannedTask, shape: ModelShape, ranks: int, width: int | None = None
+) -> TrainerMemory:
+    """Estimates a process of the trainer, or of critic-server: which trains a whole model without a
+    reference.
+    """
     if job.name == TRAINER:
         return trainer_memory(shape, job.config, ranks, width)
     algorithm = job.config.algorithm.model_copy(update={"kl_coef": 0.0})
@@ -66,7 +89,11 @@ def _estimate(job: PlannedTask, shape: ModelShape, ranks: int, width: int | None
 
 
 def _parts(estimate: TrainerMemory) -> str:
-    return ", ".join(f"{each.name} {gb(size)}" for each in fields(estimate) if (size := getattr(estimate, each.name)))
+    return ", ".join(
+        f"{each.name} {gb(size)}"
+        for each in fields(estimate)
+        if (size := getattr(estimate, each.name))
+    )
 
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
@@ -83,14 +110,26 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Itera
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
         left, bound = available_memory(bool(plan.topology))
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
-        yield fits(f"CPU memory of {job.name}", found, needed, left, "less offloading, LoRA, or a machine with more")
+        yield fits(
+            f"CPU memory of {job.name}",
+            found,
+            needed,
+            left,
+            "less offloading, LoRA, or a machine with more",
+        )
 
 
 def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
-    """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion must."""
+    """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion
+    must.
+    """
     settings, one = config.rollout, _PROMPT + config.sampling.max_new_tokens
     words = [part for word in settings.engine_args for part in word.split("=", 1)]
-    static = float(words[words.index("--mem-fraction-static") + 1]) if "--mem-fraction-static" in words[:-1] else _STATIC
+    static = (
+        float(words[words.index("--mem-fraction-static") + 1])
+        if "--mem-fraction-static" in words[:-1]
+        else _STATIC
+    )
     engine = engine_memory(shape, config, size, static)
     tokens, left = engine.kv_tokens, gb(engine.kv_tokens * engine.kv_bytes_per_token)
     found = (
@@ -101,21 +140,38 @@ def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Res
         "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args; "
         "lower sampling.max_new_tokens, or use a smaller model"
     )
-    return expect(name, tokens >= one * config.sampling.group_size, found, fix, "warn" if tokens >= one else "fail")
+    return expect(
+        name,
+        tokens >= one * config.sampling.group_size,
+        found,
+        fix,
+        "warn" if tokens >= one else "fail",
+    )
 
 
 def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -> Result:
-    """Judges all processes of all tasks in the memory of this machine, where everything is float32."""
+    """Judges all processes of all tasks in the memory of this machine, where everything is
+    float32.
+    """
     parts, total = [], 0
     for job in jobs:
         if job.name == ROLLOUT:
-            requests, tokens = job.config.rollout.max_running_requests, job.config.rollout.max_context_tokens
-            weights, per_token = _FP32 * shape.parameters, 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim
+            requests, tokens = (
+                job.config.rollout.max_running_requests,
+                job.config.rollout.max_context_tokens,
+            )
+            weights, per_token = (
+                _FP32 * shape.parameters,
+                2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim,
+            )
             needed = _PROCESS + weights + per_token * requests * tokens
             found = f"weights {gb(weights)}, KV cache of {requests} × {tokens} tokens"
         else:
             estimate = _estimate(job, shape, job.num_nodes, _FP32)
-            needed, found = estimate.total - estimate.overhead + _PROCESS, _parts(estimate).rpartition(", overhead")[0]
+            needed, found = (
+                estimate.total - estimate.overhead + _PROCESS,
+                _parts(estimate).rpartition(", overhead")[0],
+            )
         parts.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
         total += job.num_nodes * needed
     fix = "a smaller model, lora.rank, lower trainer.micro_batch_tokens or rollout.max_running_requests, fewer nodes; or GPUs"

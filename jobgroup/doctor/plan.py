@@ -1,4 +1,6 @@
-"""The subject of the doctor: tasks of a job group with the settings of their processes, and their GPUs."""
+"""The subject of the doctor: tasks of a job group with the settings of their processes, and their
+GPUs.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.topology import (
+    CRITIC,
+    DATA,
+    ENVIRONMENT,
+    REPLAY,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    Topology,
+)
 from common.settings.config import Config
 from common.settings.explain import did_you_mean
 from common.settings.sources import packaged
@@ -57,7 +68,11 @@ class PlannedTask(spec.Task):
     @property
     def needs_torch(self) -> bool:
         neural = self.name == REWARD and "reward_model" in self.config.reward.function_names()
-        return self.name in (TRAINER, CRITIC) or neural or (self.name == ROLLOUT and not self.uses_sglang)
+        return (
+            self.name in (TRAINER, CRITIC)
+            or neural
+            or (self.name == ROLLOUT and not self.uses_sglang)
+        )
 
 
 @dataclass
@@ -98,25 +113,33 @@ def make(
     *,
     cluster: bool = False,
 ) -> Plan:
-    """Reads YAML (the demo's when `path` is None), environment and settings; their errors become the plan's `problems`.
+    """Reads YAML (the demo's when `path` is None), environment and settings; their errors become
+    the plan's `problems`.
 
-    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to what this task needs;
-    `cluster` asks about a launch on a cluster, with its volumes, and not about this machine. Raises ConfigError when
-    the file or the task does not exist.
+    `overrides` are variables of every task, as `jobgroup.local --env`; `task` limits the plan to
+    what this task needs; `cluster` asks about a launch on a cluster, with its volumes, and not
+    about this machine. Raises ConfigError when the file or the task does not exist.
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
         remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
         raise ConfigError("there is no such file", field="YAML", value=str(path), remedy=remedy)
     group, topology = env.get("SKYPILOT_JOBGROUP_NAME", ""), None
-    inside, jobs, problems = bool(group), list[PlannedTask](), dict[str, tuple[ConfigError, list[str]]]()
+    inside, jobs, problems = (
+        bool(group),
+        list[PlannedTask](),
+        dict[str, tuple[ConfigError, list[str]]](),
+    )
     try:
         topology = Topology.from_env(env) if inside else None
-        found = spec.load(path or DEMO, overrides if path or inside else {**_DEMO_ENV, **overrides}, {}, {})
+        found = spec.load(
+            path or DEMO, overrides if path or inside else {**_DEMO_ENV, **overrides}, {}, {}
+        )
         group = group or found.name
         mounted = cluster or (topology is not None and not topology.local_hosts)
         for each in found.tasks if mounted else [each.without_volumes() for each in found.tasks]:
-            # In a pod the environment is what the task was launched with; in a local run the YAML's wins.
+            # In a pod the environment is what the task was launched with; in a local run the YAML's
+            # wins.
             own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
             try:
                 jobs += _planned(each, own, topology)
@@ -125,16 +148,39 @@ def make(
     except ConfigError as error:
         problems[str(error)] = error, []
     if task is not None and not problems and task not in (names := [job.name for job in jobs]):
-        raise ConfigError("there is no such task", field="--task", value=task, remedy=did_you_mean(task, names))
-    lines = [failed(f"settings of {', '.join(names)}" if names else "job group", error) for error, names in problems.values()]
+        raise ConfigError(
+            "there is no such task", field="--task", value=task, remedy=did_you_mean(task, names)
+        )
+    lines = [
+        failed(f"settings of {', '.join(names)}" if names else "job group", error)
+        for error, names in problems.values()
+    ]
     here = [job for job in jobs if (task is None and not inside) or job.name == task]
-    wanted = [job for job in jobs if task in (None, job.name) or (inside and job.name in _CALLS.get(task, ()))]
-    return Plan(group, wanted, here, topology, path is None and not inside, lines, {**env, **(here[0].env if here else {})})
+    wanted = [
+        job
+        for job in jobs
+        if task in (None, job.name) or (inside and job.name in _CALLS.get(task, ()))
+    ]
+    return Plan(
+        group,
+        wanted,
+        here,
+        topology,
+        path is None and not inside,
+        lines,
+        {**env, **(here[0].env if here else {})},
+    )
 
 
-def _planned(task: spec.Task, env: Mapping[str, str], topology: Topology | None) -> list[PlannedTask]:
-    """Returns the task with its settings, or nothing for one that a local run leaves out. Raises ConfigError."""
+def _planned(
+    task: spec.Task, env: Mapping[str, str], topology: Topology | None
+) -> list[PlannedTask]:
+    """Returns the task with its settings, or nothing for one that a local run leaves out. Raises
+    ConfigError.
+    """
     if topology is not None and topology.local_hosts:
-        task = replace(task, num_nodes=sum(host.startswith(f"{task.name}-") for host in topology.local_hosts))
+        task = replace(
+            task, num_nodes=sum(host.startswith(f"{task.name}-") for host in topology.local_hosts)
+        )
     config = task.settings(env)
     return [PlannedTask(**{**vars(task), "env": env}, config=config)] if task.num_nodes else []

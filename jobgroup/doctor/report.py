@@ -1,4 +1,6 @@
-"""Checks and their results. They run concurrently, each within its time limit, and none can stop the others."""
+"""Checks and their results. They run concurrently, each within its time limit, and none can stop
+the others.
+"""
 
 import subprocess
 import threading
@@ -53,7 +55,9 @@ def failed(name: str, error: ServiceError) -> Result:
     """An error of the project, with its remedy as the fix."""
     given = {"field": error.field, "value": error.value}
     found = "".join(f" · {key}: {value}" for key, value in given.items() if value is not None)
-    return Result(name, "fail", error.message + found, error.remedy or f"change {error.field or 'it'}")
+    return Result(
+        name, "fail", error.message + found, error.remedy or f"change {error.field or 'it'}"
+    )
 
 
 class Check(NamedTuple):
@@ -65,7 +69,9 @@ class Check(NamedTuple):
 
 
 def perform(checks: Sequence[Check]) -> Iterator[Result]:
-    """Runs all checks at once and yields their results in order. A check that raises or times out is a failed line."""
+    """Runs all checks at once and yields their results in order. A check that raises or times out
+    is a failed line.
+    """
     found: list[list[Result]] = [[] for _ in checks]
 
     def run(check: Check, results: list[Result]) -> None:
@@ -75,14 +81,22 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
         except ServiceError as error:
             results.append(failed(check.name, error))
         except subprocess.TimeoutExpired as error:
-            results.append(Result(check.name, "warn", f"no answer within {error.timeout:.0f} s", _SLOW))
+            results.append(
+                Result(check.name, "warn", f"no answer within {error.timeout:.0f} s", _SLOW)
+            )
         except Exception as error:
             reason = f"the check itself failed: {type(error).__name__}: {error}"
-            results.append(Result(check.name, "fail", reason, "check this by hand, and report this line"))
+            results.append(
+                Result(check.name, "fail", reason, "check this by hand, and report this line")
+            )
 
     start = time.monotonic()
-    # Daemon threads: one that hangs in the kernel (a dead network disk) must not keep the command from ending.
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in zip(checks, found, strict=True)]
+    # Daemon threads: one that hangs in the kernel (a dead network disk) must not keep the command
+    # from ending.
+    threads = [
+        threading.Thread(target=run, args=each, daemon=True)
+        for each in zip(checks, found, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread, check, results in zip(threads, checks, found, strict=True):
@@ -92,17 +106,27 @@ def perform(checks: Sequence[Check]) -> Iterator[Result]:
             yield Result(check.name, "fail", f"not done after {check.limit_s:.0f} s", _SLOW)
 
 
-def ask(*command: object, fix: str, timeout_s: float = 30.0, env: Mapping[str, str] | None = None) -> str:
-    """Runs a program and returns its standard output. Raises ConfigError with its last line and the fix, or TimeoutExpired."""
+def ask(
+    *command: object, fix: str, timeout_s: float = 30.0, env: Mapping[str, str] | None = None
+) -> str:
+    """Runs a program and returns its standard output. Raises ConfigError with its last line and the
+    fix, or TimeoutExpired.
+    """
     words = [str(word) for word in command]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
+        )
     except OSError as error:
         problem = f"{words[0]} cannot be run: {error}"
         raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix) from None
     if done.returncode:
-        reason = ((done.stderr + done.stdout).strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ConfigError(f"{words[0]} fails: {reason}", field=words[0], value=" ".join(words), remedy=fix)
+        reason = (
+            (done.stderr + done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
+        )[-1]
+        raise ConfigError(
+            f"{words[0]} fails: {reason}", field=words[0], value=" ".join(words), remedy=fix
+        )
     return done.stdout
 
 

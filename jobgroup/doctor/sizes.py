@@ -1,4 +1,5 @@
-"""`--plan MODEL`: a model's memory on GPUs of every size, as trainer and engine, and what to change if it does not fit.
+"""`--plan MODEL`: a model's memory on GPUs of every size, as trainer and engine, and what to change
+if it does not fit.
 
 Uses the estimates of `common.models.memory`; needs neither the model's weights nor a GPU.
 """
@@ -22,34 +23,58 @@ _NODE = 8
 _SAVINGS: tuple[dict[str, Any], ...] = (
     {"trainer.activation_checkpointing": True},
     {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096},
-    {"trainer.activation_checkpointing": True, "trainer.micro_batch_tokens": 4096, "trainer.offload_optimizer": True},
+    {
+        "trainer.activation_checkpointing": True,
+        "trainer.micro_batch_tokens": 4096,
+        "trainer.offload_optimizer": True,
+    },
 )
 """From the cheapest; the first that suffices is reported."""
 _LORA = {"lora.rank": 16, "trainer.activation_checkpointing": True}
 
 
-def predict(model: Path, gpus: int, env: Mapping[str, str], only_gb: float | None) -> Iterator[Result]:
-    """Yields the prediction for `gpus` GPUs of the trainer, for every usual size or `only_gb`, with the settings in `env`.
+def predict(
+    model: Path, gpus: int, env: Mapping[str, str], only_gb: float | None
+) -> Iterator[Result]:
+    """Yields the prediction for `gpus` GPUs of the trainer, for every usual size or `only_gb`, with
+    the settings in `env`.
 
-    Raises ConfigError for a model that cannot be read or estimated, and for settings that are wrong.
+    Raises ConfigError for a model that cannot be read or estimated, and for settings that are
+    wrong.
     """
     config, shape = load([], env), ModelShape.of(_read(model))
     estimate = trainer_memory(shape, config, gpus)
     held = ("weights", "gradients", "optimizer", "reference", "critic")
-    parts = {field.name: gb(size) for field in fields(estimate) if (size := getattr(estimate, field.name))}
+    parts = {
+        field.name: gb(size)
+        for field in fields(estimate)
+        if (size := getattr(estimate, field.name))
+    }
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({model})")
     kept = ", ".join(f"{name} {parts[name]}" for name in held if name in parts) or "nothing"
-    yield Result("held", "ok", f"{gb(estimate.held)} on each of {gpus} GPUs between updates: {kept}")
+    yield Result(
+        "held", "ok", f"{gb(estimate.held)} on each of {gpus} GPUs between updates: {kept}"
+    )
     more = ", ".join(f"{name} {size}" for name, size in parts.items() if name not in held)
     tokens = f"{config.trainer.micro_batch_tokens:,} tokens"
-    yield Result("peak", "ok", f"{gb(estimate.total)} in an update, in micro-batches of {tokens}: beside that, {more}")
+    yield Result(
+        "peak",
+        "ok",
+        f"{gb(estimate.total)} in an update, in micro-batches of {tokens}: beside that, {more}",
+    )
     node = min(gpus, _NODE)
     host = gb(trainer_host_bytes(shape, config, gpus, node))
-    yield Result("CPU memory", "ok", f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied")
+    yield Result(
+        "CPU memory", "ok", f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
+    )
     for size in (only_gb,) if only_gb else SIZES:
         room = int(size * 1e9)
         result = fits(f"trainer on {size:g} GB", gb(estimate.total), estimate.total, room, "")
-        yield result if result.state == "ok" else replace(result, fix=_changes(shape, config, gpus, room))
+        yield (
+            result
+            if result.state == "ok"
+            else replace(result, fix=_changes(shape, config, gpus, room))
+        )
         yield judge_engine(f"engine on {size:g} GB", shape, config, room)
 
 
@@ -65,10 +90,17 @@ def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:
         if changes:
             found.append(f"{_words(changes)} ({gb(needed(changes, gpus))})")
     counts = [gpus << doubled for doubled in range(1, 10)]
-    more = [(count, changes) for changes in ({}, _SAVINGS[0]) for count in counts if needed(changes, count) <= room]
+    more = [
+        (count, changes)
+        for changes in ({}, _SAVINGS[0])
+        for count in counts
+        if needed(changes, count) <= room
+    ]
     if more:
         count, changes = more[0]
-        found.append(f"{' '.join([f'--gpus {count}', *([_words(changes)] if changes else [])])} ({gb(needed(changes, count))})")
+        found.append(
+            f"{' '.join([f'--gpus {count}', *([_words(changes)] if changes else [])])} ({gb(needed(changes, count))})"
+        )
     return "; or ".join(found) or "a larger GPU, or a smaller model"
 
 
@@ -94,5 +126,7 @@ def _read(model: Path) -> dict[str, Any]:
             raise ValueError("its configuration is not a JSON object")
     except (OSError, ValueError) as error:
         remedy = "name a directory with a model's config.json, or that file"
-        raise ConfigError(f"this is not a model: {error}", field="--plan", value=str(model), remedy=remedy) from None
+        raise ConfigError(
+            f"this is not a model: {error}", field="--plan", value=str(model), remedy=remedy
+        ) from None
     return found

@@ -1,4 +1,6 @@
-"""Folders that a run writes: whether they can be written and synced, their file system, and free space."""
+"""Folders that a run writes: whether they can be written and synced, their file system, and free
+space.
+"""
 
 import os
 import shutil
@@ -21,9 +23,11 @@ from jobgroup.doctor.report import Result, expect, fits, gb
 _STATE = 12
 """Bytes of a parameter in a checkpoint: float32 weights and AdamW's two moments."""
 _VERSIONS, _PULLED = 3, 5
-"""Weight versions on disk at the trainer (two kept, one arriving) and on a rollout node (two more in use or on their way)."""
+"""Weight versions on disk at the trainer (two kept, one arriving) and on a rollout node (two more
+in use or on their way)."""
 _TOKEN, _RECORDED = 8, 12
-"""Bytes of a stored token (id, logprob) and of a token the trainer records (also its own logprob)."""
+"""Bytes of a stored token (id, logprob) and of a token the trainer records (also its own
+logprob)."""
 _LOGS = 200 << 20
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "lustre", "glusterfs", "virtiofs")
 
@@ -42,7 +46,13 @@ def needs(plan: Plan) -> Iterator[Need]:
     """Estimates what the tasks here write."""
     for job in plan.here:
         state = job.path(job.config.state_dir)
-        yield Need("STATE_DIR", state, f"{job.name}'s logs", _LOGS * job.num_nodes, sqlite=job.name in (DATA, REPLAY))
+        yield Need(
+            "STATE_DIR",
+            state,
+            f"{job.name}'s logs",
+            _LOGS * job.num_nodes,
+            sqlite=job.name in (DATA, REPLAY),
+        )
         run = "RUN_DIR", job.path(job.config.trainer.run_dir or Path("runs") / plan.group)
         for what, size in _sizes(job, _shape(plan, job.config.model.name)).items():
             yield Need(*(run if job.name == TRAINER else ("STATE_DIR", state)), what, size)
@@ -55,14 +65,21 @@ def needs(plan: Plan) -> Iterator[Need]:
 
 
 def _shape(plan: Plan, name: str) -> ModelShape | None:
-    """Returns None without a config.json, or for an architecture that the memory check reports as unknown."""
+    """Returns None without a config.json, or for an architecture that the memory check reports as
+    unknown.
+    """
     with suppress(KeyError, ConfigError):
         return ModelShape.of(plan.shapes[name])
     return None
 
 
 def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
-    trainer, lora, sampling, algorithm = job.config.trainer, job.config.lora, job.config.sampling, job.config.algorithm
+    trainer, lora, sampling, algorithm = (
+        job.config.trainer,
+        job.config.lora,
+        job.config.sampling,
+        job.config.algorithm,
+    )
     parameters = trained = shape.parameters if shape else 0
     if job.name == REPLAY:
         return {"full replay store": job.config.replay.capacity * sampling.max_new_tokens * _TOKEN}
@@ -77,10 +94,17 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
     kept = trainer.keep_checkpoints + 2  # the best one, and the one being written
     with_critic = 2 if algorithm.needs_critic and job.config.critic.location == "trainer" else 1
     width = 2 if job.config.model.dtype == "bfloat16" and job.gpus else 4
-    tokens = trainer.batch_size * sampling.group_size * sampling.max_new_tokens * (trainer.max_steps or 1 << 40)
+    tokens = (
+        trainer.batch_size
+        * sampling.group_size
+        * sampling.max_new_tokens
+        * (trainer.max_steps or 1 << 40)
+    )
     return {
         f"{kept} checkpoints": kept * _STATE * trained * with_critic,
-        f"{_VERSIONS} weight versions": _VERSIONS * width * (trained if lora.publishes_adapter else parameters),
+        f"{_VERSIONS} weight versions": _VERSIONS
+        * width
+        * (trained if lora.publishes_adapter else parameters),
         "recorded groups": min(trainer.keep_groups_mb << 20, tokens * _RECORDED),
     }
 
@@ -88,7 +112,9 @@ def _sizes(job: PlannedTask, shape: ModelShape | None) -> dict[str, int]:
 def check_disk(plan: Plan) -> Iterator[Result]:
     """Yields a line per folder, then one per disk; for a cluster only what volumes need."""
     wanted = list(needs(plan))
-    folders = {need.folder: [each for each in wanted if each.folder == need.folder] for need in wanted}
+    folders = {
+        need.folder: [each for each in wanted if each.folder == need.folder] for need in wanted
+    }
     for folder, group in folders.items():
         purpose = ", ".join(dict.fromkeys(need.purpose for need in group))
         if plan.assumed_gb is None:
@@ -108,7 +134,11 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        fix = "set HF_HOME to another folder" if "cache" in purpose else "name another folder, or mount a volume there"
+        fix = (
+            "set HF_HOME to another folder"
+            if "cache" in purpose
+            else "name another folder, or mount a volume there"
+        )
         return Result(title, "fail", f"cannot be written: {error.strerror or error} ({place})", fix)
     seconds, kind = time.monotonic() - start, file_system(place)
     problem = fix = ""
@@ -120,20 +150,35 @@ def check_folder(folder: Path, purpose: str, sqlite: bool = False) -> Result:
         fix = "mount a block volume if the prompts' cursor and the replay store must outlive the container"
     elif seconds > 1:
         problem, fix = ": every stored group waits for a sync", "use a faster disk"
-    return expect(title, not problem, f"written and synced in {1000 * seconds:.0f} ms, {kind}{problem}", fix, "warn")
+    return expect(
+        title,
+        not problem,
+        f"written and synced in {1000 * seconds:.0f} ms, {kind}{problem}",
+        fix,
+        "warn",
+    )
 
 
 def check_room(wanted: Sequence[Need], running: bool = False) -> Iterator[Result]:
-    """Compares the space needed on each disk with its free space. A running group has already written some of it."""
+    """Compares the space needed on each disk with its free space. A running group has already
+    written some of it.
+    """
     disks: dict[int, list[Need]] = {}
     for need in wanted:
         disks.setdefault(_existing(need.folder).stat().st_dev, []).append(need)
     for group in disks.values():
-        left, size = shutil.disk_usage(_existing(group[0].folder)).free, sum(need.size for need in group)
+        left, size = (
+            shutil.disk_usage(_existing(group[0].folder)).free,
+            sum(need.size for need in group),
+        )
         title = f"disk of {', '.join(dict.fromkeys(each.purpose for each in group))}"
         fix = "free space, use a larger disk, or lower trainer.keep_checkpoints, trainer.keep_groups_mb or replay.capacity"
         found = f"{gb(left)} free, {_total(group)} needed"
-        yield expect(title, size < left, found, fix, "warn") if running else fits(title, found, size, left, fix)
+        yield (
+            expect(title, size < left, found, fix, "warn")
+            if running
+            else fits(title, found, size, left, fix)
+        )
 
 
 def _total(group: Sequence[Need]) -> str:
@@ -147,7 +192,13 @@ def _existing(path: Path) -> Path:
 
 
 def file_system(path: Path, mounts: Sequence[Any] = ()) -> str:
-    """Returns the type of the file system of `path` (`ext4`, `nfs4`, `fuse.rclone`), from `mounts` as psutil lists them."""
+    """Returns the type of the file system of `path` (`ext4`, `nfs4`, `fuse.rclone`), from `mounts`
+    as psutil lists them.
+    """
     mounts = mounts or psutil.disk_partitions(all=True)
     holding = [each for each in mounts if path.resolve().is_relative_to(each.mountpoint)]
-    return max(reversed(holding), key=lambda each: len(Path(each.mountpoint).parts)).fstype if holding else "unknown"
+    return (
+        max(reversed(holding), key=lambda each: len(Path(each.mountpoint).parts)).fstype
+        if holding
+        else "unknown"
+    )

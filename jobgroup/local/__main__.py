@@ -1,8 +1,10 @@
-"""`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a cluster.
+"""`python -m jobgroup.local YAML`: runs a job-group YAML on this machine as SkyPilot runs it on a
+cluster.
 
 Every node of every task is a process group with the `SKYPILOT_*` variables of its pod. Its name
-(`reward-server-0.rlhf-math`) maps to its own loopback address, through `common.process.topology` (`JOBGROUP_HOSTS`).
-Primary tasks decide when the group ends and with which status. No process survives the group.
+(`reward-server-0.rlhf-math`) maps to its own loopback address, through `common.process.topology`
+(`JOBGROUP_HOSTS`). Primary tasks decide when the group ends and with which status. No process
+survives the group.
 """
 
 import asyncio
@@ -35,7 +37,8 @@ from jobgroup.local.runner import Runner
 from jobgroup.spec import JobGroup, Task, assignment, seconds
 
 _PYTHON = ".venv/bin/python"
-"""Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that lacks it."""
+"""Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
+lacks it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,10 +54,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
         tasks = list(group.tasks)
-        follow = f"{group.task(options.follow, '--follow').name}-0" if options.follow is not None else None
+        follow = (
+            f"{group.task(options.follow, '--follow').name}-0"
+            if options.follow is not None
+            else None
+        )
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
-        with choose(group) as places, RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"):
+        with (
+            choose(group) as places,
+            RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"),
+        ):
             if options.clear:
                 _clear(Path(options.clear), log_dir)
             return _run(options, yaml, group, tasks, places, log_dir, grace_s, follow)
@@ -75,13 +85,26 @@ def _run(
     names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
     screen = Screen(names, follow)
     if yaml != Path(options.yaml):
-        screen.say(f"there is no file {options.yaml} here: running {yaml}, which comes with the package")
-    lacking = [task for task in tasks if _PYTHON in task.run and not (task.workdir / _PYTHON).exists()]
+        screen.say(
+            f"there is no file {options.yaml} here: running {yaml}, which comes with the package"
+        )
+    lacking = [
+        task for task in tasks if _PYTHON in task.run and not (task.workdir / _PYTHON).exists()
+    ]
     if lacking:
-        screen.say(f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}")
+        screen.say(
+            f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}"
+        )
         python = shlex.quote(sys.executable)
-        tasks = [replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task for task in tasks]
-    for line in [*_notices(tasks, log_dir), *_make_token(tasks, log_dir), *_scraped(group, tasks, places, log_dir)]:
+        tasks = [
+            replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task
+            for task in tasks
+        ]
+    for line in [
+        *_notices(tasks, log_dir),
+        *_make_token(tasks, log_dir),
+        *_scraped(group, tasks, places, log_dir),
+    ]:
         screen.say(line)
     environment = _Environment(group, tasks, places)
     runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
@@ -107,7 +130,9 @@ def _not_in_output(node: Node) -> str:
 
 
 def _clear(directory: Path, log_dir: Path) -> None:
-    """Removes everything in `directory` except locks and the log folder. Raises ConfigError when a run is using it."""
+    """Removes everything in `directory` except locks and the log folder. Raises ConfigError when a
+    run is using it.
+    """
     make_directory(directory, "--clear")
     with RunLock(directory, "that empties it", "--clear"):
         for path in directory.resolve().iterdir():
@@ -142,9 +167,12 @@ class _Environment:
         }
         if self._gpus:
             skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        # The nodes share the cores, so waiting threads must not spin. Output is shown as it is written.
+        # The nodes share the cores, so waiting threads must not spin. Output is shown as it is
+        # written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-        own = {name: value for name, value in task.env.items() if value or name != TOKEN}  # empty: this run's
+        own = {
+            name: value for name, value in task.env.items() if value or name != TOKEN
+        }  # empty: this run's
         return {**defaults, **os.environ, **own, **skypilot}
 
 
@@ -160,10 +188,29 @@ def _parser() -> CommandParser:
         help="sets a variable in every task; K alone takes its value from this environment",
     )
     add("--secret", action="append", default=[], metavar="K[=V]", help="the same, for a secret")
-    add("--num-nodes", action="append", default=[], metavar="TASK=N", help="number of nodes of a task, instead of the YAML's")
-    add("--log-dir", metavar="DIR", help="directory of the log files, one per node (default RUN_DIR/logs/TIME)")
-    add("--follow", metavar="TASK", help="shows the output of node 0 of this task unchanged, and no others")
-    add("--grace", default="10s", metavar="TIME", help="time between SIGTERM and SIGKILL (default 10s)")
+    add(
+        "--num-nodes",
+        action="append",
+        default=[],
+        metavar="TASK=N",
+        help="number of nodes of a task, instead of the YAML's",
+    )
+    add(
+        "--log-dir",
+        metavar="DIR",
+        help="directory of the log files, one per node (default RUN_DIR/logs/TIME)",
+    )
+    add(
+        "--follow",
+        metavar="TASK",
+        help="shows the output of node 0 of this task unchanged, and no others",
+    )
+    add(
+        "--grace",
+        default="10s",
+        metavar="TIME",
+        help="time between SIGTERM and SIGKILL (default 10s)",
+    )
     add("--clear", metavar="DIR", help="empties this directory first, unless a run is using it")
     return parser
 
@@ -172,40 +219,56 @@ def _node_count(text: str) -> tuple[str, int]:
     name, _, count = text.partition("=")
     if not (name and count.isascii() and count.isdecimal() and 1 <= int(count) <= 250):
         raise ConfigError(
-            "nodes are given as TASK=N, N from 1 to 250", field="--num-nodes", value=text, remedy="write it as ppo-trainer=2"
+            "nodes are given as TASK=N, N from 1 to 250",
+            field="--num-nodes",
+            value=text,
+            remedy="write it as ppo-trainer=2",
         )
     return name, int(count)
 
 
 def _log_dir(given: str | None, group: JobGroup) -> Path:
-    run_dir = next((task.env["RUN_DIR"] for task in group.tasks if task.env.get("RUN_DIR")), f"runs/{group.name}")
+    run_dir = next(
+        (task.env["RUN_DIR"] for task in group.tasks if task.env.get("RUN_DIR")),
+        f"runs/{group.name}",
+    )
     default = Path(run_dir) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     log_dir = (Path(given) if given else default).resolve()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the log folder cannot be used: {error.strerror}", field="--log-dir", value=str(log_dir), remedy="name another"
+            f"the log folder cannot be used: {error.strerror}",
+            field="--log-dir",
+            value=str(log_dir),
+            remedy="name another",
         ) from None
     return log_dir
 
 
 def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
-    lines = [f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"]
+    lines = [
+        f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"
+    ]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
     for field in ("volumes", "file_mounts"):
         names = [task.name for task in tasks if field in task.ignored]
         if names:
-            lines.append(f"{field} of {', '.join(names)} are only for a cluster and not mounted here")
+            lines.append(
+                f"{field} of {', '.join(names)} are only for a cluster and not mounted here"
+            )
     unset = sorted({name for task in tasks for name in task.on_volumes})
     if unset:
-        lines.append(f"{' and '.join(unset)} of the YAML name folders on volumes: here the defaults count, or --env")
+        lines.append(
+            f"{' and '.join(unset)} of the YAML name folders on volumes: here the defaults count, or --env"
+        )
     return lines
 
 
 def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
-    """Generates a token for tasks that accept one and got none, so that web pages open here cannot call them.
+    """Generates a token for tasks that accept one and got none, so that web pages open here cannot
+    call them.
 
     Returns the lines for the user, who needs the token for the dashboard and for requests.
     """
@@ -243,7 +306,16 @@ def _summary(runner: Runner) -> list[list[str]]:
     for run in runner.runs:
         task = run.task
         log = runner.log_dir / f"{task.name}-{'0' if task.num_nodes == 1 else '*'}.log"
-        rows.append([task.name, str(task.num_nodes), run.state, str(run.restarts), f"{run.seconds:.1f}", str(log)])
+        rows.append(
+            [
+                task.name,
+                str(task.num_nodes),
+                run.state,
+                str(run.restarts),
+                f"{run.seconds:.1f}",
+                str(log),
+            ]
+        )
     return rows
 
 

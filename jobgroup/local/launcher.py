@@ -1,9 +1,11 @@
-"""Runs one node's command as init runs a pod: none of its processes outlives this one. Standard library only.
+"""Runs one node's command as init runs a pod: none of its processes outlives this one. Standard
+library only.
 
-`python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes it to end the node; the
-system closes it when the runner dies, even by `kill -9`. Then the command's process group gets SIGTERM, and SIGKILL after
-GRACE_S seconds. On Linux this process is the "subreaper" of its descendants: a daemon that left its session and lost its
-parent becomes its child and is ended too.
+`python launcher.py GRACE_S SCRIPT`, with a pipe as stdin. The runner holds the other end and closes
+it to end the node; the system closes it when the runner dies, even by `kill -9`. Then the command's
+process group gets SIGTERM, and SIGKILL after GRACE_S seconds. On Linux this process is the
+"subreaper" of its descendants: a daemon that left its session and lost its parent becomes its child
+and is ended too.
 """
 
 import contextlib
@@ -42,7 +44,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def orphans(known: set[int]) -> list[int]:
-    """Returns the children that this process did not start itself (Linux; elsewhere there are none)."""
+    """Returns the children that this process did not start itself (Linux; elsewhere there are
+    none).
+    """
     if sys.platform != "linux":
         return []
     return [pid for pid, parent in _living() if parent == os.getpid() and pid not in known]
@@ -78,12 +82,18 @@ def _living() -> list[tuple[int, int]]:
     if not Path("/proc/self/stat").exists():
         ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
         rows = [line.split() for line in ps.communicate()[0].splitlines()]
-        return [(int(pid), int(above)) for pid, above, state in rows if state[0] != "Z" and int(pid) != ps.pid]
+        return [
+            (int(pid), int(above))
+            for pid, above, state in rows
+            if state[0] != "Z" and int(pid) != ps.pid
+        ]
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):  # it ended meanwhile
-                state, parent, *_ = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                state, parent, *_ = (
+                    (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
+                )
                 if state != "Z":
                     found.append((int(entry.name), int(parent)))
     return found

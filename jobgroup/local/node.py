@@ -15,7 +15,9 @@ _CHUNK = 1 << 16
 
 
 class Node:
-    """A command that runs under the launcher, with its output relayed to its log file and the screen."""
+    """A command that runs under the launcher, with its output relayed to its log file and the
+    screen.
+    """
 
     def __init__(
         self,
@@ -37,7 +39,13 @@ class Node:
         os.set_blocking(self._output, False)
         command = [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), script]
         self.process = subprocess.Popen(
-            command, cwd=workdir, env=dict(env), stdin=subprocess.PIPE, stdout=theirs, stderr=theirs, start_new_session=True
+            command,
+            cwd=workdir,
+            env=dict(env),
+            stdin=subprocess.PIPE,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
         )
         os.close(theirs)
         loop = asyncio.get_running_loop()
@@ -49,7 +57,9 @@ class Node:
         self.process.stdin.close()
 
     def poll(self) -> None:
-        """Called when a child process ended: if it is this one, relays its remaining output and sets the exit status."""
+        """Called when a child process ended: if it is this one, relays its remaining output and
+        sets the exit status.
+        """
         if not self.ended.done() and (code := self.process.poll()) is not None:
             while self._relay():
                 pass

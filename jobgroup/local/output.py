@@ -1,4 +1,6 @@
-"""Output of a local run: the merged lines of all nodes, or one node unchanged, and a table at the end."""
+"""Output of a local run: the merged lines of all nodes, or one node unchanged, and a table at the
+end.
+"""
 
 import os
 import signal
@@ -13,7 +15,8 @@ TAIL_LINES = 20
 
 
 class Screen:
-    """Writes to stdout: lines with the name of their node, or the raw bytes of the node to `follow`.
+    """Writes to stdout: lines with the name of their node, or the raw bytes of the node to
+    `follow`.
 
     The runner's own lines go into the merged output too, or to stderr while a node is followed.
     """
@@ -27,7 +30,9 @@ class Screen:
 
     def line(self, name: str, text: bytes) -> None:
         if self.follow is None:
-            shown = text.rstrip(b"\r\n").rpartition(b"\r")[2]  # what a terminal would show of a progress bar
+            shown = text.rstrip(b"\r\n").rpartition(b"\r")[
+                2
+            ]  # what a terminal would show of a progress bar
             self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
 
     def raw(self, data: bytes) -> None:
@@ -62,6 +67,8 @@ class Screen:
         try:
             stream.buffer.write(data)
             stream.buffer.flush()
-        except BrokenPipeError:  # the reader went away (`| head`): as if the terminal had been closed
+        except (
+            BrokenPipeError
+        ):  # the reader went away (`| head`): as if the terminal had been closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             os.kill(os.getpid(), signal.SIGHUP)

@@ -1,4 +1,6 @@
-"""Loopback addresses for the nodes of a local run, unused by other runs on this machine, and their GPUs."""
+"""Loopback addresses for the nodes of a local run, unused by other runs on this machine, and their
+GPUs.
+"""
 
 import contextlib
 import os
@@ -20,7 +22,9 @@ _SHIFTED_NODES = 30
 
 @dataclass(frozen=True)
 class Places:
-    """Addresses of every node of a group, reserved until `lock` is closed (by the system if the process dies)."""
+    """Addresses of every node of a group, reserved until `lock` is closed (by the system if the
+    process dies).
+    """
 
     group: str
     hosts: dict[str, LocalHost]
@@ -42,27 +46,38 @@ class Places:
 def choose(group: JobGroup) -> Places:
     """Chooses an address for every node.
 
-    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes use the YAML's ports.
-    Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket reserves the block across the machine,
-    without a file. Raises ConfigError when no block is free.
+    On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes use the
+    YAML's ports. Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket
+    reserves the block across the machine, without a file. Raises ConfigError when no block is free.
     """
     probe = _bind("127.254.254.253", 0)
     if own_address := probe is not None:
         probe.close()
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
-        lock = _bind(f"127.{block}.255.254", _LOCK_PORT) if own_address else _bind("127.0.0.1", _LOCK_PORT - block)
+        lock = (
+            _bind(f"127.{block}.255.254", _LOCK_PORT)
+            if own_address
+            else _bind("127.0.0.1", _LOCK_PORT - block)
+        )
         if lock is not None:
             return Places(group.name, _hosts(group, block, own_address), lock)
     remedy = "end other runs of jobgroup.local"
-    raise ConfigError("no block of loopback addresses is free", field="YAML", value=group.name, remedy=remedy)
+    raise ConfigError(
+        "no block of loopback addresses is free", field="YAML", value=group.name, remedy=remedy
+    )
 
 
 def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHost]:
     hosts: dict[str, LocalHost] = {}
     nodes = sum(task.num_nodes for task in group.tasks)
     if not own_address and nodes > _SHIFTED_NODES:
-        raise ConfigError("too many nodes for one address", field="num_nodes", value=nodes, remedy=f"at most {_SHIFTED_NODES}")
+        raise ConfigError(
+            "too many nodes for one address",
+            field="num_nodes",
+            value=nodes,
+            remedy=f"at most {_SHIFTED_NODES}",
+        )
     for number, task in enumerate(group.tasks, start=1):
         for rank in range(task.num_nodes):
             # Shifts of ten keep neighbouring ports (8000, 8002, 8003) apart.
@@ -83,19 +98,30 @@ def _bind(address: str, port: int) -> socket.socket | None:
 
 
 def gpus_of_machine() -> list[str]:
-    """Returns the GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` if set, else what `nvidia-smi` lists."""
+    """Returns the GPUs that processes started here may use: `CUDA_VISIBLE_DEVICES` if set, else
+    what `nvidia-smi` lists.
+    """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
     if shutil.which("nvidia-smi") is None:
         return []
     with contextlib.suppress(subprocess.TimeoutExpired):
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False).stdout
-        return [str(i) for i, line in enumerate(line for line in listed.splitlines() if line.startswith("GPU "))]
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
+        ).stdout
+        return [
+            str(i)
+            for i, line in enumerate(
+                line for line in listed.splitlines() if line.startswith("GPU ")
+            )
+        ]
     return []
 
 
 def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Returns the GPUs of every node, by task and rank, assigned in turn: shared only when there are too few."""
+    """Returns the GPUs of every node, by task and rank, assigned in turn: shared only when there
+    are too few.
+    """
     shares: dict[str, list[list[str]]] = {}
     given = 0
     for task in tasks:

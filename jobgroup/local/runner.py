@@ -41,7 +41,9 @@ class TaskRun:
         return (time.monotonic() if self.state == "RUNNING" else self._ended) - self._began
 
     async def run(self) -> None:
-        """Runs the task until it succeeds, has failed more often than it may be restarted, or is stopped."""
+        """Runs the task until it succeeds, has failed more often than it may be restarted, or is
+        stopped.
+        """
         self.state = "RUNNING"
         while not self._stopping:
             self.nodes = [self._start(self.task, rank) for rank in range(self.task.num_nodes)]
@@ -66,7 +68,10 @@ class TaskRun:
                 self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
                 return
             self.restarts += 1
-            self._tell(failed, f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})")
+            self._tell(
+                failed,
+                f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})",
+            )
         self._finish("CANCELLED")
 
     def stop(self) -> None:
@@ -75,7 +80,9 @@ class TaskRun:
             node.stop()
 
     async def _first_failure(self) -> Node | None:
-        """Returns the first node that ends with another status than 0; None when all succeed or the task is stopped."""
+        """Returns the first node that ends with another status than 0; None when all succeed or the
+        task is stopped.
+        """
         pending: set[asyncio.Future[int]] = {node.ended for node in self.nodes}
         while pending:
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -102,14 +109,18 @@ class TaskRun:
 
 
 def _on_its_own(node: Node) -> bool:
-    """Whether the node failed by itself: it was not killed, and its status is not that of following another node."""
+    """Whether the node failed by itself: it was not killed, and its status is not that of following
+    another node.
+    """
     return 0 < node.ended.result() < launcher.SIGNALLED and node.ended.result() != LOST
 
 
 class Runner:
-    """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends and with which status.
+    """A job group: starts all tasks at once; the primary ones (all, if none is) decide when it ends
+    and with which status.
 
-    An auxiliary task that has failed for good also ends it: the primary ones would wait for it, as they do in SkyPilot.
+    An auxiliary task that has failed for good also ends it: the primary ones would wait for it, as
+    they do in SkyPilot.
 
     Args:
         tasks: to run. When none of them is primary, all are.
@@ -156,7 +167,10 @@ class Runner:
             return 128 + self._signal
         finally:
             launcher.end_descendants()
-            for number in (*_SIGNALS, signal.SIGCHLD):  # a signal that the loop handles while it closes raises OSError
+            for number in (
+                *_SIGNALS,
+                signal.SIGCHLD,
+            ):  # a signal that the loop handles while it closes raises OSError
                 loop.remove_signal_handler(number)
 
     async def _main(self) -> int:
@@ -164,7 +178,9 @@ class Runner:
         try:
             await self._until_primaries_end(running)
             if all(run.state == "SUCCEEDED" for run in self._primary):
-                await asyncio.gather(*(self._stop_later(run) for run in self.runs if run.state == "RUNNING"))
+                await asyncio.gather(
+                    *(self._stop_later(run) for run in self.runs if run.state == "RUNNING")
+                )
         finally:
             for run in self.runs:
                 run.stop()
@@ -179,7 +195,9 @@ class Runner:
 
     @property
     def reason(self) -> TaskRun | None:
-        """The task that made the group fail, if any: a primary one, or the auxiliary one that ended it."""
+        """The task that made the group fail, if any: a primary one, or the auxiliary one that ended
+        it.
+        """
         failed = [run for run in self.runs if run.state == "FAILED"]
         primary = [run for run in failed if run in self._primary]
         succeeded = all(run.state == "SUCCEEDED" for run in self._primary)
@@ -215,7 +233,9 @@ class Runner:
         self._end_orphans()
 
     def _end_orphans(self) -> None:
-        """Kills the processes a killed launcher left behind: only launchers are children of this process."""
+        """Kills the processes a killed launcher left behind: only launchers are children of this
+        process.
+        """
         known = {node.process.pid for node in self._nodes}
         for pid in launcher.orphans(known):
             for each in (*launcher.descendants(pid), pid):
@@ -230,7 +250,10 @@ class Runner:
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
         if self._signal is None:
             self._signal = number
-            self.screen.say(f"{signal.Signals(number).name}: ending every task (again: kill them now)", loud=True)
+            self.screen.say(
+                f"{signal.Signals(number).name}: ending every task (again: kill them now)",
+                loud=True,
+            )
             main.cancel()
         else:
             launcher.end_descendants()

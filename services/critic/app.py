@@ -10,7 +10,15 @@ from fastapi import FastAPI, Request, Response
 from common.process.metrics import Metrics, critic_gauges
 from common.settings.config import Config
 from common.wire import codec
-from common.wire.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
+from common.wire.schemas import (
+    CriticMetrics,
+    CriticStatus,
+    RestoreRequest,
+    SaveRequest,
+    UpdateRequest,
+    ValueRequest,
+    Values,
+)
 from services.critic.service import CriticService
 from services.http.app import create_app
 from services.http.one_thread import OneThread
@@ -26,10 +34,11 @@ MAX_REQUESTS = 16
 
 
 def create_critic_app(config: Config) -> FastAPI:
-    """Returns the app for the checkpoints in `config.state_dir/critic`; usable in process without its lifespan.
+    """Returns the app for the checkpoints in `config.state_dir/critic`; usable in process without
+    its lifespan.
 
-    All computation runs in one thread, so that `/health` answers meanwhile and updates run one after the other. Raises
-    ConfigError when the value model cannot be loaded.
+    All computation runs in one thread, so that `/health` answers meanwhile and updates run one
+    after the other. Raises ConfigError when the value model cannot be loaded.
     """
     service = CriticService(config)
     thread = OneThread("critic")
@@ -44,25 +53,42 @@ def create_critic_app(config: Config) -> FastAPI:
     metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
-        flush=lambda: thread.call(service.status),  # waits for a running update; checkpoints are on disk already
+        flush=lambda: thread.call(
+            service.status
+        ),  # waits for a running update; checkpoints are on disk already
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
         max_requests=MAX_REQUESTS,
     )
-    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(lambda: service.status().step)
-    skipped = metrics.counter("critic_skipped_updates_total", "Updates not applied because the gradient was not finite")
+    metrics.gauge("critic_step", "Batches the critic was trained on").set_function(
+        lambda: service.status().step
+    )
+    skipped = metrics.counter(
+        "critic_skipped_updates_total", "Updates not applied because the gradient was not finite"
+    )
     gauges = critic_gauges(metrics, "critic")
 
-    @app.post("/values", **described(_VALUE_REQUEST, struct_schema(Values), reads=_KINDS, writes=_KINDS, fails=(409,)))
+    @app.post(
+        "/values",
+        **described(
+            _VALUE_REQUEST, struct_schema(Values), reads=_KINDS, writes=_KINDS, fails=(409,)
+        ),
+    )
     async def values(request: Request) -> Response:
-        """Returns the values of the states before the completion tokens of token sequences; msgpack in and out."""
+        """Returns the values of the states before the completion tokens of token sequences; msgpack
+        in and out.
+        """
         wanted = await asyncio.to_thread(codec.decode, await request.body(), ValueRequest)
-        return Response(codec.encode(await thread.call(service.values, wanted)), media_type=codec.MSGPACK)
+        return Response(
+            codec.encode(await thread.call(service.values, wanted)), media_type=codec.MSGPACK
+        )
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
-        """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes nothing."""
+        """Trains the critic on a batch (msgpack) when it is at `step` of `run_id`; a retry changes
+        nothing.
+        """
         wanted = await asyncio.to_thread(codec.decode, await request.body(), UpdateRequest)
         result = await thread.call(service.update, wanted)
         skipped.inc(result.skipped)

@@ -1,4 +1,6 @@
-"""The critic: value model, loss, optimiser and update, for the ranks of the trainer and for the critic-server."""
+"""The critic: value model, loss, optimiser and update, for the ranks of the trainer and for the
+critic-server.
+"""
 
 import json
 import math
@@ -28,9 +30,10 @@ _FORMAT = 2
 class Critic:
     """Predicts the return of every state of a completion, and learns from observed returns.
 
-    `step` counts its training batches. Every rank calls the same methods with the same arguments and gets the same
-    results; each computes its share. The critic starts from the checkpoint in `directory` (on rank 0), or from
-    `critic.model` with a new value head. Raises ConfigError when it cannot be loaded.
+    `step` counts its training batches. Every rank calls the same methods with the same arguments
+    and gets the same results; each computes its share. The critic starts from the checkpoint in
+    `directory` (on rank 0), or from `critic.model` with a new value head. Raises ConfigError when
+    it cannot be loaded.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -51,24 +54,38 @@ class Critic:
         self._check(sequences, "sequences")
         with torch.no_grad():
             budget, sizes = self._config.trainer.micro_batch_tokens, self._sizes(sequences)
-            return score_shared(sizes, self._ranks, budget, lambda indices: self.model(self._rows(sequences, indices)))
+            return score_shared(
+                sizes,
+                self._ranks,
+                budget,
+                lambda indices: self.model(self._rows(sequences, indices)),
+            )
 
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
-        """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps over the rows.
+        """Trains for `algorithm.update_epochs` passes of `algorithm.mini_batches` optimiser steps
+        over the rows.
 
-        The loss of a step is the mean over the completion tokens of its whole mini-batch, each times its row's weight,
-        so the result does not depend on micro-batches or the number of ranks. `seed` determines the order of the rows.
-        A step whose gradient is not finite is skipped and counted. Raises InvalidInput like `values` and when there are
-        no rows, and NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the critic is
-        unusable.
+        The loss of a step is the mean over the completion tokens of its whole mini-batch, each
+        times its row's weight, so the result does not depend on micro-batches or the number of
+        ranks. `seed` determines the order of the rows. A step whose gradient is not finite is
+        skipped and counted. Raises InvalidInput like `values` and when there are no rows, and
+        NonFiniteGradients after more than `MAX_SKIPPED_UPDATES` skipped steps in a row, when the
+        critic is unusable.
         """
         if not rows:
-            raise InvalidInput("there are no rows to learn from", field="rows", value=0, remedy="send at least one row")
+            raise InvalidInput(
+                "there are no rows to learn from",
+                field="rows",
+                value=0,
+                remedy="send at least one row",
+            )
         self._check(rows, "rows")
         sizes, norms = self._sizes(rows), []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for epoch in range(self._config.algorithm.update_epochs):
-            for indices in mini_batches(len(rows), self._config.algorithm.mini_batches, seed + epoch):
+            for indices in mini_batches(
+                len(rows), self._config.algorithm.mini_batches, seed + epoch
+            ):
                 self.optimizer.zero_grad()
                 part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
@@ -79,7 +96,9 @@ class Critic:
         return _metrics(rows, self._ranks.sum(sums), norms)
 
     def snapshot(self, alone: bool) -> Snapshot:
-        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see `Snapshot.take`."""
+        """Copies weights (as a Hugging Face model), optimiser and step. A collective; see
+        `Snapshot.take`.
+        """
         snapshot = Snapshot.take(Contents.of(self.model.module), self.optimizer, self._ranks, alone)
         if self._ranks.is_rank_zero:
             snapshot.texts[_STATE] = json.dumps({"format": _FORMAT, "step": self.step})
@@ -92,10 +111,14 @@ class Critic:
             snapshot.write(directory)
 
     def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> Tensor:
-        """Adds this rank's share of a mini-batch to the gradient. Returns its sums [loss, clipped tokens, tokens]."""
+        """Adds this rank's share of a mini-batch to the gradient. Returns its sums [loss, clipped
+        tokens, tokens].
+        """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
-        for part, counts in passes(self.model, self._ranks, sizes, indices, self._config.trainer.micro_batch_tokens):
+        for part, counts in passes(
+            self.model, self._ranks, sizes, indices, self._config.trainer.micro_batch_tokens
+        ):
             if not counts:
                 (self.model(self._rows(rows, part)).sum() * 0).backward()
                 continue
@@ -111,20 +134,28 @@ class Critic:
             result = value_loss(values, old, returns, self._config.critic.value_clip)
             loss = (result.loss * weights).sum()
             (loss / tokens).backward()
-            sums += torch.stack([loss.detach(), result.clipped.sum(), torch.ones_like(loss) * len(values)]).double()
+            sums += torch.stack(
+                [loss.detach(), result.clipped.sum(), torch.ones_like(loss) * len(values)]
+            ).double()
         return sums
 
     def _sizes(self, sequences: Sequence[TokenSequence]) -> Sizes:
-        prompts, completions = ([getattr(s, name) for s in sequences] for name in ("prompt_ids", "completion_ids"))
+        prompts, completions = (
+            [getattr(s, name) for s in sequences] for name in ("prompt_ids", "completion_ids")
+        )
         return Sizes.of(prompts, completions, self.model.layout.shared)
 
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
         chosen = [sequences[i] for i in indices.tolist()]
-        rows = self.model.layout.of([s.prompt_ids for s in chosen], [s.completion_ids for s in chosen])
+        rows = self.model.layout.of(
+            [s.prompt_ids for s in chosen], [s.completion_ids for s in chosen]
+        )
         return moved(rows, self._ranks.device)
 
     def _check(self, sequences: Sequence[TokenSequence], where: str) -> None:
-        """Refuses tokens outside the vocabulary, which would crash the process, and sequences that are too long."""
+        """Refuses tokens outside the vocabulary, which would crash the process, and sequences that
+        are too long.
+        """
         known, longest = self.model.vocabulary, self.model.max_tokens
         for i, sequence in enumerate(sequences):
             for name in ("prompt_ids", "completion_ids"):
@@ -133,11 +164,15 @@ class Critic:
                 if len(wrong):
                     reason = f"the critic's model knows only the tokens 0 to {known - 1}"
                     remedy = "use a critic.model with the policy's tokenizer"
-                    raise InvalidInput(reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy)
+                    raise InvalidInput(
+                        reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy
+                    )
             if longest is not None and len(sequence) > longest:
                 reason = f"the critic's model accepts at most {longest} tokens"
                 remedy = "lower sampling.max_new_tokens, or use another critic.model"
-                raise InvalidInput(reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy)
+                raise InvalidInput(
+                    reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy
+                )
 
     def _restore(self, directory: Path) -> None:
         try:
@@ -151,7 +186,9 @@ class Critic:
             reason = f"{type(error).__name__} {error}".splitlines()[0]
             reason = f"the critic cannot resume from the checkpoint: {reason}"
             remedy = "remove that directory to continue from the checkpoint before it, or start with --trainer.resume false"
-            raise ConfigError(reason, field="checkpoint", value=str(directory), remedy=remedy) from None
+            raise ConfigError(
+                reason, field="checkpoint", value=str(directory), remedy=remedy
+            ) from None
 
 
 @dataclass
@@ -164,17 +201,23 @@ class ValueLoss:
     """[C] bool: the value is so far from the old one that the loss no longer moves it."""
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> ValueLoss:
-    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) for every token; ½(v − R)² when `clip` is None.
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None
+) -> ValueLoss:
+    """Returns ½·max((v − R)², (clip(v, v_old ± clip) − R)²) for every token; ½(v − R)² when `clip`
+    is None.
 
-    The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference implementation in OpenAI
-    baselines. Values, old values and returns are [C]; `clip` is the distance from the old value where clipping starts.
+    The squared error of Schulman et al. 2017 (arXiv:1707.06347), clipped as in PPO's reference
+    implementation in OpenAI baselines. Values, old values and returns are [C]; `clip` is the
+    distance from the old value where clipping starts.
     """
     error = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
     bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    clipped = (bounded > error) & ((values - old_values).abs() > clip)  # inside the range both are equal up to rounding
+    clipped = (bounded > error) & (
+        (values - old_values).abs() > clip
+    )  # inside the range both are equal up to rounding
     return ValueLoss(0.5 * torch.where(clipped, bounded, error), clipped)
 
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 from transformers.modeling_layers import GenericForTokenClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+)
 from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
@@ -27,8 +30,8 @@ _HEADS = ("score", "classifier")
 class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
     """Predicts a value for every completion token: the value of the state before the token.
 
-    `low_precision` computes the body in bfloat16 with autocast; FSDP2 casts a sharded model itself. Raises ConfigError
-    if `trainer.packing` is on but the model does not support it.
+    `low_precision` computes the body in bfloat16 with autocast; FSDP2 casts a sharded model itself.
+    Raises ConfigError if `trainer.packing` is on but the model does not support it.
     """
 
     def __init__(self, module: Any, packing: Packing = "auto", low_precision: bool = False) -> None:
@@ -38,12 +41,16 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         self.module, self._low_precision = module, low_precision
         self.eval()  # no dropout, even in training: values of the same tokens are compared
         self.vocabulary: int = module.get_input_embeddings().num_embeddings
-        self.max_tokens: int | None = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+        self.max_tokens: int | None = getattr(
+            module.config.get_text_config(), "max_position_embeddings", None
+        )
         self.size: int = sum(parameter.numel() for parameter in module.parameters())
         """Number of parameters."""
 
     def forward(self, rows: Layout) -> Tensor:
-        """Returns the values of the completion tokens, row by row: [C] float32, with gradients if grad is enabled."""
+        """Returns the values of the completion tokens, row by row: [C] float32, with gradients if
+        grad is enabled.
+        """
         device, module = rows.input_ids.device.type, self.module
         with torch.autocast(device, torch.bfloat16, enabled=self._low_precision):
             hidden = rows.hidden(getattr(module, module.base_model_prefix))
@@ -61,10 +68,11 @@ class _NewHead(AddedModules):
 
 
 def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None) -> ValueModel:
-    """Loads a checkpoint's `directory`, or `critic.model` or `model.name` with a zero head, whose initial values are 0.
+    """Loads a checkpoint's `directory`, or `critic.model` or `model.name` with a zero head, whose
+    initial values are 0.
 
-    Weights are float32, sharded or replicated over these ranks. Raises ConfigError naming `critic.model`, or `checkpoint`
-    when `directory` cannot be loaded.
+    Weights are float32, sharded or replicated over these ranks. Raises ConfigError naming
+    `critic.model`, or `checkpoint` when `directory` cannot be loaded.
     """
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns that the head is new
@@ -79,14 +87,21 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
     if directory is None:
         check_model(name, "critic.model" if config.critic.model else "model.name")
     added = None if directory else _NewHead()
-    pretrained = Pretrained(AutoModelForTokenClassification, name, directory, trust, configure, added)
+    pretrained = Pretrained(
+        AutoModelForTokenClassification, name, directory, trust, configure, added
+    )
     low = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            remedy = "choose a decoder that transformers supports as a text-only causal language model"
+            remedy = (
+                "choose a decoder that transformers supports as a text-only causal language model"
+            )
             raise ConfigError(
-                "this model cannot have a head with one value per token", field="critic.model", value=name, remedy=remedy
+                "this model cannot have a head with one value per token",
+                field="critic.model",
+                value=name,
+                remedy=remedy,
             )
         return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
 
@@ -109,19 +124,28 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
 
 
 def _register_classifier(kind: type[Any]) -> None:
-    """Registers a token classifier for a text decoder for which transformers has none, such as Gemma 3's.
+    """Registers a token classifier for a text decoder for which transformers has none, such as
+    Gemma 3's.
 
     It is built like transformers' own for Qwen and Llama, so that checkpoints use the same names.
     """
-    if kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING or kind.sub_configs:
+    if (
+        kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+        or kind not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or kind.sub_configs
+    ):
         return
     causal = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     base = next(parent for parent in causal.__mro__ if PreTrainedModel in parent.__bases__)
     name = f"{causal.__name__.removesuffix('ForCausalLM')}ForTokenClassification"
     own = {"config_class": kind, "base_model_prefix": causal.base_model_prefix}
-    AutoModelForTokenClassification.register(kind, type(name, (GenericForTokenClassification, base), own), exist_ok=True)
+    AutoModelForTokenClassification.register(
+        kind, type(name, (GenericForTokenClassification, base), own), exist_ok=True
+    )
 
 
 def _head(module: Any) -> str | None:
     """Returns the name of the linear head with one value per token, or None."""
-    return next((name for name in _HEADS if isinstance(getattr(module, name, None), nn.Linear)), None)
+    return next(
+        (name for name in _HEADS if isinstance(getattr(module, name, None), nn.Linear)), None
+    )

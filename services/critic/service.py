@@ -9,7 +9,15 @@ from pathlib import Path
 from common.errors import Conflict, InvalidInput, NotFound
 from common.process.storage import storing
 from common.settings.config import Config
-from common.wire.schemas import CriticMetrics, CriticStatus, RestoreRequest, SaveRequest, UpdateRequest, ValueRequest, Values
+from common.wire.schemas import (
+    CriticMetrics,
+    CriticStatus,
+    RestoreRequest,
+    SaveRequest,
+    UpdateRequest,
+    ValueRequest,
+    Values,
+)
 from learning.ranks import Ranks
 from learning.saving import checksums, damaged
 from services.critic.critic import Critic
@@ -21,9 +29,9 @@ _OWNER = "critic_server.json"
 class CriticService:
     """Holds one critic and refuses requests for any other.
 
-    A critic is identified by its run and its number of training batches; after a start it belongs to no run.
-    Checkpoints are in `state_dir/critic`. Not thread-safe, except `status`. Raises ConfigError when the model cannot be
-    loaded.
+    A critic is identified by its run and its number of training batches; after a start it belongs
+    to no run. Checkpoints are in `state_dir/critic`. Not thread-safe, except `status`. Raises
+    ConfigError when the model cannot be loaded.
     """
 
     def __init__(self, config: Config) -> None:
@@ -37,8 +45,12 @@ class CriticService:
         self._parameters = self._critic.model.size
 
     def values(self, request: ValueRequest) -> Values:
-        """Returns the values of the sequences. Raises Conflict when the request names another critic."""
-        critic = self._critic if request.run_id is None else self._named(request.run_id, request.step)
+        """Returns the values of the sequences. Raises Conflict when the request names another
+        critic.
+        """
+        critic = (
+            self._critic if request.run_id is None else self._named(request.run_id, request.step)
+        )
         if critic is None:
             raise Conflict("a failed update destroyed the critic", remedy="POST /restore")
         return Values(critic.values(request.sequences), critic.step)
@@ -46,8 +58,8 @@ class CriticService:
     def update(self, request: UpdateRequest) -> CriticMetrics:
         """Trains the critic on a batch; a repeated request gets the same metrics again.
 
-        Raises Conflict when the request names another critic, and the errors of `Critic.update`. Unless the error is
-        InvalidInput, the critic is then lost and must be restored.
+        Raises Conflict when the request names another critic, and the errors of `Critic.update`.
+        Unless the error is InvalidInput, the critic is then lost and must be restored.
         """
         if self._applied is not None and self._applied[:2] == (request.run_id, request.step):
             return self._applied[2]
@@ -75,7 +87,9 @@ class CriticService:
         return self.status()
 
     def save(self, request: SaveRequest) -> CriticStatus:
-        """Writes a checkpoint atomically, and removes all but the newest `keep`. Raises Conflict for another critic."""
+        """Writes a checkpoint atomically, and removes all but the newest `keep`. Raises Conflict
+        for another critic.
+        """
         critic, target = self._named(request.run_id, request.step), self._path(request.step)
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
@@ -84,28 +98,46 @@ class CriticService:
         try:
             with storing("the critic's checkpoint", target, "state_dir"):
                 critic.save(partial)
-                owner = {"run_id": request.run_id, "step": request.step, "serial": serial, "files": checksums(partial)}
+                owner = {
+                    "run_id": request.run_id,
+                    "step": request.step,
+                    "serial": serial,
+                    "files": checksums(partial),
+                }
                 (partial / _OWNER).write_text(json.dumps(owner))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-        # In order of writing: a run restarted at a lower step keeps its new checkpoints, and clocks may jump.
-        others = [path for path in self._directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path != target]
+        # In order of writing: a run restarted at a lower step keeps its new checkpoints, and clocks
+        # may jump.
+        others = [
+            path
+            for path in self._directory.iterdir()
+            if re.fullmatch(r"step_\d{6,}", path.name) and path != target
+        ]
         for old in sorted(others, key=_serial, reverse=True)[request.keep - 1 :]:
             shutil.rmtree(old)
         return self.status()
 
     def status(self) -> CriticStatus:
         critic = self._critic
-        return CriticStatus(run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters)
+        return CriticStatus(
+            run_id=self._run_id, step=critic.step if critic else 0, parameters=self._parameters
+        )
 
     def _named(self, run_id: str, step: int | None) -> Critic:
-        """Returns the critic if it belongs to `run_id` and is at `step`. Raises Conflict otherwise."""
+        """Returns the critic if it belongs to `run_id` and is at `step`. Raises Conflict
+        otherwise.
+        """
         critic = self._critic
         if critic is None or (self._run_id, critic.step) != (run_id, step):
-            current = f"at step {critic.step} of run {self._run_id}" if critic and self._run_id else "not that of any run"
+            current = (
+                f"at step {critic.step} of run {self._run_id}"
+                if critic and self._run_id
+                else "not that of any run"
+            )
             field, value = ("step", step) if self._run_id == run_id else ("run_id", run_id)
             reason = f"the critic is {current}, not at step {step} of run {run_id}"
             raise Conflict(reason, field=field, value=value, remedy="POST /restore")
@@ -126,11 +158,15 @@ class CriticService:
                 raise ValueError(f"{changed} has changed since it was written")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
-            remedy = "remove the trainer's checkpoint of that step to continue from the one before it"
+            remedy = (
+                "remove the trainer's checkpoint of that step to continue from the one before it"
+            )
             raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
         except FileNotFoundError:
             remedy = "mount a volume for STATE_DIR on critic-server, or start the run again with --trainer.resume false"
-            raise NotFound(f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy) from None
+            raise NotFound(
+                f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy
+            ) from None
         if saved_by is not None and owner != saved_by:
             reason = f"the critic saved at step {step} belongs to run {owner}"
             remedy = "give every run its own STATE_DIR, or start the run again with --trainer.resume false"
@@ -139,7 +175,9 @@ class CriticService:
 
 
 def _serial(path: Path) -> int:
-    """Returns the serial number of a checkpoint, which rises with every one written; 0 when it has none."""
+    """Returns the serial number of a checkpoint, which rises with every one written; 0 when it has
+    none.
+    """
     try:
         return int(json.loads((path / _OWNER).read_text())["serial"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,6 @@
-"""`python -m services.data`: loads the data set, then serves it. A data set that does not load ends it with status 2."""
+"""`python -m services.data`: loads the data set, then serves it. A data set that does not load ends
+it with status 2.
+"""
 
 from common.process.metrics import setup_logging
 from common.process.topology import DATA, Topology
@@ -9,15 +11,24 @@ from services.http.app import serve
 
 
 def run(config: Config) -> None:
-    """Loads, then serves until SIGTERM. Raises ConfigError when data, state directory or port cannot be used."""
+    """Loads, then serves until SIGTERM. Raises ConfigError when data, state directory or port
+    cannot be used.
+    """
     topology = Topology.from_env()
     log = setup_logging(topology.own_name(DATA), config.state_dir / "logs", service=DATA)
     log.info("loading %s", config.data.source)
     train = load_split(config.data, "train", config.seed)
     evaluation = load_split(config.data, "eval", config.seed)
-    log.info("loaded %s: %d training and %d held-out problems", config.data.source, len(train), len(evaluation))
+    log.info(
+        "loaded %s: %d training and %d held-out problems",
+        config.data.source,
+        len(train),
+        len(evaluation),
+    )
     settings = f"source={config.data.source} curriculum={config.data.curriculum} state_dir={config.state_dir}"
-    serve(create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port), settings)
+    serve(
+        create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port), settings
+    )
 
 
 if __name__ == "__main__":

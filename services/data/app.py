@@ -1,4 +1,6 @@
-"""HTTP API of the data-server. Handlers are plain functions: they run in threads, since storing the cursor blocks."""
+"""HTTP API of the data-server. Handlers are plain functions: they run in threads, since storing the
+cursor blocks.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +13,15 @@ from pydantic import Field
 from common.errors import ConfigError, NotFound
 from common.process.metrics import Metrics
 from common.settings.config import Config
-from common.wire.schemas import MAX_LISTED, MAX_NAMES, AtMost, PassRateReport, Prompt, PromptBatch, Wire
+from common.wire.schemas import (
+    MAX_LISTED,
+    MAX_NAMES,
+    AtMost,
+    PassRateReport,
+    Prompt,
+    PromptBatch,
+    Wire,
+)
 from services.data.curriculum import Difficulty
 from services.data.stream import PromptStream, StreamStats
 from services.http.app import create_app
@@ -19,7 +29,10 @@ from services.http.openapi import errors
 
 MAX_POSITION = 2**53
 BatchSize = Annotated[int, Query(ge=1, le=256)]
-RequestId = Annotated[str | None, Query(pattern=r"^[\x21-\x7e]{1,128}$", description="Printable ASCII; a retry repeats it")]
+RequestId = Annotated[
+    str | None,
+    Query(pattern=r"^[\x21-\x7e]{1,128}$", description="Printable ASCII; a retry repeats it"),
+]
 
 
 class Position(Wire):
@@ -57,7 +70,8 @@ class DataStats(StreamStats):
 def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt]) -> FastAPI:
     """Creates the data-server's app for these prompts.
 
-    Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be used.
+    Raises ConfigError when an id is in both splits, or the cursor in `config.state_dir` cannot be
+    used.
     """
     by_id = {prompt.id: prompt for prompt in train}
     if (both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None)) is not None:
@@ -77,7 +91,9 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
         stream.close()
 
     metrics = Metrics("data-server")
-    answered = metrics.counter("data_prompts_total", "Prompts answered, repeated requests included", ["shuffle"])
+    answered = metrics.counter(
+        "data_prompts_total", "Prompts answered, repeated requests included", ["shuffle"]
+    )
     app = create_app(
         "data-server",
         flush=lambda: asyncio.to_thread(stream.flush),
@@ -87,7 +103,9 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     )
 
     @app.get("/prompts")
-    def prompts(batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None) -> PromptBatch:
+    def prompts(
+        batch_size: BatchSize = 8, shuffle: bool = True, request_id: RequestId = None
+    ) -> PromptBatch:
         """The next prompts: each once per epoch, unless there is a curriculum.
 
         A repeated `request_id` returns its batch.
@@ -100,7 +118,12 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     def prompt(prompt_id: str) -> Prompt:
         """One problem of either split."""
         if prompt_id not in by_id:
-            raise NotFound("there is no such prompt", field="id", value=prompt_id, remedy=f"ids are like {train[0].id}")
+            raise NotFound(
+                "there is no such prompt",
+                field="id",
+                value=prompt_id,
+                remedy=f"ids are like {train[0].id}",
+            )
         return by_id[prompt_id]
 
     @app.post("/reset")
@@ -111,22 +134,31 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
 
     @app.post("/seek")
     def seek(body: Position) -> Position:
-        """Sets the shuffled stream to a position, and a curriculum to its state at that position."""
+        """Sets the shuffled stream to a position, and a curriculum to its state at that
+        position.
+        """
         stream.seek(body.position)
         return body
 
     @app.post("/pass_rates")
     def pass_rates(body: PassRateReport) -> PassRatesStored:
-        """Reports to the curriculum how often prompts were solved; durable when answered. A repeated report counts once."""
+        """Reports to the curriculum how often prompts were solved; durable when answered. A
+        repeated report counts once.
+        """
         stream.report(body.pairs(), body.request_id)
         return PassRatesStored(stored=len(body.prompt_ids))
 
     @app.get("/eval_prompts")
     def eval_prompts(
-        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED, offset: Annotated[int, Query(ge=0)] = 0
+        limit: Annotated[int, Query(ge=0, le=MAX_LISTED)] = MAX_LISTED,
+        offset: Annotated[int, Query(ge=0)] = 0,
     ) -> EvalPrompts:
-        """Held-out problems in a fixed order; without `limit`, as many as the largest limit allows."""
-        return EvalPrompts(prompts=evaluation[offset : offset + limit], total_available=len(evaluation))
+        """Held-out problems in a fixed order; without `limit`, as many as the largest limit
+        allows.
+        """
+        return EvalPrompts(
+            prompts=evaluation[offset : offset + limit], total_available=len(evaluation)
+        )
 
     @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:

@@ -1,12 +1,14 @@
-"""Difficulty-aware sampling: prompts with a pass rate near the target are drawn more often, but all keep being drawn.
+"""Difficulty-aware sampling: prompts with a pass rate near the target are drawn more often, but all
+keep being drawn.
 
-The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is known yet. After
-that each position is drawn: with probability `free_share` the next prompt of the plain stream, otherwise a prompt by
-its pass rate.
+The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is
+known yet. After
+that each position is drawn: with probability `free_share` the next prompt of the plain stream,
+otherwise a prompt by its pass rate.
 
-A draw is a function of the seed, the position, the draws before it, and the pass rates reported before it. Draws and reports
-are stored with the cursor, in one transaction. A seek back forgets the draws from there on and the reports made later, so the
-stream continues as it was at that time.
+A draw is a function of the seed, the position, the draws before it, and the pass rates reported
+before it. Draws and reports are stored with the cursor, in one transaction. A seek back forgets the
+draws from there on and the reports made later, so the stream continues as it was at that time.
 """
 
 import json
@@ -59,46 +61,61 @@ class CurriculumStats(Wire):
 
 
 def weight_of_pass_rate(rates: Float64, target: float) -> Float64:
-    """Returns the weight [N] of prompts with these pass rates: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and 0 where p is NaN (unknown).
+    """Returns the weight [N] of prompts with these pass rates: (p/t)^2t · ((1−p)/(1−t))^2(1−t), and
+    0 where p is NaN (unknown).
 
-    It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group get the same reward and teach
-    nothing. With a target of 0.5 it is 4·p·(1−p), the scaled variance of correctness.
+    It is 1 at the target t and 0 at pass rates 0 and 1, where all completions of a group get the
+    same reward and teach nothing. With a target of 0.5 it is 4·p·(1−p), the scaled variance of
+    correctness.
     """
     wanted = (rates / target) ** (2 * target) * ((1 - rates) / (1 - target)) ** (2 * (1 - target))
     return np.where(np.isnan(rates), 0.0, wanted)
 
 
 def chances(weights: Float64, free_share: float) -> Float64:
-    """Returns the probability [N] of each prompt: they sum to 1 − free_share, or to 0 when no weight is above 0."""
+    """Returns the probability [N] of each prompt: they sum to 1 − free_share, or to 0 when no
+    weight is above 0.
+    """
     total = weights.sum()
     return weights / total * (1 - free_share) if total > 0 else np.zeros_like(weights)
 
 
 def pick(chance: Float64, number: float) -> int | None:
-    """Returns the prompt selected by a number in [0, 1), or None for the rest of the interval: a free draw."""
+    """Returns the prompt selected by a number in [0, 1), or None for the rest of the interval: a
+    free draw.
+    """
     limits = np.cumsum(chance)
     return int(np.searchsorted(limits, number, side="right")) if number < limits[-1] else None
 
 
 def uniform(seed: int, position: int) -> float:
-    """Returns the random number in [0, 1) for a position, from the raw stream of PCG64, which numpy never changes."""
+    """Returns the random number in [0, 1) for a position, from the raw stream of PCG64, which numpy
+    never changes.
+    """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(_STREAM, position)))
     return float(int(bits.random_raw()) >> 11) * 2.0**-53
 
 
 class Curriculum:
-    """Draws prompts by difficulty. Not thread-safe: every call must be inside a transaction of `PromptStream`.
+    """Draws prompts by difficulty. Not thread-safe: every call must be inside a transaction of
+    `PromptStream`.
 
-    It caches the tables, which several processes may share. `plain` returns the n-th prompt of the plain stream.
+    It caches the tables, which several processes may share. `plain` returns the n-th prompt of the
+    plain stream.
     """
 
-    def __init__(self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]) -> None:
+    def __init__(
+        self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]
+    ) -> None:
         self.size, self.seed, self.settings, self._plain = size, seed, settings, plain
         self.forget()
 
     @staticmethod
     def exists(db: sqlite3.Connection) -> bool:
-        return db.execute("SELECT 1 FROM sqlite_master WHERE name = 'curriculum'").fetchone() is not None
+        return (
+            db.execute("SELECT 1 FROM sqlite_master WHERE name = 'curriculum'").fetchone()
+            is not None
+        )
 
     @staticmethod
     def create(db: sqlite3.Connection) -> None:
@@ -133,13 +150,22 @@ class Curriculum:
         drawn = "SELECT place FROM draws WHERE position >= ? AND position < ? ORDER BY position"
         return [place for (place,) in db.execute(drawn, (position, position + count))]
 
-    def report(self, db: sqlite3.Connection, request_id: str, pass_rates: Sequence[tuple[int, float]], position: int) -> None:
-        """Stores pass rates by place, known from `position` on; repeating the request changes nothing.
+    def report(
+        self,
+        db: sqlite3.Connection,
+        request_id: str,
+        pass_rates: Sequence[tuple[int, float]],
+        position: int,
+    ) -> None:
+        """Stores pass rates by place, known from `position` on; repeating the request changes
+        nothing.
 
         Raises InvalidInput when the id was used for other pass rates.
         """
         body = json.dumps(pass_rates)
-        stored = db.execute("SELECT body FROM reports WHERE request_id = ?", (request_id,)).fetchone()
+        stored = db.execute(
+            "SELECT body FROM reports WHERE request_id = ?", (request_id,)
+        ).fetchone()
         if stored is None:
             new = "INSERT INTO reports (request_id, position, body) VALUES (?, ?, ?)"
             db.execute(new, (request_id, position, body))
@@ -171,11 +197,14 @@ class Curriculum:
     def _by_weight(self, weights: Float64, position: int) -> int | None:
         """Returns the prompt drawn by its pass rate, or None for a free draw.
 
-        A drawn prompt is not drawn again until its pass rate is reported or N more draws were made, as its group may
-        have been dropped.
+        A drawn prompt is not drawn again until its pass rate is reported or N more draws were made,
+        as its group may have been dropped.
         """
         out = (self._drawn_at >= self._reported_at) & (position - self._drawn_at < self.size)
-        return pick(chances(np.where(out, 0.0, weights), self.settings.free_share), uniform(self.seed, position))
+        return pick(
+            chances(np.where(out, 0.0, weights), self.settings.free_share),
+            uniform(self.seed, position),
+        )
 
     def _read(self, db: sqlite3.Connection) -> None:
         """Updates the cache from the tables."""

@@ -1,4 +1,6 @@
-"""Reads rows from files: JSON lines, JSON, CSV and parquet, from one file or from a directory with a file per split."""
+"""Reads rows from files: JSON lines, JSON, CSV and parquet, from one file or from a directory with
+a file per split.
+"""
 
 import csv
 import json
@@ -10,7 +12,9 @@ from services.data.rows import MAX_TEXT_CHARS, Row, stop
 
 
 def read_file(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file, in order. Raises ConfigError with file and line if it violates its suffix's format."""
+    """Yields the rows of a file, in order. Raises ConfigError with file and line if it violates its
+    suffix's format.
+    """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         stop(f"{path.name} is not of a known format", path, f"known formats: {', '.join(_READERS)}")
@@ -21,8 +25,14 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def file_of_split(folder: Path, split: str) -> Path:
-    """Returns the file in a directory that is named after the split. Raises ConfigError unless there is exactly one."""
-    files = [folder / f"{split}{suffix}" for suffix in _READERS if (folder / f"{split}{suffix}").is_file()]
+    """Returns the file in a directory that is named after the split. Raises ConfigError unless
+    there is exactly one.
+    """
+    files = [
+        folder / f"{split}{suffix}"
+        for suffix in _READERS
+        if (folder / f"{split}{suffix}").is_file()
+    ]
     if len(files) != 1:
         there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         problem = "no file" if not files else "more than one file"
@@ -66,7 +76,9 @@ def _read_csv(path: Path) -> Iterator[Row]:
             raise ValueError(f"two columns have the same name: {', '.join(names)}")
         for row in reader:
             if None in row:
-                raise ValueError(f"line {reader.line_num} has more cells than there are columns: {', '.join(names)}")
+                raise ValueError(
+                    f"line {reader.line_num} has more cells than there are columns: {', '.join(names)}"
+                )
             yield f"{path.name}, line {reader.line_num}", row
 
 

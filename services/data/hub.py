@@ -13,20 +13,23 @@ from services.data.files import known_format
 from services.data.rows import Row
 
 STALL_S = 30.0
-"""Seconds without a byte after which a download is abandoned. `load_dataset` alone takes over 200 s."""
+"""Seconds without a byte after which a download is abandoned. `load_dataset` alone takes over 200
+s."""
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_hub_name(source: str) -> bool:
-    """Returns whether this could name a data set on the hub: `org/name`, and not a file of a known format."""
+    """Returns whether this could name a data set on the hub: `org/name`, and not a file of a known
+    format.
+    """
     return _NAME.fullmatch(source) is not None and not known_format(source)
 
 
 def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
     """Yields the rows of a split; `config` is empty for the default configuration.
 
-    Raises ConfigError when the data set cannot be loaded: after `REACH_S` seconds if the hub does not answer, after
-    `STALL_S` seconds if it stops answering.
+    Raises ConfigError when the data set cannot be loaded: after `REACH_S` seconds if the hub does
+    not answer, after `STALL_S` seconds if it stops answering.
     """
     # Slow to import, and not needed for the other sources.
     import datasets
@@ -39,7 +42,9 @@ def hub_rows(name: str, config: str, split: str) -> Iterator[Row]:
         if not huggingface_hub.constants.HF_HUB_OFFLINE:
             patiently(lambda: api.dataset_info(name, timeout=REACH_S), REACH_S)
         rows: Iterable[dict[str, Any]] = patiently(
-            lambda: datasets.load_dataset(name, config or None, split=split), STALL_S, lambda: _cached_bytes(name)
+            lambda: datasets.load_dataset(name, config or None, split=split),
+            STALL_S,
+            lambda: _cached_bytes(name),
         )
         for number, row in enumerate(rows, 1):
             yield f"{name} {split}, row {number}", row

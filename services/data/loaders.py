@@ -1,7 +1,7 @@
 """Loads the data set named by `data.source`, or ends the startup with the cause and the remedy.
 
-`gsm8k` and `math` come from the hub, `math:SOURCE` is MATH in other places, `tiny` is generated; anything else is a file, a
-directory with one file per split, or the name of a data set on the hub.
+`gsm8k` and `math` come from the hub, `math:SOURCE` is MATH in other places, `tiny` is generated;
+anything else is a file, a directory with one file per split, or the name of a data set on the hub.
 """
 
 import itertools
@@ -21,28 +21,48 @@ from services.data.loaders_custom import CustomDatasetLoader
 from services.data.loaders_math import MATH_ON_HUB, GSM8KLoader, MATHLoader
 from services.data.rows import stop
 
-__all__ = ["CustomDatasetLoader", "GSM8KLoader", "Loader", "MATHLoader", "Split", "TinyLoader", "load_split", "loader_of"]
+__all__ = [
+    "CustomDatasetLoader",
+    "GSM8KLoader",
+    "Loader",
+    "MATHLoader",
+    "Split",
+    "TinyLoader",
+    "load_split",
+    "loader_of",
+]
 Split = Literal["train", "eval"]
 
 
 class TinyLoader(Loader):
-    """The generated task (`services.data.tiny`), with the splits train and test, which never change."""
+    """The generated task (`services.data.tiny`), with the splits train and test, which never
+    change.
+    """
 
     def __init__(self, task: str = "") -> None:
         super().__init__("tiny", task=task)
 
     def _load(self, split: str) -> list[Prompt]:
         if split not in tiny.SIZES:
-            stop(f"the data set tiny has no split {split!r}", "tiny", "its splits are train and test")
+            stop(
+                f"the data set tiny has no split {split!r}", "tiny", "its splits are train and test"
+            )
         name: tiny.Split = "train" if split == "train" else "test"
         return [
-            Prompt(id=f"tiny-{name}-{n}", prompt=problem.question, ground_truth=str(problem.answer), task=self.task)
+            Prompt(
+                id=f"tiny-{name}-{n}",
+                prompt=problem.question,
+                ground_truth=str(problem.answer),
+                task=self.task,
+            )
             for n, problem in enumerate(itertools.islice(tiny.problems(name), tiny.SIZES[name]))
         ]
 
 
 def loader_of(config: DataSection) -> Loader:
-    """Returns the loader of `data.source`. Raises ConfigError for an unknown level or a `data.map` that cannot be imported."""
+    """Returns the loader of `data.source`. Raises ConfigError for an unknown level or a `data.map`
+    that cannot be imported.
+    """
     if config.source == "tiny":
         return TinyLoader()
     if config.source == "gsm8k":
@@ -67,12 +87,15 @@ def loader_of(config: DataSection) -> Loader:
 
 
 def load_split(
-    config: DataSection, split: Split, seed: int, loader_of: Callable[[DataSection], Loader] = loader_of
+    config: DataSection,
+    split: Split,
+    seed: int,
+    loader_of: Callable[[DataSection], Loader] = loader_of,
 ) -> list[Prompt]:
     """Returns the prompts of a split that the data-server serves, in the order of the data set.
 
-    The seed only determines which problems `config.num_samples` keeps. Raises ConfigError that names file, row and
-    column when anything does not load.
+    The seed only determines which problems `config.num_samples` keeps. Raises ConfigError that
+    names file, row and column when anything does not load.
     """
     if config.train_split == config.eval_split:
         raise ConfigError(
@@ -90,4 +113,7 @@ def load_split(
     if split == "eval" or config.num_samples is None:
         return prompts
     check_enough(prompts, config.num_samples)
-    return [prompts[i] for i in sorted(random.Random(seed).sample(range(len(prompts)), config.num_samples))]
+    return [
+        prompts[i]
+        for i in sorted(random.Random(seed).sample(range(len(prompts)), config.num_samples))
+    ]

@@ -23,28 +23,34 @@ class Loader(ABC):
     """A data set.
 
     Args:
-        source: a file, a directory with a file per split, or `org/name` on the hub where no such path exists.
+        source: a file, a directory with a file per split, or `org/name` on the hub where no such
+        path exists.
         hub_config: configuration of a hub data set that has several; empty for the default one.
-        name: first part of generated ids, before the split, for rows without an `id`; empty for the name of the source.
+        name: first part of generated ids, before the split, for rows without an `id`; empty for the
+        name of the source.
         task: task of the prompts, which selects their reward functions; empty for the default ones.
     """
 
-    def __init__(self, source: str | Path, hub_config: str = "", name: str = "", task: str = "") -> None:
+    def __init__(
+        self, source: str | Path, hub_config: str = "", name: str = "", task: str = ""
+    ) -> None:
         self.source, self.hub_config, self.name, self.task = str(source), hub_config, name, task
 
-    def load(self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False) -> list[Prompt]:
+    def load(
+        self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False
+    ) -> list[Prompt]:
         """Returns the prompts of a split, in the order of the data set.
 
         Args:
-            split: name in the data set. A single file has `train`, `test` (a tenth of the problems, chosen by a hash of their
-                texts) and `all`.
+            split: name in the data set. A single file has `train`, `test` (a tenth of the problems,
+                chosen by a hash of their texts) and `all`.
             num_samples: number of prompts, the first ones; all when None.
             seed: seed of the order when `shuffle` is on.
             shuffle: shuffle before `num_samples` are taken.
 
         Raises:
-            ConfigError: something does not load (the error names file, row and column), or there are too few problems.
-                There is no substitute data.
+            ConfigError: something does not load (the error names file, row and column), or there
+                are too few problems. There is no substitute data.
         """
         prompts = self._load(split)
         if not prompts:
@@ -75,10 +81,16 @@ class RowLoader(Loader):
     def _load(self, split: str) -> list[Prompt]:
         path = Path(self.source)
         if path.is_dir():
-            return self._prompts(read_file(file_of_split(path, split)), f"{self.name or path.resolve().name}-{split}")
+            return self._prompts(
+                read_file(file_of_split(path, split)), f"{self.name or path.resolve().name}-{split}"
+            )
         if path.exists():
             if split not in _PARTS:
-                stop(f"a single file has no split {split!r}", path, f"its splits are {', '.join(_PARTS)}")
+                stop(
+                    f"a single file has no split {split!r}",
+                    path,
+                    f"its splits are {', '.join(_PARTS)}",
+                )
             part = _PARTS[split]
             return _part(self._prompts(read_file(path), f"{self.name or path.stem}-{part}"), part)
         if not is_hub_name(self.source):
@@ -91,7 +103,10 @@ class RowLoader(Loader):
         return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
-        made = (self._prompt(row, where, f"{prefix}-{number}") for number, (where, row) in enumerate(rows))
+        made = (
+            self._prompt(row, where, f"{prefix}-{number}")
+            for number, (where, row) in enumerate(rows)
+        )
         return [prompt for prompt in made if prompt is not None]
 
 
@@ -107,12 +122,21 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
 
 
 def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
-    """Returns one part of a single file. The problem's text decides, so the same problem is never in both parts.
+    """Returns one part of a single file. The problem's text decides, so the same problem is never
+    in both parts.
 
-    Adding rows moves no problem to the other part. Even a short file has at least one held-out problem.
+    Adding rows moves no problem to the other part. Even a short file has at least one held-out
+    problem.
     """
     if part == "all":
         return prompts
-    shares = [int.from_bytes(hashlib.sha256(prompt.prompt.encode()).digest()[:8]) / 2**64 for prompt in prompts]
+    shares = [
+        int.from_bytes(hashlib.sha256(prompt.prompt.encode()).digest()[:8]) / 2**64
+        for prompt in prompts
+    ]
     limit = max(HELD_OUT, min(shares, default=0.0))
-    return [prompt for prompt, share in zip(prompts, shares, strict=True) if (share <= limit) == (part == "eval")]
+    return [
+        prompt
+        for prompt, share in zip(prompts, shares, strict=True)
+        if (share <= limit) == (part == "eval")
+    ]

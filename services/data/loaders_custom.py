@@ -1,4 +1,6 @@
-"""Your own data sets: columns or chats, in files or on the hub, optionally changed by a function."""
+"""Your own data sets: columns or chats, in files or on the hub, optionally changed by a
+function.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +9,15 @@ from typing import Any
 from common.errors import ConfigError
 from common.wire.schemas import Prompt
 from services.data.loaders_base import RowLoader
-from services.data.rows import final_answer, further_columns, id_of, read_chat, stated_answer, stop_at, text_of
+from services.data.rows import (
+    final_answer,
+    further_columns,
+    id_of,
+    read_chat,
+    stated_answer,
+    stop_at,
+    text_of,
+)
 
 MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 """Maps the columns of a row to the columns to read, or to None to leave the row out."""
@@ -16,17 +26,21 @@ MapRow = Callable[[dict[str, Any]], Mapping[str, Any] | None]
 class CustomDatasetLoader(RowLoader):
     """Rows with a problem and an answer, or with a chat.
 
-    A column `id` names a problem; it must be unique. All columns that are not read are in `Prompt.columns`.
+    A column `id` names a problem; it must be unique. All columns that are not read are in
+    `Prompt.columns`.
 
     Args:
-        source: a file (.jsonl, .json, .csv, .parquet), a directory with a file per split, or `org/name` on the hub.
+        source: a file (.jsonl, .json, .csv, .parquet), a directory with a file per split, or
+        `org/name` on the hub.
         prompt_field: column of the problem.
         answer_field: column of the answer; from a text with `#### N`, only N is kept.
-        messages_field: column of a chat, instead of `prompt_field`: system messages (they precede the problem), one user
-            message, and at most one answer. Without a column `answer_field`, the chat's answer is the worked solution, and its
-            final answer (`#### N` or a box) the ground truth.
+        messages_field: column of a chat, instead of `prompt_field`: system messages (they precede
+            the problem), one user message, and at most one answer. Without a column `answer_field`,
+            the chat's answer is the worked solution, and its final answer (`#### N` or a box) the
+            ground truth.
         task: task of the prompts, which selects their reward functions; empty for the default ones.
-        task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for all.
+        task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for
+        all.
         columns: names of further columns to keep; all when None.
         map: function that transforms every row before it is read, or skips it by returning None.
         hub_config: configuration of a hub data set that has several; empty for the default one.
@@ -45,7 +59,11 @@ class CustomDatasetLoader(RowLoader):
         hub_config: str = "",
     ) -> None:
         super().__init__(source, hub_config, "", task)
-        self.prompt_field, self.answer_field, self.messages_field = prompt_field, answer_field, messages_field
+        self.prompt_field, self.answer_field, self.messages_field = (
+            prompt_field,
+            answer_field,
+            messages_field,
+        )
         self.task_field, self.columns, self.map = task_field, columns, map
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
@@ -66,14 +84,18 @@ class CustomDatasetLoader(RowLoader):
             id=id_of(row, where, default_id),
             prompt=text,
             ground_truth=answer,
-            task=text_of(row, self.task_field, where, "--data.task_field") if self.task_field else self.task,
+            task=text_of(row, self.task_field, where, "--data.task_field")
+            if self.task_field
+            else self.task,
             columns=further_columns(row, used, where, self.columns),
         )
 
     def _problem(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         """Returns (problem, ground truth)."""
         if self.messages_field:
-            text, solution = _single_turn(read_chat(row, self.messages_field, where), self.messages_field, where)
+            text, solution = _single_turn(
+                read_chat(row, self.messages_field, where), self.messages_field, where
+            )
             if solution is not None and self.answer_field not in row:
                 return text, stated_answer(solution)
         else:
@@ -81,11 +103,18 @@ class CustomDatasetLoader(RowLoader):
         return text, final_answer(text_of(row, self.answer_field, where, "--data.answer_field"))
 
 
-def _single_turn(messages: list[tuple[str, str]], column: str, where: str) -> tuple[str, str | None]:
-    """Returns (problem, answer of the assistant or None); system messages precede the problem, after an empty line each."""
+def _single_turn(
+    messages: list[tuple[str, str]], column: str, where: str
+) -> tuple[str, str | None]:
+    """Returns (problem, answer of the assistant or None); system messages precede the problem,
+    after an empty line each.
+    """
     roles = [role for role, _ in messages]
     instructions = roles.count("system")
-    if roles[:instructions] != ["system"] * instructions or roles[instructions:] not in (["user"], ["user", "assistant"]):
+    if roles[:instructions] != ["system"] * instructions or roles[instructions:] not in (
+        ["user"],
+        ["user", "assistant"],
+    ):
         stop_at(
             where,
             f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any number of system messages, one "

@@ -1,4 +1,6 @@
-"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and MATH (Hendrycks et al. 2021, arXiv:2103.03874)."""
+"""GSM8K (Cobbe et al. 2021, arXiv:2110.14168) and MATH (Hendrycks et al. 2021,
+arXiv:2103.03874).
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,8 @@ from services.data.rows import final_answer, further_columns, id_of, stop, stop_
 
 GSM8K_ON_HUB = "openai/gsm8k"
 MATH_ON_HUB = "DigitalLearningGmbH/MATH-lighteval"
-"""7,500 and 5,000 problems with the columns problem, level, type and solution. The original is no longer on the hub."""
+"""7,500 and 5,000 problems with the columns problem, level, type and solution. The original is no
+longer on the hub."""
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _LEVEL = re.compile(r"(?:level\s*)?(\d+)(?:\.0)?", re.IGNORECASE)
 _UNKNOWN_LEVEL = re.compile(r"level\s*\?", re.IGNORECASE)
@@ -24,8 +27,9 @@ _MATH_COLUMNS = ("problem", "solution", "answer", "level", "subject", "type", "i
 class GSM8KLoader(RowLoader):
     """Grade-school problems with the columns question and answer; the answer ends in `#### N`.
 
-    The ground truth is N without thousands separators, such as `1080` or `-2`. An answer that is not one number is an error.
-    `source` is `org/name` on the hub, or a file or directory with the same columns.
+    The ground truth is N without thousands separators, such as `1080` or `-2`. An answer that is
+    not one number is an error. `source` is `org/name` on the hub, or a file or directory with the
+    same columns.
     """
 
     def __init__(self, source: str | Path = GSM8K_ON_HUB, task: str = "") -> None:
@@ -34,7 +38,11 @@ class GSM8KLoader(RowLoader):
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
         answer = final_answer(text_of(row, "answer", where, "another source"))
         if not _NUMBER.fullmatch(answer):
-            stop_at(where, f"the answer {answer!r:.80} is not a number", "end the answer in #### and one number")
+            stop_at(
+                where,
+                f"the answer {answer!r:.80} is not a number",
+                "end the answer in #### and one number",
+            )
         question = text_of(row, "question", where, "another source")
         columns = further_columns(row, ("question", "answer", "id"), where)
         own = id_of(row, where, default_id)
@@ -42,14 +50,17 @@ class GSM8KLoader(RowLoader):
 
 
 class MATHLoader(RowLoader):
-    """Competition problems with the columns problem and solution, and optionally answer, level, and subject or type.
+    """Competition problems with the columns problem and solution, and optionally answer, level, and
+    subject or type.
 
-    The ground truth is the column answer, else the content of the last balanced box of the solution. Level and subject are in
-    `Prompt.columns`; a known `level` is a number. Any choice of levels leaves out problems whose level is unknown.
+    The ground truth is the column answer, else the content of the last balanced box of the
+    solution. Level and subject are in `Prompt.columns`; a known `level` is a number. Any choice of
+    levels leaves out problems whose level is unknown.
 
     Args:
         levels: keep problems of these levels: 1 to 5, as 5, "5" or "Level 5"; all when None.
-        subjects: keep problems of these subjects, such as `Algebra` or `counting_and_probability`; all when None.
+        subjects: keep problems of these subjects, such as `Algebra` or `counting_and_probability`;
+        all when None.
         source: `org/name` on the hub, or a file or directory with the same columns.
         hub_config: configuration of a hub data set that has several; empty for the default one.
         task: task of the prompts, which selects their reward functions; empty for the default ones.
@@ -74,14 +85,23 @@ class MATHLoader(RowLoader):
     def _load(self, split: str) -> list[Prompt]:
         self._seen = set()
         prompts = super()._load(split)
-        if absent := next((name for plain, name in (self.subjects or {}).items() if plain not in self._seen), None):
+        if absent := next(
+            (name for plain, name in (self.subjects or {}).items() if plain not in self._seen), None
+        ):
             there = ", ".join(sorted(self._seen)) or "none"
-            stop(f"the split {split!r} has no subject {absent!r}; it has {there}", absent, "name one of these", "data.subjects")
+            stop(
+                f"the split {split!r} has no subject {absent!r}; it has {there}",
+                absent,
+                "name one of these",
+                "data.subjects",
+            )
         return prompts
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         level = self._level(row, where)
-        subject = next((row[name] for name in ("subject", "type") if isinstance(row.get(name), str)), None)
+        subject = next(
+            (row[name] for name in ("subject", "type") if isinstance(row.get(name), str)), None
+        )
         self._seen.add(_plain(subject or ""))
         if self.levels is not None and level not in self.levels:
             return None
@@ -105,10 +125,17 @@ class MATHLoader(RowLoader):
         value = row.get("level")
         if value is None:
             if self.levels is not None:
-                text_of(row, "level", where, "data.levels to nothing: the problems of this source have no levels")
+                text_of(
+                    row,
+                    "level",
+                    where,
+                    "data.levels to nothing: the problems of this source have no levels",
+                )
             return None
         level = level_number(value)
-        if level is None and not (isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())):
+        if level is None and not (
+            isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())
+        ):
             stop_at(where, f"the level is {value!r:.80}, not a number or Level N")
         return level
 
@@ -124,12 +151,19 @@ def level_number(value: object) -> int | None:
 def _wanted_level(value: int | str) -> int:
     level = level_number(value)
     if level is None:
-        raise ConfigError("this is not a level", field="data.levels", value=value, remedy="write levels as 5, '5' or 'Level 5'")
+        raise ConfigError(
+            "this is not a level",
+            field="data.levels",
+            value=value,
+            remedy="write levels as 5, '5' or 'Level 5'",
+        )
     return level
 
 
 def _plain(subject: str) -> str:
-    """Normalises a subject: `Counting & Probability` and `counting_and_probability` become equal."""
+    """Normalises a subject: `Counting & Probability` and `counting_and_probability` become
+    equal.
+    """
     return " ".join(re.findall("[a-z]+", subject.lower().replace("&", " and ")))
 
 
@@ -140,5 +174,9 @@ def _ground_truth(row: Mapping[str, Any], where: str) -> str:
     bare = _BARE_BOX.findall(solution)  # a few solutions have \boxed 5 without braces
     answer = last_box(solution) or (str(bare[-1]).strip() if bare else "")
     if not answer:
-        stop_at(where, "the solution has no \\boxed answer", "put the answer into a box, or add a column answer")
+        stop_at(
+            where,
+            "the solution has no \\boxed answer",
+            "put the answer into a box, or add a column answer",
+        )
     return answer

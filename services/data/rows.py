@@ -1,4 +1,6 @@
-"""Reads the columns of a data set's row: texts, final answers, chats, and further columns as JSON."""
+"""Reads the columns of a data set's row: texts, final answers, chats, and further columns as
+JSON.
+"""
 
 import datetime
 import json
@@ -35,21 +37,33 @@ def refuse_same_ids(prompts: Iterable[Prompt], field: str) -> None:
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            stop(f"two problems have the id {prompt.id!r}", prompt.id, "make the ids unique, or remove them", field)
+            stop(
+                f"two problems have the id {prompt.id!r}",
+                prompt.id,
+                "make the ids unique, or remove them",
+                field,
+            )
         seen.add(prompt.id)
 
 
 def _value(row: Mapping[str, Any], column: str, where: str, setting: str) -> Any:
     if column not in row:
-        stop_at(where, f"there is no column {column!r}; there are {', '.join(map(str, row))}", f"set {setting}")
+        stop_at(
+            where,
+            f"there is no column {column!r}; there are {', '.join(map(str, row))}",
+            f"set {setting}",
+        )
     return row[column]
 
 
-def text_of(row: Mapping[str, Any], column: str, where: str, setting: str, limit: int = MAX_TEXT_CHARS) -> str:
+def text_of(
+    row: Mapping[str, Any], column: str, where: str, setting: str, limit: int = MAX_TEXT_CHARS
+) -> str:
     """Returns a column as text, from a text or a number.
 
-    `where` is the location of the row; `setting` is the setting that names the column, for the remedy when it is
-    missing. Raises ConfigError when the column is absent, empty, too long, or neither a text nor a number.
+    `where` is the location of the row; `setting` is the setting that names the column, for the
+    remedy when it is missing. Raises ConfigError when the column is absent, empty, too long, or
+    neither a text nor a number.
     """
     value = _value(row, column, where, setting)
     if isinstance(value, float) and value.is_integer():
@@ -69,13 +83,18 @@ def text_of(row: Mapping[str, Any], column: str, where: str, setting: str, limit
 
 def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
     """Returns the column `id`, or `default` when it is absent or null."""
-    return default if row.get("id") is None else text_of(row, "id", where, "the column id", MAX_ID_CHARS)
+    return (
+        default
+        if row.get("id") is None
+        else text_of(row, "id", where, "the column id", MAX_ID_CHARS)
+    )
 
 
 def final_answer(text: str) -> str:
     """Returns N from a text with `#### N`, else the stripped text.
 
-    Thousands separators (`1,080`, `1 000`) are removed if N is a single number; `(1, 2)` stays unchanged.
+    Thousands separators (`1,080`, `1 000`) are removed if N is a single number; `(1, 2)` stays
+    unchanged.
     """
     _, marker, tail = text.rpartition("####")
     tail = tail.strip()
@@ -83,14 +102,17 @@ def final_answer(text: str) -> str:
 
 
 def stated_answer(solution: str) -> str:
-    """Returns the final answer of a worked solution: after its last `####`, else in its last box, else all of it."""
+    """Returns the final answer of a worked solution: after its last `####`, else in its last box,
+    else all of it.
+    """
     return final_answer(solution) if "####" in solution else last_box(solution) or solution.strip()
 
 
 def further_columns(
     row: Mapping[str, Any], used: Iterable[str], where: str, only: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """Returns the columns that accompany the problem, as JSON values: those in `only`, or all that are not `used`.
+    """Returns the columns that accompany the problem, as JSON values: those in `only`, or all that
+    are not `used`.
 
     Raises ConfigError when a column is absent, or JSON cannot represent it (an image).
     """
@@ -103,7 +125,9 @@ def further_columns(
 
 
 def _as_json(value: Any, column: str, where: str) -> Any:
-    """Converts a value to JSON: arrays to lists, dates and decimals to text, non-finite numbers to null."""
+    """Converts a value to JSON: arrays to lists, dates and decimals to text, non-finite numbers to
+    null.
+    """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -129,9 +153,11 @@ def _as_json(value: Any, column: str, where: str) -> Any:
 
 
 def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str, str]]:
-    """Returns (role, text) for every message of a chat. Raises ConfigError unless it is a non-empty chat.
+    """Returns (role, text) for every message of a chat. Raises ConfigError unless it is a non-empty
+    chat.
 
-    The column is `[{"role": …, "content": …}, …]` or its JSON text. A content is a text or a list of text parts.
+    The column is `[{"role": …, "content": …}, …]` or its JSON text. A content is a text or a list
+    of text parts.
     """
     messages = value = _value(row, column, where, "--data.messages_field")
     if isinstance(value, str):
@@ -146,10 +172,16 @@ def read_chat(row: Mapping[str, Any], column: str, where: str) -> list[tuple[str
 
 def _message(message: object, column: str, where: str) -> tuple[str, str]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        stop_at(where, f"a message in column {column!r} is {message!r:.80}, not an object with role and content")
+        stop_at(
+            where,
+            f"a message in column {column!r} is {message!r:.80}, not an object with role and content",
+        )
     role, content = message["role"], message.get("content")
     if isinstance(content, list):
-        texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+        texts = [
+            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            for part in content
+        ]
         content = None if None in texts else "\n".join(map(str, texts))
     named = f"{column} ({role})"
     if not isinstance(content, str):

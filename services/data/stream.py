@@ -1,9 +1,12 @@
-"""The stream of training prompts: a deterministic order, endless epochs, and a cursor that survives a kill.
+"""The stream of training prompts: a deterministic order, endless epochs, and a cursor that survives
+a kill.
 
-The prompt at a position is a pure function of seed and position, so the cursor is the only state. It is on disk before
-a batch is returned: no prompt is handed out twice in an epoch, however many clients there are and whenever the process
-ends. A client whose response was lost gets the same batch by repeating its `request_id`. With a curriculum
-(`services.data.curriculum`) prompts are drawn, and the draws are stored with the cursor.
+The prompt at a position is a pure function of seed and position, so the cursor is the only state.
+It is on disk before
+a batch is returned: no prompt is handed out twice in an epoch, however many clients there are and
+whenever the process ends. A client whose response was lost gets the same batch by repeating its
+`request_id`. With a curriculum (`services.data.curriculum`) prompts are drawn, and the draws are
+stored with the cursor.
 """
 
 import hashlib
@@ -46,7 +49,8 @@ class StreamStats(Wire):
     """Prompts taken, over all epochs."""
     epoch: int
     prompts_served: int
-    """Prompts handed out by both streams since the state directory was created; repeated responses count once."""
+    """Prompts handed out by both streams since the state directory was created; repeated responses
+    count once."""
     curriculum: CurriculumStats | None = None
     """Absent without a curriculum."""
 
@@ -54,41 +58,56 @@ class StreamStats(Wire):
 def permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
     """Returns the order of an epoch: [size] indices.
 
-    It uses the raw stream of PCG64, which numpy never changes, so a cursor stays valid with other versions of numpy.
+    It uses the raw stream of PCG64, which numpy never changes, so a cursor stays valid with other
+    versions of numpy.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,)))
     return np.argsort(bits.random_raw(size), kind="stable")
 
 
 class PromptStream:
-    """Two streams over the same prompts, one shuffled and one in the order of the data set, each with its own cursor.
+    """Two streams over the same prompts, one shuffled and one in the order of the data set, each
+    with its own cursor.
 
-    Thread-safe; several processes on one state directory share the cursors. With `difficulty` a curriculum draws the
-    shuffled stream. Raises ConfigError when the state directory cannot be used, is damaged, or belongs to another seed,
-    data set or kind of stream.
+    Thread-safe; several processes on one state directory share the cursors. With `difficulty` a
+    curriculum draws the shuffled stream. Raises ConfigError when the state directory cannot be
+    used, is damaged, or belongs to another seed, data set or kind of stream.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int, state_dir: Path, difficulty: Difficulty | None = None) -> None:
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        seed: int,
+        state_dir: Path,
+        difficulty: Difficulty | None = None,
+    ) -> None:
         assert prompts
         self.prompts, self.seed = prompts, seed
         self.path = state_dir / "data" / "stream.db"
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
-        self._curriculum = Curriculum(len(prompts), seed, difficulty, self._place_at) if difficulty else None
+        self._curriculum = (
+            Curriculum(len(prompts), seed, difficulty, self._place_at) if difficulty else None
+        )
         self._db = self._open()
 
     def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> PromptBatch:
         """Returns the next `count` prompts; a batch may cross into the next epoch.
 
-        Repeating a recent `request_id` returns the same batch and moves nothing. Raises InvalidInput when the id was used for
-        another request, and NotReady when the cursor cannot be stored; nothing was handed out then.
+        Repeating a recent `request_id` returns the same batch and moves nothing. Raises
+        InvalidInput when the id was used for another request, and NotReady when the cursor cannot
+        be stored; nothing was handed out then.
         """
         stream = _SHUFFLED if shuffle else _ORDERED
         with self._transaction() as db:
-            position = self._repeated(db, request_id, stream, count) if request_id is not None else None
+            position = (
+                self._repeated(db, request_id, stream, count) if request_id is not None else None
+            )
             if position is None:
-                ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (stream,))
+                ((position,),) = db.execute(
+                    "SELECT position FROM cursors WHERE stream = ?", (stream,)
+                )
                 move = "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?"
                 db.execute(move, (count, count, stream))
                 if shuffle and self._curriculum:
@@ -109,10 +128,12 @@ class PromptStream:
         )
 
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
-        """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes nothing.
+        """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes
+        nothing.
 
-        Raises InvalidInput without a curriculum, for a prompt that is not in the training split, and when the `request_id` was
-        used for other pass rates; NotReady when they cannot be stored.
+        Raises InvalidInput without a curriculum, for a prompt that is not in the training split,
+        and when the `request_id` was used for other pass rates; NotReady when they cannot be
+        stored.
         """
         if self._curriculum is None:
             raise InvalidInput(
@@ -130,19 +151,24 @@ class PromptStream:
                 remedy=f"ids are like {self.prompts[0].id}",
             )
         with self._transaction() as db:
-            ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
+            ((position,),) = db.execute(
+                "SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,)
+            )
             by_place = [(self._places[name], rate) for name, rate in pass_rates]
             self._curriculum.report(db, request_id, by_place, position)
 
     def seek(self, position: int) -> None:
         """Continues the shuffled stream at `position`, counted in prompts from its beginning.
 
-        Forgets remembered batches that reach beyond it, since their prompts are drawn again. A curriculum returns to
-        its state at that position.
+        Forgets remembered batches that reach beyond it, since their prompts are drawn again. A
+        curriculum returns to its state at that position.
         """
         with self._transaction() as db:
             db.execute("UPDATE cursors SET position = ? WHERE stream = ?", (position, _SHUFFLED))
-            db.execute("DELETE FROM answers WHERE stream = ? AND position + count > ?", (_SHUFFLED, position))
+            db.execute(
+                "DELETE FROM answers WHERE stream = ? AND position + count > ?",
+                (_SHUFFLED, position),
+            )
             if self._curriculum:
                 self._curriculum.rewind(db, position)
 
@@ -156,11 +182,15 @@ class PromptStream:
 
     def stats(self) -> StreamStats:
         with self._transaction() as db:
-            ((position,),) = db.execute("SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,))
+            ((position,),) = db.execute(
+                "SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,)
+            )
             ((served,),) = db.execute("SELECT sum(served) FROM cursors")
             curriculum = self._curriculum.stats(db) if self._curriculum else None
         epoch = position // len(self.prompts)
-        return StreamStats(position=position, epoch=epoch, prompts_served=served, curriculum=curriculum)
+        return StreamStats(
+            position=position, epoch=epoch, prompts_served=served, curriculum=curriculum
+        )
 
     def flush(self) -> None:
         """Moves the write-ahead log into the database file. Every answer is durable without it."""
@@ -182,7 +212,9 @@ class PromptStream:
 
     @staticmethod
     def _repeated(db: sqlite3.Connection, request_id: str, stream: str, count: int) -> int | None:
-        row = db.execute("SELECT stream, position, count FROM answers WHERE request_id = ?", (request_id,)).fetchone()
+        row = db.execute(
+            "SELECT stream, position, count FROM answers WHERE request_id = ?", (request_id,)
+        ).fetchone()
         if row is None:
             return None
         if row[0] != stream or row[2] != count:
@@ -195,10 +227,14 @@ class PromptStream:
         return int(row[1])
 
     @staticmethod
-    def _remember(db: sqlite3.Connection, request_id: str, stream: str, position: int, count: int) -> None:
+    def _remember(
+        db: sqlite3.Connection, request_id: str, stream: str, position: int, count: int
+    ) -> None:
         new = "INSERT INTO answers (request_id, stream, position, count) VALUES (?, ?, ?, ?)"
         db.execute(new, (request_id, stream, position, count))
-        db.execute("DELETE FROM answers WHERE serial <= last_insert_rowid() - ?", (REMEMBERED_REQUESTS,))
+        db.execute(
+            "DELETE FROM answers WHERE serial <= last_insert_rowid() - ?", (REMEMBERED_REQUESTS,)
+        )
 
     # ------------------------------------------------------------ the file
 
@@ -206,7 +242,9 @@ class PromptStream:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Transactions are explicit; `_lock` makes one connection safe for all threads.
-            db = sqlite3.connect(self.path, timeout=30, isolation_level=None, check_same_thread=False)
+            db = sqlite3.connect(
+                self.path, timeout=30, isolation_level=None, check_same_thread=False
+            )
         except (OSError, sqlite3.Error) as error:
             raise self._unusable(error, "set state_dir to a writable folder") from None
         try:
@@ -219,7 +257,9 @@ class PromptStream:
             db.close()
             if isinstance(error, ConfigError):
                 raise
-            raise self._unusable(error, cure(str(error), "remove the file: the stream then starts over")) from None
+            raise self._unusable(
+                error, cure(str(error), "remove the file: the stream then starts over")
+            ) from None
         return db
 
     def _check_or_create(self, db: sqlite3.Connection) -> None:
@@ -241,7 +281,11 @@ class PromptStream:
         if stored != identity or drawn != (self._curriculum is not None):
             changed = f"a stream {'with' if drawn else 'without'} a curriculum"
             if stored != identity:
-                changed = f"seed {stored[0]}, not {self.seed}" if stored[0] != identity[0] else "other training problems"
+                changed = (
+                    f"seed {stored[0]}, not {self.seed}"
+                    if stored[0] != identity[0]
+                    else "other training problems"
+                )
             raise ConfigError(
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",
@@ -251,7 +295,10 @@ class PromptStream:
 
     def _unusable(self, error: Exception, remedy: str) -> ConfigError:
         return ConfigError(
-            f"the cursor of the prompts cannot be used: {error}", field="state_dir", value=str(self.path), remedy=remedy
+            f"the cursor of the prompts cannot be used: {error}",
+            field="state_dir",
+            value=str(self.path),
+            remedy=remedy,
         )
 
     @contextmanager

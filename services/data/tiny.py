@@ -1,7 +1,8 @@
-"""The built-in task: templated two-step word problems in GSM8K's format, generated on demand. Needs no hub or torch.
+"""The built-in task: templated two-step word problems in GSM8K's format, generated on demand. Needs
+no hub or torch.
 
-A tiny model learns it on two CPU cores. The split is by a hash of (kind, operands), so no combination of the held-out
-split occurs in training in any wording.
+A tiny model learns it on two CPU cores. The split is by a hash of (kind, operands), so no
+combination of the held-out split occurs in training in any wording.
 """
 
 import hashlib
@@ -69,4 +70,8 @@ def problems(split: Split, seed: int = 0) -> Iterator[TinyProblem]:
             continue
         wording = rng.choice(_WORDINGS[kind])
         question = wording.format(n=rng.choice(_NAMES), t=rng.choice(_THINGS), a=a, b=b, c=c)
-        yield TinyProblem(question, f"{a}{first}{b}={middle}. {middle}{second}{c}={answer}.\n#### {answer}", answer)
+        yield TinyProblem(
+            question,
+            f"{a}{first}{b}={middle}. {middle}{second}{c}={answer}.\n#### {answer}",
+            answer,
+        )

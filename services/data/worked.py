@@ -1,7 +1,8 @@
-"""Worked answers for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to learn.
+"""Worked answers for supervised fine-tuning: each is a `Prompt` whose chat ends with the answer to
+learn.
 
-The data sets are those of `services.data.loaders`. Training from rewards reads only the final answer; these loaders
-keep the whole answer.
+The data sets are those of `services.data.loaders`. Training from rewards reads only the final
+answer; these loaders keep the whole answer.
 """
 
 from collections.abc import Mapping
@@ -24,18 +25,24 @@ Message = dict[str, str]
 
 
 def example(id: str, chat: list[Message], columns: Mapping[str, Any] | None = None) -> Prompt:
-    """Returns the example for a chat whose assistant messages are to be learned. Its prompt is all before the last."""
+    """Returns the example for a chat whose assistant messages are to be learned. Its prompt is all
+    before the last.
+    """
     text = "\n\n".join(message["content"] for message in chat[:-1])
     return Prompt(id=id, prompt=text, ground_truth="", chat=chat, columns=dict(columns or {}))
 
 
 def answered(id: str, question: str, answer: str) -> Prompt:
     """Returns the example for one question and its answer."""
-    return example(id, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    return example(
+        id, [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    )
 
 
 class WorkedLoader(RowLoader):
-    """Rows with chats (`messages_field`), or with a prompt and an answer, each a text or a list of messages."""
+    """Rows with chats (`messages_field`), or with a prompt and an answer, each a text or a list of
+    messages.
+    """
 
     def __init__(self, data: DataSection) -> None:
         super().__init__(data.source, data.hub_config)
@@ -50,7 +57,10 @@ class WorkedLoader(RowLoader):
         if data.messages_field:
             chat, named = _messages(changed, data.messages_field, "", where), data.messages_field
         else:
-            chat, named = _messages(changed, data.prompt_field, "user", where, "--data.prompt_field"), data.answer_field
+            chat, named = (
+                _messages(changed, data.prompt_field, "user", where, "--data.prompt_field"),
+                data.answer_field,
+            )
             chat += _messages(changed, named, "assistant", where, "--data.answer_field")
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
@@ -58,7 +68,9 @@ class WorkedLoader(RowLoader):
         return example(id_of(changed, where, default_id), chat, columns)
 
 
-def _messages(row: Mapping[str, Any], column: str, role: str, where: str, setting: str = "") -> list[Message]:
+def _messages(
+    row: Mapping[str, Any], column: str, role: str, where: str, setting: str = ""
+) -> list[Message]:
     """Returns the messages in a column; a text is one message of `role`, if there is one."""
     if role and not isinstance(row.get(column), list | tuple):
         setting += "; of chats, --data.messages_field" if column not in row else ""
@@ -69,7 +81,10 @@ def _messages(row: Mapping[str, Any], column: str, role: str, where: str, settin
 def _check(chat: list[Message], column: str, where: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    unasked = any(role == "assistant" and before != "user" for before, role in zip(["", *roles], roles, strict=False))
+    unasked = any(
+        role == "assistant" and before != "user"
+        for before, role in zip(["", *roles], roles, strict=False)
+    )
     if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
         stop_at(
             where,
@@ -88,25 +103,35 @@ class _WorkedGSM8K(GSM8KLoader):
 class _WorkedMATH(MATHLoader):
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         found = super()._prompt(row, where, default_id)
-        return found and answered(found.id, found.prompt, text_of(row, "solution", where, "another source"))
+        return found and answered(
+            found.id, found.prompt, text_of(row, "solution", where, "another source")
+        )
 
 
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        pairs = zip(super()._load(split), tiny.problems(name), strict=False)  # the second is endless
-        return [answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs]
+        pairs = zip(
+            super()._load(split), tiny.problems(name), strict=False
+        )  # the second is endless
+        return [
+            answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs
+        ]
 
 
 def worked_loader(data: DataSection) -> Loader:
-    """Returns the loader of the worked answers of `data.source`. Raises ConfigError like `loader_of`."""
+    """Returns the loader of the worked answers of `data.source`. Raises ConfigError like
+    `loader_of`.
+    """
     plain = loader_of(data)
     if data.source == "tiny":
         return _WorkedTiny()
     if isinstance(plain, GSM8KLoader):
         return _WorkedGSM8K()
     if isinstance(plain, MATHLoader):
-        return _WorkedMATH(data.levels or None, data.subjects or None, plain.source, data.hub_config)
+        return _WorkedMATH(
+            data.levels or None, data.subjects or None, plain.source, data.hub_config
+        )
     return WorkedLoader(data)
 
 
@@ -123,4 +148,6 @@ def load_examples(config: Config) -> Examples:
     """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
     data, count = config.data, config.trainer.eval_samples
     train = load_split(data, "train", config.seed, worked_loader)
-    return Examples(train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else [])
+    return Examples(
+        train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else []
+    )

@@ -1,4 +1,6 @@
-"""`python -m services.engine --model-path DIR`: an engine for a CPU or a GPU that answers SGLang's HTTP API."""
+"""`python -m services.engine --model-path DIR`: an engine for a CPU or a GPU that answers SGLang's
+HTTP API.
+"""
 
 import argparse
 import logging
@@ -18,18 +20,40 @@ _CRASHED = 70  # EX_SOFTWARE
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parses the command line."""
     parser = CommandParser("services.engine", __doc__ or "")
-    parser.add_argument("--model-path", type=Path, required=True, help="local Hugging Face directory")
+    parser.add_argument(
+        "--model-path", type=Path, required=True, help="local Hugging Face directory"
+    )
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30001)
-    parser.add_argument("--weight-version", default="default", help="label of these weights in every answer")
-    parser.add_argument("--max-running-requests", type=positive, default=256, help="completions decoded at once")
-    parser.add_argument("--max-context-tokens", type=positive, default=2048, help="prompt plus completion")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU where there is one")
     parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="precision on a GPU; a CPU computes in float32"
+        "--weight-version", default="default", help="label of these weights in every answer"
     )
-    parser.add_argument("--enable-fp32-lm-head", action="store_true", help="logits in float32 whatever the model computes in")
-    parser.add_argument("--seed", type=int, default=0, help="seed of requests without sampling_seed")
+    parser.add_argument(
+        "--max-running-requests", type=positive, default=256, help="completions decoded at once"
+    )
+    parser.add_argument(
+        "--max-context-tokens", type=positive, default=2048, help="prompt plus completion"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto: a GPU where there is one",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="precision on a GPU; a CPU computes in float32",
+    )
+    parser.add_argument(
+        "--enable-fp32-lm-head",
+        action="store_true",
+        help="logits in float32 whatever the model computes in",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of requests without sampling_seed"
+    )
     return parser.parse_args(argv)
 
 
@@ -57,11 +81,21 @@ def main() -> None:
     try:
         device = choose_device(arguments.device, "--device")
     except ConfigError as error:
-        fail(error, setting_status())  # a restart would not help, unlike with a port that is not free yet
+        fail(
+            error, setting_status()
+        )  # a restart would not help, unlike with a port that is not free yet
     try:
         log = setup_logging("rollout-engine")
-        shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        options = (arguments.max_context_tokens, device, arguments.dtype, arguments.enable_fp32_lm_head)
+        shown = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+        }
+        options = (
+            arguments.max_context_tokens,
+            device,
+            arguments.dtype,
+            arguments.enable_fp32_lm_head,
+        )
         model = Model(arguments.model_path, *options)
         engine = Engine(
             model,
@@ -71,7 +105,9 @@ def main() -> None:
             on_crash=_die,
         )
         log.info("loaded %s on %s, %d threads", model.path, device, torch.get_num_threads())
-        settings = " ".join(f"{name}={value}" for name, value in shown.items() if name not in ("host", "port"))
+        settings = " ".join(
+            f"{name}={value}" for name, value in shown.items() if name not in ("host", "port")
+        )
         serve(make_app(engine, shown), arguments.host, arguments.port, settings)
     except UnfitModel as error:
         fail(error, setting_status())

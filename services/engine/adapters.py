@@ -1,4 +1,6 @@
-"""LoRA adapters in PEFT's format. Any number can be loaded; one at a time is merged into the weights."""
+"""LoRA adapters in PEFT's format. Any number can be loaded; one at a time is merged into the
+weights.
+"""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +27,8 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
-"""PEFT's settings with the values that this engine supports; others would change the meaning of the matrices."""
+"""PEFT's settings with the values that this engine supports; others would change the meaning of the
+matrices."""
 
 
 class BadAdapter(ServiceError):
@@ -63,10 +66,14 @@ class AdapterRegistry:
         return {name: str(adapter.path) for name, adapter in known if name not in self.retired}
 
     def load(self, name: str, path: Path) -> None:
-        """Loads an adapter. Raises BadAdapter, and changes nothing, for a name in use and for files that do not fit."""
+        """Loads an adapter. Raises BadAdapter, and changes nothing, for a name in use and for files
+        that do not fit.
+        """
         if name in self._known:
             reason = f"Failed to load LoRA adapter {name} because it is already loaded"
-            raise BadAdapter(reason, field="lora_name", value=name, remedy="unload it first, or use another name")
+            raise BadAdapter(
+                reason, field="lora_name", value=name, remedy="unload it first, or use another name"
+            )
         self._known[name] = self._read(path)
 
     def drop(self, name: str) -> None:
@@ -104,23 +111,44 @@ class AdapterRegistry:
     def _read(self, path: Path) -> Adapter:
         try:
             config = json.loads((path / "adapter_config.json").read_text())
-            tensors = {name: tensor.float() for name, tensor in load_file(path / "adapter_model.safetensors").items()}
+            tensors = {
+                name: tensor.float()
+                for name, tensor in load_file(path / "adapter_model.safetensors").items()
+            }
             scale = config["lora_alpha"] / config["r"]
-        except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError, SafetensorError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            ArithmeticError,
+            RecursionError,
+            SafetensorError,
+        ) as error:
             raise _unusable(f"the adapter cannot be read: {error}", path) from None
         for name, values in _SUPPORTED.items():
             if name in config and config[name] not in values:
                 reason = f"{name} {config[name]!r} is not supported by the embedded engine"
-                raise BadAdapter(reason, field=name, value=str(path), remedy="set rollout.engine sglang")
+                raise BadAdapter(
+                    reason, field=name, value=str(path), remedy="set rollout.engine sglang"
+                )
         factors = self._factors(tensors, path)
         device = next(iter(self._weights.values())).device
-        return Adapter(path, scale, {name: (low.to(device), high.to(device)) for name, (low, high) in factors.items()})
+        return Adapter(
+            path,
+            scale,
+            {name: (low.to(device), high.to(device)) for name, (low, high) in factors.items()},
+        )
 
     def _factors(self, tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
         factors: dict[str, tuple[Tensor, Tensor]] = {}
         for name, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
-                raise _unusable(f"{name} has values that are not finite", path, "look for a training step that diverged")
+                raise _unusable(
+                    f"{name} has values that are not finite",
+                    path,
+                    "look for a training step that diverged",
+                )
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
@@ -128,7 +156,11 @@ class AdapterRegistry:
             base = self._weights.get(weight)
             shapes = tensor.shape, None if high is None else high.shape
             rank = tensor.shape[0] if tensor.ndim else 0
-            if base is None or high is None or shapes != ((rank, base.shape[1]), (base.shape[0], rank)):
+            if (
+                base is None
+                or high is None
+                or shapes != ((rank, base.shape[1]), (base.shape[0], rank))
+            ):
                 raise _unusable(f"{name} does not fit the model", path)
             factors[weight] = tensor, high
         if not factors or len(tensors) != 2 * len(factors):
@@ -136,5 +168,7 @@ class AdapterRegistry:
         return factors
 
 
-def _unusable(reason: str, path: Path, remedy: str = "load an adapter of this model in PEFT's format") -> BadAdapter:
+def _unusable(
+    reason: str, path: Path, remedy: str = "load an adapter of this model in PEFT's format"
+) -> BadAdapter:
     return BadAdapter(reason, field="lora_path", value=str(path), remedy=remedy)

@@ -1,4 +1,6 @@
-"""The engine's HTTP API: the SGLang calls that this system uses, with SGLang's fields and statuses."""
+"""The engine's HTTP API: the SGLang calls that this system uses, with SGLang's fields and
+statuses.
+"""
 
 import asyncio
 import contextlib
@@ -37,9 +39,11 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         not_ready=lambda: engine.failure,
         lifespan=lifespan,
         metrics=engine.metrics,
-        max_requests=engine.max_waiting + 1024,  # the queue bounds generation; agents need some more
+        max_requests=engine.max_waiting
+        + 1024,  # the queue bounds generation; agents need some more
         fails=(400,),
-        access_level=logging.DEBUG,  # a step makes many requests, and every line passes through the agent's pipe
+        # a step makes many requests, and every line passes through the agent's pipe
+        access_level=logging.DEBUG,
     )
     add_control(app, engine)
     add_memory(app, engine)
@@ -51,14 +55,18 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
 
     @app.post("/generate", **described(GenerateBody, generated))
     async def generate(request: Request) -> Response:
-        """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a list."""
+        """SGLang's native call on token ids. One prompt with n = 1 gives an object, anything else a
+        list.
+        """
         body = await read_body(request, GenerateBody)
         if (prompts := await make_jobs(request, body.to_score, engine.model)) is not None:
             scored = await score(request, engine, prompts, body.logprob_start_len)
             return reply(scored if body.is_batch else scored[0])
         jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
-        found = [answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences]
+        found = [
+            answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences
+        ]
         return reply(found if body.is_batch or len(found) > 1 else found[0])
 
     @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))

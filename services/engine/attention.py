@@ -15,28 +15,40 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
-    """Makes `module` use `_attend`; returns False, and changes nothing, if transformers does not allow that.
+    """Makes `module` use `_attend`; returns False, and changes nothing, if transformers does not
+    allow that.
 
     Raises ConfigError for attention that the engine does not support.
     """
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - _KNOWN_LAYERS:
         reason = "the embedded engine supports only full and sliding-window attention"
-        raise ConfigError(reason, field="layer_types", value=sorted(kinds), remedy="set rollout.engine sglang")
+        raise ConfigError(
+            reason, field="layer_types", value=sorted(kinds), remedy="set rollout.engine sglang"
+        )
     if getattr(config, "use_bidirectional_attention", None):
         raise ConfigError(
             "the model's tokens attend to later tokens",
             field="use_bidirectional_attention",
             remedy="use a causal language model",
         )
-    if getattr(module, "_supports_attention_backend", False) and module._can_set_attn_implementation():
+    if (
+        getattr(module, "_supports_attention_backend", False)
+        and module._can_set_attn_implementation()
+    ):
         module.set_attn_implementation(_NAME)
         return True
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    window = (
+        getattr(config, "sliding_window", None)
+        if getattr(config, "use_sliding_window", True)
+        else None
+    )
     if window is not None and window < max_context_tokens:
         reason = "the model's attention window is shorter than the context, and transformers cannot replace its attention"
         remedy = f"use at most {window} with this model"
-        raise ConfigError(reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy)
+        raise ConfigError(
+            reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy
+        )
     return False
 
 
@@ -54,9 +66,11 @@ def _attend(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns [B, T, heads, D] from [B, heads, T, D], as transformers calls it; T > 1 is a causal prefill.
+    """Returns [B, T, heads, D] from [B, heads, T, D], as transformers calls it; T > 1 is a causal
+    prefill.
 
-    Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are sinks (GPT-OSS).
+    Keys and values may have fewer heads (GQA). `softcap` caps scores (Gemma 2), `s_aux` [heads] are
+    sinks (GPT-OSS).
     """
     if slots is None:
         raise RuntimeError("its layers pass no options on to their attention")
@@ -74,7 +88,11 @@ def _attend(
         return _fused(query, key, value, scale, mask), None
     grouped = shared > 1
     if mask is not None and grouped:  # no GPU kernel supports both a mask and shared keys
-        key, value, grouped = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1), False
+        key, value, grouped = (
+            key.repeat_interleave(shared, 1),
+            value.repeat_interleave(shared, 1),
+            False,
+        )
     found = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
@@ -88,11 +106,19 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     """
     batch, heads, _, size = query.shape
     packed = query.reshape(batch, key.shape[1], -1, size)
-    return scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale).reshape(batch, 1, heads, -1)
+    return scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale).reshape(
+        batch, 1, heads, -1
+    )
 
 
 def _by_products(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None, softcap: float | None, sinks: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    mask: Tensor | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Returns [B, T, heads, D]. `mask` broadcasts to [B, heads, T, L]."""
     batch, heads, length, size = query.shape
@@ -105,7 +131,10 @@ def _by_products(
     if mask is not None:
         scores = scores + mask
     if sinks is not None:  # a column that takes weight but has no value
-        scores = torch.cat((scores, sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)), -1)
+        scores = torch.cat(
+            (scores, sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)),
+            -1,
+        )
     weights = torch.softmax(scores, -1)[..., :columns]
     found = weights.reshape(batch, kv_heads, -1, columns) @ value
     return found.view(batch, heads, length, -1).transpose(1, 2)

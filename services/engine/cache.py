@@ -8,7 +8,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not typed
-    """Keys and values [rows, kv_heads, columns, head_dim] of one layer; rows and columns are capacities."""
+    """Keys and values [rows, kv_heads, columns, head_dim] of one layer; rows and columns are
+    capacities.
+    """
 
     def __init__(self, shared: "SlotCache") -> None:
         super().__init__()
@@ -16,12 +18,16 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
-            states.new_zeros(self.shared.rows, states.shape[1], self.shared.columns, states.shape[3])
+            states.new_zeros(
+                self.shared.rows, states.shape[1], self.shared.columns, states.shape[3]
+            )
             for states in (key_states, value_states)
         )
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         return self.shared.write(self, key_states, value_states)
@@ -39,8 +45,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
 class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """The KV of the running rows, for prefills and for decode steps of one token per row.
 
-    Storage doubles as needed in both directions, unless `allocate` fixed its size. It is zeroed, because even a masked
-    NaN would spread.
+    Storage doubles as needed in both directions, unless `allocate` fixed its size. It is zeroed,
+    because even a masked NaN would spread.
     """
 
     write: Callable[[_Layer, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -56,12 +62,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
 
     def begin_prefill(self, lengths: Sequence[int], first: int, owners: Sequence[int]) -> None:
-        """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows `first` and up."""
+        """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows
+        `first` and up.
+        """
         self.length, self.before = max(lengths), 0
         last, length = first + len(owners), self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
         self._reserve(last, length)
-        owner = torch.tensor(owners, dtype=torch.long, device=self.device)  # a scored prompt has none
+        owner = torch.tensor(
+            owners, dtype=torch.long, device=self.device
+        )  # a scored prompt has none
 
         def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             layer.keys[first:last, :, :length] = keys[owner]
@@ -73,32 +83,43 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._visible = lambda window: self._band(length, window)
 
     def begin_decode(self, positions: Tensor, columns: int) -> None:
-        """Starts a pass over one token at `positions` [B] of rows 0..B-1; the rows are shorter than `columns`."""
+        """Starts a pass over one token at `positions` [B] of rows 0..B-1; the rows are shorter than
+        `columns`.
+        """
         rows = len(positions)
         self._reserve(rows, columns)
         self.length = self.longest = columns
         self.before = columns - 1
-        # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead of an indexed one.
+        # Indices into the storage as [rows · heads · columns, head_dim], for a plain copy instead
+        # of an indexed one.
         places: dict[int, Tensor] = {}
 
         def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             heads, size = keys.shape[1], keys.shape[3]
             if heads not in places:
-                base = torch.arange(rows * heads, device=self.device).view(rows, heads) * self.columns
+                base = (
+                    torch.arange(rows * heads, device=self.device).view(rows, heads) * self.columns
+                )
                 places[heads] = (base + positions[:, None]).view(-1)
             layer.keys.view(-1, size).index_copy_(0, places[heads], keys.reshape(-1, size))
-            layer.values.view(-1, values.shape[3]).index_copy_(0, places[heads], values.reshape(-1, values.shape[3]))
+            layer.values.view(-1, values.shape[3]).index_copy_(
+                0, places[heads], values.reshape(-1, values.shape[3])
+            )
             return layer.keys[:rows, :, :columns], layer.values[:rows, :, :columns]
 
         def visible(window: int | None) -> Tensor:
-            column, position = torch.arange(columns, device=self.device), positions[:, None, None, None]
+            column, position = (
+                torch.arange(columns, device=self.device),
+                positions[:, None, None, None],
+            )
             seen = column <= position
             return seen if window is None else seen & (column > position - window)
 
         self.write, self._masks, self._visible = write, {}, visible
 
     def mask(self, window: int | None) -> Tensor | None:
-        """Returns the additive mask of the current pass for layers with this window; None: plain causal attention.
+        """Returns the additive mask of the current pass for layers with this window; None: plain
+        causal attention.
 
         It is [B, 1, 1, columns] in a decode step and [T, T] in a prefill of T tokens.
         """
@@ -109,7 +130,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._masks[window]
 
     def causal_mask(self) -> Tensor:
-        """Returns the additive mask of a prefill without a window, for attention that has no causal kernel."""
+        """Returns the additive mask of a prefill without a window, for attention that has no causal
+        kernel.
+        """
         return additive(self._band(self.length, None), self.dtype)
 
     def _band(self, length: int, window: int | None) -> Tensor:
@@ -130,7 +153,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
             layer.values[torch.tensor(rows, device=self.device)] = 0.0
 
     def release(self) -> None:
-        """Frees the memory, or clears it if its size is fixed; only call it when no row is running."""
+        """Frees the memory, or clears it if its size is fixed; only call it when no row is
+        running.
+        """
         if not self.fixed:
             self.__init__(len(self.layers), self.device, self.dtype)  # type: ignore[misc]
         for layer in self._used():
@@ -143,7 +168,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def bytes_per_token(self) -> int:
         """Returns the bytes per token of a row; known after the first pass."""
-        return sum(states.shape[1] * states.shape[3] * states.element_size() for states in self.tensors())
+        return sum(
+            states.shape[1] * states.shape[3] * states.element_size() for states in self.tensors()
+        )
 
     def allocate(self, rows: int, columns: int) -> None:
         """Allocates storage for this many rows and columns, which then neither moves nor grows."""

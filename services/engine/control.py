@@ -70,7 +70,9 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/pause_generation", **described(PauseBody, OBJECT))
     async def pause_generation(request: Request) -> Response:
-        """Stops generating: abort answers running requests, retract queues them again, in_place freezes them."""
+        """Stops generating: abort answers running requests, retract queues them again, in_place
+        freezes them.
+        """
         body = await read_body(request, PauseBody)
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.pause(body.mode)))
         return reply({"message": f"Generation paused ({body.mode}).", "status": "ok"})
@@ -84,16 +86,26 @@ def add_control(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/update_weights_from_disk", **described(UpdateBody, OBJECT, statuses=(200, 400)))
     async def update_weights_from_disk(request: Request) -> Response:
-        """Loads safetensors of the same architecture; 400 when they do not fit, and the old weights stay."""
+        """Loads safetensors of the same architecture; 400 when they do not fit, and the old weights
+        stay.
+        """
         body = await read_body(request, UpdateBody)
         if body.load_format not in (None, "auto", "safetensors"):
             return _failed(f"load_format {body.load_format!r} is not supported: safetensors", 400)
         path, version = Path(body.model_path), body.weight_version
         try:
-            paused = await update_weights(engine, path, version, body.flush_cache, body.abort_all_requests)
+            paused = await update_weights(
+                engine, path, version, body.flush_cache, body.abort_all_requests
+            )
         except ServiceError as error:
             return _failed(str(error), error.status)
-        return reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": paused})
+        return reply(
+            {
+                "success": True,
+                "message": "Succeeded to update model weights.",
+                "num_paused_requests": paused,
+            }
+        )
 
     @app.post("/update_weight_version", **described(VersionBody, OBJECT))
     async def update_weight_version(request: Request) -> Response:
@@ -101,13 +113,17 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         body = await read_body(request, VersionBody)
         if body.abort_all_requests:
             engine.call(lambda scheduler: scheduler.abort())
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.set_version(body.new_version)))
+        await asyncio.wrap_future(
+            engine.call(lambda scheduler: scheduler.set_version(body.new_version))
+        )
         message = f"Weight version updated to {body.new_version}"
         return reply({"success": True, "message": message, "new_version": body.new_version})
 
 
 def add_memory(app: FastAPI, engine: Engine) -> None:
-    """Adds the calls that release the engine's memory for a trainer on the same GPU, and take it back."""
+    """Adds the calls that release the engine's memory for a trainer on the same GPU, and take it
+    back.
+    """
     answer = {"type": "null"}
 
     @app.post("/release_memory_occupation", **described(MemoryBody, answer))
@@ -117,14 +133,18 @@ def add_memory(app: FastAPI, engine: Engine) -> None:
         Released weights are lost: load them again after resuming.
         """
         body = await read_body(request, MemoryBody)
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.release_memory(body.kinds)))
+        await asyncio.wrap_future(
+            engine.call(lambda scheduler: scheduler.release_memory(body.kinds))
+        )
         return reply(None)
 
     @app.post("/resume_memory_occupation", **described(MemoryBody, answer))
     async def resume_memory_occupation(request: Request) -> Response:
         """Allocates released memory again. The engine stays paused."""
         body = await read_body(request, MemoryBody)
-        await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.resume_memory(body.kinds)))
+        await asyncio.wrap_future(
+            engine.call(lambda scheduler: scheduler.resume_memory(body.kinds))
+        )
         return reply(None)
 
 
@@ -142,23 +162,31 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
         except ServiceError as error:
             message, status = str(error), error.status
         loaded = engine.scheduler.adapters.paths()
-        return reply({"success": status == 200, "error_message": message, "loaded_adapters": loaded}, status)
+        return reply(
+            {"success": status == 200, "error_message": message, "loaded_adapters": loaded}, status
+        )
 
     async def unload(name: str) -> None:
         await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.retire_adapter(name)))
-        while not await asyncio.wrap_future(engine.call(lambda scheduler: scheduler.drop_adapter(name))):  # noqa: ASYNC110
+        while not await asyncio.wrap_future(  # noqa: ASYNC110
+            engine.call(lambda scheduler: scheduler.drop_adapter(name))
+        ):
             await asyncio.sleep(0.02)
 
     @app.post("/load_lora_adapter", **described(LoadBody, OBJECT, statuses=(200, 400)))
     async def load_lora_adapter(request: Request) -> Response:
         """Loads an adapter under a name; 400 for a name in use and for files that do not fit."""
         body = await read_body(request, LoadBody)
-        work = engine.call(lambda scheduler: scheduler.adapters.load(body.lora_name, Path(body.lora_path)))
+        work = engine.call(
+            lambda scheduler: scheduler.adapters.load(body.lora_name, Path(body.lora_path))
+        )
         return await answer(asyncio.wrap_future(work))
 
     @app.post("/unload_lora_adapter", **described(UnloadBody, OBJECT, statuses=(200, 400)))
     async def unload_lora_adapter(request: Request) -> Response:
-        """Refuses new requests for the adapter, and unloads it when the last running one is answered."""
+        """Refuses new requests for the adapter, and unloads it when the last running one is
+        answered.
+        """
         body = await read_body(request, UnloadBody)
         return await answer(unload(body.lora_name))
 
@@ -168,7 +196,9 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """200 when the engine generates, 503 while paused. `/health` stays 200, so that routers keep the worker."""
+        """200 when the engine generates, 503 while paused. `/health` stays 200, so that routers
+        keep the worker.
+        """
         if engine.failure is not None:
             raise engine.failure
         if engine.scheduler.paused:
@@ -204,7 +234,11 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
             "dp_size": 1,
             "weight_version": engine.scheduler.weight_version,
             "internal_states": [
-                {"paused": engine.scheduler.paused, "num_running_reqs": engine.running, "num_waiting_reqs": engine.waiting}
+                {
+                    "paused": engine.scheduler.paused,
+                    "num_running_reqs": engine.running,
+                    "num_waiting_reqs": engine.waiting,
+                }
             ],
         }
 
@@ -213,9 +247,16 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
         """The model and its LoRA adapters."""
         path = str(engine.model.path)
         shared = {"object": "model", "owned_by": "embedded"}
-        card = {"id": path, "root": path, "parent": None, "max_model_len": engine.model.max_context_tokens, **shared}
+        card = {
+            "id": path,
+            "root": path,
+            "parent": None,
+            "max_model_len": engine.model.max_context_tokens,
+            **shared,
+        }
         adapters = [
-            {"id": name, "root": root, "parent": path, **shared} for name, root in engine.scheduler.adapters.paths().items()
+            {"id": name, "root": root, "parent": path, **shared}
+            for name, root in engine.scheduler.adapters.paths().items()
         ]
         return {"object": "list", "data": [card, *adapters]}
 
@@ -223,12 +264,23 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
-        """The numbers of running and waiting requests, and the tokens per second since the last call."""
+        """The numbers of running and waiting requests, and the tokens per second since the last
+        call.
+        """
         nonlocal counted, rate
-        now, tokens = time.monotonic(), engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0
+        now, tokens = (
+            time.monotonic(),
+            engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0,
+        )
         if now - counted[0] >= _RATE_S:
             counted, rate = (now, tokens), (tokens - counted[1]) / (now - counted[0])
         running, waiting = engine.running, engine.waiting
         load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
         load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
-        return {"timestamp": time.time(), "version": app.version, "dp_rank_count": 1, "loads": [load], "aggregate": load}
+        return {
+            "timestamp": time.time(),
+            "version": app.version,
+            "dp_rank_count": 1,
+            "loads": [load],
+            "aggregate": load,
+        }

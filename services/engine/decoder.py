@@ -1,6 +1,7 @@
 """Runs a model on one device: prefills, and decode steps of one token for all running rows.
 
-The state of the rows is on the host. A step uploads it in one copy and waits only for the sampled tokens.
+The state of the rows is on the host. A step uploads it in one copy and waits only for the sampled
+tokens.
 """
 
 import logging
@@ -23,7 +24,8 @@ from services.engine.sampling import FIELDS, IDLE, Inputs, sample
 
 log = logging.getLogger(__name__)
 _KV_SHARE = 0.3
-"""Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the rest."""
+"""Share of a GPU's free memory that the KV cache may take; a trainer on the same GPU needs the
+rest."""
 _ALIGNED = 64
 """Columns are a multiple of this, because fused kernels copy unaligned masks."""
 
@@ -44,23 +46,28 @@ class Decoder:
         weight = module.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.cache = SlotCache(self.config.num_hidden_layers, self.device, weight.dtype)
-        self.graphs = StepGraphs(self._step, recorder(), self.device) if self.device.type == "cuda" else None
+        self.graphs = (
+            StepGraphs(self._step, recorder(), self.device) if self.device.type == "cuda" else None
+        )
         self._exchanged = exchange(module, self.config, max_context_tokens)
         self._last: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._only_last)
 
     def _only_last(self, _: object, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Passes only the last position of each prompt to lm_head (prompts of one batch differ in length)."""
+        """Passes only the last position of each prompt to lm_head (prompts of one batch differ in
+        length).
+        """
         if self._last is None:
             return None
         hidden, *rest = arguments
         return (hidden[torch.arange(len(hidden), device=self.device), self._last][:, None], *rest)
 
     def reserve(self, rows: int) -> int:
-        """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the cache grows later.
+        """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the
+        cache grows later.
 
-        Raises UnfitModel when the model does not run or does not compute a sequence as if alone, ConfigError when memory is
-        short or not even one row fits.
+        Raises UnfitModel when the model does not run or does not compute a sequence as if alone,
+        ConfigError when memory is short or not even one row fits.
         """
         with torch.inference_mode():
             self._try()
@@ -70,7 +77,9 @@ class Decoder:
             return rows
 
     def _try(self) -> None:
-        """Prefills two prompts of different lengths and decodes a token for each, without random numbers or CUDA graphs."""
+        """Prefills two prompts of different lengths and decodes a token for each, without random
+        numbers or CUDA graphs.
+        """
         prompts = [[0], [0, 0, 0]]
         state = np.repeat(IDLE, len(prompts), 1)
         state[FIELDS.index("position")] = [len(prompt) for prompt in prompts]
@@ -78,33 +87,48 @@ class Decoder:
             self.prefill(prompts, [0, 1], 0)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
             low = self.cache.dtype != torch.float32
-            check_alone(self.module, self._scores, self.device, self.max_context_tokens, low_precision=low)
+            check_alone(
+                self.module, self._scores, self.device, self.max_context_tokens, low_precision=low
+            )
         except ConfigError as error:
-            raise UnfitModel(error.message, field="--model-path", value=error.value, remedy=error.remedy) from error
+            raise UnfitModel(
+                error.message, field="--model-path", value=error.value, remedy=error.remedy
+            ) from error
         except Exception as error:
             short = isinstance(error, torch.OutOfMemoryError)
             reason = f"the embedded engine cannot run this model: {described(error)}"
             kind = ConfigError if short else UnfitModel
-            raise kind(reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)) from error
+            raise kind(
+                reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)
+            ) from error
         if not self.cache.tensors():
             reason = "the embedded engine cannot run this model: it does not keep what it has read in a KV cache"
-            raise UnfitModel(reason, field="--model-path", value=self.config.model_type, remedy=SGLANG)
+            raise UnfitModel(
+                reason, field="--model-path", value=self.config.model_type, remedy=SGLANG
+            )
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
-        per_row, (free, _) = self.cache.bytes_per_token() * columns, torch.cuda.mem_get_info(self.device)
+        per_row, (free, _) = (
+            self.cache.bytes_per_token() * columns,
+            torch.cuda.mem_get_info(self.device),
+        )
         fitting = min(rows, int(_KV_SHARE * free) // max(1, per_row))
         size = f"{self.max_context_tokens} tokens at {per_row / 1e6:.1f} MB"
         if not fitting:
             reason = f"the KV cache of one completion of {size} does not fit into {_KV_SHARE:.0%} of {free / 1e9:.1f} GB free"
             remedy = "use a shorter context, a smaller model, or a GPU with more free memory"
-            raise ConfigError(reason, field="--max-context-tokens", value=self.max_context_tokens, remedy=remedy)
+            raise ConfigError(
+                reason, field="--max-context-tokens", value=self.max_context_tokens, remedy=remedy
+            )
         self.cache.allocate(fitting, columns)
         log.info("the KV cache holds %d completions of %s each, on %s", fitting, size, self.device)
         return fitting
 
     def storages(self, kind: str) -> list[UntypedStorage]:
-        """Returns the storages of the KV cache or of the weights. A growing cache is emptied first, and has none."""
+        """Returns the storages of the KV cache or of the weights. A growing cache is emptied first,
+        and has none.
+        """
         if kind == "weights":
             return storages(self.module.state_dict().values(), self.device)
         self.cache.release()
@@ -116,10 +140,15 @@ class Decoder:
             self.graphs = StepGraphs(self._step, recorder(), self.device)
             torch.cuda.empty_cache()
 
-    def prefill(self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int) -> Tensor:
-        """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next logits [owners, V]."""
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], owners: Sequence[int], first: int
+    ) -> Tensor:
+        """Computes prompts and copies those of `owners` to rows `first` and up. Returns the next
+        logits [owners, V].
+        """
         lengths = [len(prompt) for prompt in prompts]
-        # Padding is on the right, where causal attention never looks: the fastest kernel works, which takes no mask.
+        # Padding is on the right, where causal attention never looks: the fastest kernel works,
+        # which takes no mask.
         self.cache.begin_prefill(lengths, first, owners)
         self._last = torch.tensor(lengths, device=self.device) - 1
         try:
@@ -144,7 +173,9 @@ class Decoder:
         return found
 
     def _scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps nothing."""
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] at `positions`; keeps
+        nothing.
+        """
         cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
         cache.begin_prefill([tokens.shape[1]] * len(tokens), 0, [])
         return next_logprobs(self._logits(tokens, positions, None, cache), tokens)
@@ -166,10 +197,16 @@ class Decoder:
 
     def sample(self, logits: Tensor, inputs: Inputs) -> NDArray[np.float64]:
         """Samples a token for every row of logits [B, V]; see `services.engine.sampling.sample`."""
-        return _read(sample(logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept))
+        return _read(
+            sample(
+                logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept
+            )
+        )
 
     def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
-        """One step without synchronisation: equal shapes run the same operations, so a CUDA graph can replay it."""
+        """One step without synchronisation: equal shapes run the same operations, so a CUDA graph
+        can replay it.
+        """
         tokens, positions = state[0].long(), state[1].long()
         self.cache.begin_decode(positions, columns)
         mask = None if self._exchanged else self.cache.mask(None)
@@ -178,11 +215,18 @@ class Decoder:
     def _forward(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
         return self._logits(tokens, positions, mask, self.cache)[:, 0].float()
 
-    def _logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache) -> Tensor:
+    def _logits(
+        self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache
+    ) -> Tensor:
         slots = {}
         if self._exchanged:  # transformers takes a 4-D mask as final and makes none
             mask, slots = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool), {"slots": cache}
-        options = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+        options = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
         logits: Tensor = self.module(input_ids=tokens, **options, **slots).logits
         return logits
 

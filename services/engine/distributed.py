@@ -1,7 +1,7 @@
 """Weights broadcast into the running engine: SGLang's calls for groups and update sessions.
 
-Tensors are staged in memory until `/end_weight_update`, which copies all of them or none, so a failed broadcast changes
-nothing.
+Tensors are staged in memory until `/end_weight_update`, which copies all of them or none, so a
+failed broadcast changes nothing.
 """
 
 import asyncio
@@ -29,10 +29,13 @@ from services.http.openapi import OBJECT, described
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TIMEOUT_S = 1800.0
-"""Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them sooner."""
+"""Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them
+sooner."""
 _AGAIN = "POST /destroy_weights_update_group, then begin again"
 _JOIN_AGAIN = "POST /init_weights_update_group again, on every rank"
-_NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+_NO_SESSION = (
+    "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+)
 
 
 class GroupBody(Body):
@@ -70,7 +73,9 @@ class CheckBody(Body):
 
 
 class WeightUpdates:
-    """The engine's groups and its one update session. Used from the event loop; receiving runs in other threads."""
+    """The engine's groups and its one update session. Used from the event loop; receiving runs in
+    other threads.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -83,9 +88,16 @@ class WeightUpdates:
         """Joins a group; returns when all ranks have joined. Raises RequestRefused."""
         if body.backend != "gloo":
             reason = "the embedded engine receives by gloo only"
-            raise RequestRefused(reason, field="backend", value=body.backend, remedy="set backend to gloo")
+            raise RequestRefused(
+                reason, field="backend", value=body.backend, remedy="set backend to gloo"
+            )
         if body.group_name in self._groups:
-            raise RequestRefused("a group of that name exists", field="group_name", value=body.group_name, remedy=_AGAIN)
+            raise RequestRefused(
+                "a group of that name exists",
+                field="group_name",
+                value=body.group_name,
+                remedy=_AGAIN,
+            )
         left = asyncio.Event()
         self._groups[body.group_name] = None, left
 
@@ -96,16 +108,27 @@ class WeightUpdates:
         try:
             self._groups[body.group_name] = await _until_left(left, work), left
         except (RuntimeError, ValueError, RequestRefused) as error:
-            if self._groups.get(body.group_name, (None, None))[1] is left:  # else another call has made a new group
+            if (
+                self._groups.get(body.group_name, (None, None))[1] is left
+            ):  # else another call has made a new group
                 del self._groups[body.group_name]
-            reason = f"Failed to initialize custom process group: {getattr(error, 'message', error)}"
-            raise RequestRefused(reason, field="group_name", value=body.group_name, remedy=_JOIN_AGAIN) from None
+            reason = (
+                f"Failed to initialize custom process group: {getattr(error, 'message', error)}"
+            )
+            raise RequestRefused(
+                reason, field="group_name", value=body.group_name, remedy=_JOIN_AGAIN
+            ) from None
         return "Succeeded to initialize custom process group."
 
     async def destroy(self, name: str) -> str:
-        """Leaves a group; its pending rendezvous or broadcast fails at once. Raises RequestRefused for an unknown group."""
+        """Leaves a group; its pending rendezvous or broadcast fails at once. Raises RequestRefused
+        for an unknown group.
+        """
         if name not in self._groups:
-            reason, remedy = "The group to be destroyed does not exist.", "name a group of /init_weights_update_group"
+            reason, remedy = (
+                "The group to be destroyed does not exist.",
+                "name a group of /init_weights_update_group",
+            )
             raise RequestRefused(reason, field="group_name", value=name, remedy=remedy)
         group, left = self._groups.pop(name)
         left.set()
@@ -117,35 +140,51 @@ class WeightUpdates:
         """Opens the session. Raises RequestRefused when one is open."""
         if self._staged is not None:
             reason = "a weight-update session is already open; call end_weight_update() first"
-            raise RequestRefused(reason, field="session", value="open", remedy="POST /end_weight_update")
+            raise RequestRefused(
+                reason, field="session", value="open", remedy="POST /end_weight_update"
+            )
         self._staged, self._failure, self._last = {}, "", None
         return "Success"
 
     async def receive(self, body: DistributedBody) -> str:
-        """Receives the broadcast of these tensors and stages them for `end`. Raises RequestRefused or BadWeights."""
+        """Receives the broadcast of these tensors and stages them for `end`. Raises RequestRefused
+        or BadWeights.
+        """
         if self._staged is None:
-            raise RequestRefused(_NO_SESSION, field="session", value="none", remedy="POST /begin_weight_update first")
+            raise RequestRefused(
+                _NO_SESSION, field="session", value="none", remedy="POST /begin_weight_update first"
+            )
         session = self._staged
         try:
             group, left = self._groups.get(body.group_name, (None, asyncio.Event()))
             if group is None:
                 reason = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}."
                 remedy = "POST /init_weights_update_group first"
-                raise RequestRefused(reason, field="group_name", value=body.group_name, remedy=remedy)
+                raise RequestRefused(
+                    reason, field="group_name", value=body.group_name, remedy=remedy
+                )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
-            found = await _until_left(left, lambda: self._receive(group, bucket, body.load_format is not None))
+            found = await _until_left(
+                left, lambda: self._receive(group, bucket, body.load_format is not None)
+            )
         except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
             if isinstance(error, ServiceError):
                 raise
-            raise RequestRefused(self._failure, field="group_name", value=body.group_name, remedy=_AGAIN) from None
+            raise RequestRefused(
+                self._failure, field="group_name", value=body.group_name, remedy=_AGAIN
+            ) from None
         if session is not self._staged:
-            raise RequestRefused("the session has ended", field="session", value="ended", remedy=_AGAIN)
+            raise RequestRefused(
+                "the session has ended", field="session", value="ended", remedy=_AGAIN
+            )
         session.update(found)
         self._last = body
         return "Succeeded to update parameter online."
 
-    def _receive(self, group: dist.ProcessGroup, bucket: Bucket, flattened: bool) -> dict[str, Tensor]:
+    def _receive(
+        self, group: dist.ProcessGroup, bucket: Bucket, flattened: bool
+    ) -> dict[str, Tensor]:
         flat = torch.empty(size_of(bucket), dtype=torch.uint8)
         tensors = dict(views(flat, bucket))
         for message in [flat] if flattened else tensors.values():
@@ -154,9 +193,14 @@ class WeightUpdates:
         return tensors
 
     async def end(self) -> str:
-        """Copies the staged tensors into the model. Raises RequestRefused when a part of the session failed."""
+        """Copies the staged tensors into the model. Raises RequestRefused when a part of the
+        session failed.
+        """
         if self._staged is None:
-            reason, remedy = "no weight-update session is open; call begin_weight_update() first", "POST /begin_weight_update"
+            reason, remedy = (
+                "no weight-update session is open; call begin_weight_update() first",
+                "POST /begin_weight_update",
+            )
             raise RequestRefused(reason, field="session", value="none", remedy=remedy)
         staged, last = self._staged, self._last
         self._staged = None
@@ -164,12 +208,16 @@ class WeightUpdates:
             reason = f"nothing was changed, an update of this session failed: {self._failure}"
             raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
         if last is not None:
-            await update_weights(self._engine, staged, last.weight_version, last.flush_cache, last.abort_all_requests)
+            await update_weights(
+                self._engine, staged, last.weight_version, last.flush_cache, last.abort_all_requests
+            )
         return "Success"
 
 
 async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
-    """Returns the result of `work`, run in a thread. When the group is left, abandons the thread and raises RequestRefused."""
+    """Returns the result of `work`, run in a thread. When the group is left, abandons the thread
+    and raises RequestRefused.
+    """
     result: Future[_T] = Future()
 
     def run() -> None:
@@ -186,7 +234,9 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
     if done.done():
         return done.result()
     result.add_done_callback(lambda future: future.exception())
-    raise RequestRefused("the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN)
+    raise RequestRefused(
+        "the group was destroyed meanwhile", field="group_name", remedy=_JOIN_AGAIN
+    )
 
 
 def add_distributed(app: FastAPI, engine: Engine) -> None:
@@ -212,7 +262,10 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         await read_body(request, Body)
         return await _answer(updates.begin())
 
-    @app.post("/update_weights_from_distributed", **described(DistributedBody, OBJECT, statuses=(200, 400)))
+    @app.post(
+        "/update_weights_from_distributed",
+        **described(DistributedBody, OBJECT, statuses=(200, 400)),
+    )
     async def update_weights_from_distributed(request: Request) -> Response:
         """Receives tensors from rank 0 of a group."""
         body = await read_body(request, DistributedBody)
@@ -230,14 +283,20 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         """Checksums of the weights, by their Hugging Face names."""
         body = await read_body(request, CheckBody)
         if body.action != "checksum":
-            return reply({"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400)
-        work = engine.call(lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)})
+            return reply(
+                {"success": False, "message": f"Unsupported action={body.action!r}: checksum"}, 400
+            )
+        work = engine.call(
+            lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)}
+        )
         sums = await asyncio.wrap_future(work)
         total = digest_all(sums)
         place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
         rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
-        return reply({"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total})
+        return reply(
+            {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total}
+        )
 
 
 async def _answer(work: Awaitable[str]) -> Response:

@@ -1,7 +1,8 @@
 """The engine: a thread that owns the model and batches continuously.
 
-Each iteration runs the calls of other threads (submit, pause, abort, new weights), prefills waiting prompts once each,
-decodes one token for every running row, and removes finished rows from the batch.
+Each iteration runs the calls of other threads (submit, pause, abort, new weights), prefills waiting
+prompts once each, decodes one token for every running row, and removes finished rows from the
+batch.
 """
 
 import logging
@@ -26,16 +27,18 @@ from services.engine.scheduler import Scheduler
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _IDLE_GATHER_S, _BUSY_GATHER_S = (0.005, 0.06), (0.002, 0.01)
-"""Seconds to wait for more requests after one arrived, as (without a new one, in total): when no row runs, when some
-do."""
+"""Seconds to wait for more requests after one arrived, as (without a new one, in total): when no
+row runs, when some do."""
 
 
 class Engine:
-    """Continuous batching over one model. Public methods may be called from any thread and return at once.
+    """Continuous batching over one model. Public methods may be called from any thread and return
+    at once.
 
-    After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only through `call`. When
-    the thread ends with an error it calls `on_crash`, which may end the process for a supervisor to restart; if that
-    returns, every waiting and every later call gets the `failure`.
+    After `start`, the engine's thread owns `model` and `scheduler`; other threads change them only
+    through `call`. When the thread ends with an error it calls `on_crash`, which may end the
+    process for a supervisor to restart; if that returns, every waiting and every later call gets
+    the `failure`.
     """
 
     def __init__(
@@ -52,9 +55,15 @@ class Engine:
         self.metrics = Metrics("rollout-engine")
         generated = self.metrics.counter("engine_generated_tokens_total", "Tokens generated")
         prefilled = self.metrics.counter("engine_prefilled_tokens_total", "Prompt tokens computed")
-        self.metrics.gauge("engine_running_sequences", "Sequences being decoded").set_function(lambda: self.running)
-        self.metrics.gauge("engine_waiting_sequences", "Sequences that wait").set_function(lambda: self.waiting)
-        self.metrics.gauge("engine_waiting_sequences_limit", "Sequences that may wait").set(max_waiting)
+        self.metrics.gauge("engine_running_sequences", "Sequences being decoded").set_function(
+            lambda: self.running
+        )
+        self.metrics.gauge("engine_waiting_sequences", "Sequences that wait").set_function(
+            lambda: self.waiting
+        )
+        self.metrics.gauge("engine_waiting_sequences_limit", "Sequences that may wait").set(
+            max_waiting
+        )
         self.failure: ServiceLost | None = None
         """Why the thread died, if it did."""
         self.scheduler = Scheduler(model, max_running, weight_version, generated, prefilled)
@@ -92,7 +101,8 @@ class Engine:
     def submit(self, jobs: list[GenerationJob]) -> None:
         """Queues all jobs or none; their `done` futures resolve later.
 
-        Raises Overloaded when too many sequences wait, NotReady when the engine stops, ServiceLost when its thread died.
+        Raises Overloaded when too many sequences wait, NotReady when the engine stops, ServiceLost
+        when its thread died.
         """
         size = sum(job.n for job in jobs)
 
@@ -119,10 +129,11 @@ class Engine:
             self._wake.notify()
 
     def call(self, function: Callable[[Scheduler], _T], exclusive: bool = False) -> "Future[_T]":
-        """Runs `function` on the engine's thread between two steps; `exclusive` waits until it is paused or no row runs.
+        """Runs `function` on the engine's thread between two steps; `exclusive` waits until it is
+        paused or no row runs.
 
-        Raises NotReady when the engine stops, ServiceLost when its thread died. A ServiceError from `function` goes only to
-        the future; any other error ends the thread.
+        Raises NotReady when the engine stops, ServiceLost when its thread died. A ServiceError from
+        `function` goes only to the future; any other error ends the thread.
         """
         done: Future[_T] = Future()
 
@@ -161,10 +172,13 @@ class Engine:
             self._fail_pending(NotReady("the engine is stopping", remedy="retry on another engine"))
         except BaseException as error:
             log.critical("the engine's thread died", exc_info=error)
-            # First: where a supervisor restarts the process, no caller may learn that the engine is lost.
+            # First: where a supervisor restarts the process, no caller may learn that the engine is
+            # lost.
             self.on_crash()
             with self._wake:
-                self.failure = ServiceLost(f"the engine has died: {described(error)}", remedy=remedy(error))
+                self.failure = ServiceLost(
+                    f"the engine has died: {described(error)}", remedy=remedy(error)
+                )
             self._fail_pending(self.failure)
 
     def _fail_pending(self, error: ServiceError) -> None:
@@ -189,7 +203,9 @@ class Engine:
             scheduler.step(admit=not self._exclusive)
 
     def _gather(self) -> None:
-        """Waits for the rest of a burst of requests: one prefill serves all, and no step slows down their parsing."""
+        """Waits for the rest of a burst of requests: one prefill serves all, and no step slows down
+        their parsing.
+        """
         quiet, most = _BUSY_GATHER_S if self.running else _IDLE_GATHER_S
         limit = time.monotonic() + most
         while self._wake.wait(quiet) and time.monotonic() < limit:

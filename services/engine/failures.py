@@ -5,7 +5,9 @@ from pathlib import Path
 
 import torch
 
-SGLANG = "use SGLang (rollout.engine sglang; in Python the argument engine='sglang') or another model"
+SGLANG = (
+    "use SGLang (rollout.engine sglang; in Python the argument engine='sglang') or another model"
+)
 """The remedy for a model that this engine does not run."""
 _LONGEST = 600
 _SHOWN_FOLDERS = 3

@@ -21,10 +21,11 @@ _LEAST_COLUMNS = 128
 
 
 class StepGraphs:
-    """Replays recorded steps. Rows and columns are rounded up to keep the number of recordings small.
+    """Replays recorded steps. Rows and columns are rounded up to keep the number of recordings
+    small.
 
-    Padding rows compute on free rows of the cache, at position 0. When a step cannot be recorded (a model that
-    synchronises with the host), no further step is recorded, and all steps run directly.
+    Padding rows compute on free rows of the cache, at position 0. When a step cannot be recorded (a
+    model that synchronises with the host), no further step is recorded, and all steps run directly.
     """
 
     def __init__(self, step: Step, record: Record, device: torch.device) -> None:
@@ -33,13 +34,22 @@ class StepGraphs:
         self._works = True
 
     def __call__(self, inputs: Inputs, columns: int, capacity: tuple[int, int]) -> Tensor:
-        """Returns the step's result for at least the rows of `inputs`; `capacity` is the cache's (rows, columns)."""
+        """Returns the step's result for at least the rows of `inputs`; `capacity` is the cache's
+        (rows, columns).
+        """
         rows = inputs.state.shape[1]
-        padded_rows, padded_columns = round_up(rows, 1, capacity[0]), round_up(columns, _LEAST_COLUMNS, capacity[1])
+        padded_rows, padded_columns = (
+            round_up(rows, 1, capacity[0]),
+            round_up(columns, _LEAST_COLUMNS, capacity[1]),
+        )
         idle = np.pad(IDLE, ((0, len(inputs.state) - len(IDLE)), (0, 0)), constant_values=-1)
         padded = np.repeat(idle, padded_rows, 1)
         padded[:, :rows] = inputs.state
-        how = (padded_columns, inputs.plain, round_up(inputs.kept, 1, MAX_KEPT) if inputs.kept else 0)
+        how = (
+            padded_columns,
+            inputs.plain,
+            round_up(inputs.kept, 1, MAX_KEPT) if inputs.kept else 0,
+        )
         state, key = torch.from_numpy(padded), (padded_rows, *how, len(padded))
         if key not in self._records and self._works:
             self._make(key, state, how)
@@ -55,7 +65,9 @@ class StepGraphs:
             self._records[key] = buffer, self._record(lambda: self._step(buffer, *how))
         except RuntimeError as error:
             self._works = False
-            log.warning("decode steps run without CUDA graphs, which this model does not allow: %s", error)
+            log.warning(
+                "decode steps run without CUDA graphs, which this model does not allow: %s", error
+            )
 
 
 def round_up(number: int, least: int, most: int) -> int:
@@ -70,19 +82,26 @@ def round_up(number: int, least: int, most: int) -> int:
 def recorder() -> Record:
     """Returns a recorder of CUDA graphs that share one stream and one memory pool.
 
-    Sharing works because a result is read before the next graph runs. Every set of graphs needs a new recorder: torch
-    refuses a pool whose graphs are all gone, and two engines in one process must not share a pool.
+    Sharing works because a result is read before the next graph runs. Every set of graphs needs a
+    new recorder: torch refuses a pool whose graphs are all gone, and two engines in one process
+    must not share a pool.
     """
     return partial(capture, torch.cuda.Stream(), torch.cuda.graph_pool_handle())
 
 
 def capture(stream: Any, pool: Any, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Records a step as a CUDA graph, after running it once so that kernels are chosen and loaded."""
+    """Records a step as a CUDA graph, after running it once so that kernels are chosen and
+    loaded.
+    """
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):  # restores the stream even after a failed recording, which torch does not
+    with torch.cuda.stream(
+        stream
+    ):  # restores the stream even after a failed recording, which torch does not
         step()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # others may use the GPU
+        with torch.cuda.graph(
+            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        ):  # others may use the GPU
             found = step()
     current.wait_stream(stream)
 

@@ -41,7 +41,9 @@ class SamplingParams:
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def stop_in(self, last: Callable[[int], str]) -> str | None:
-        """Returns the stop text that a completion has reached, or None; `last(n)` is the text of its last n tokens."""
+        """Returns the stop text that a completion has reached, or None; `last(n)` is the text of
+        its last n tokens.
+        """
         text = last(1 + max(len(stop.encode()) for stop in self.stops)) if self.stops else ""
         return next((stop for stop in self.stops if stop in text), None)
 
@@ -53,7 +55,8 @@ class Sequence:
     Attributes:
         key: seeds its random numbers.
         tokens, logprobs: current when it has left the batch; the lists are replaced, never changed.
-        kept: per token, its log-probability among the tokens that truncation kept, and these tokens, if returned.
+        kept: per token, its log-probability among the tokens that truncation kept, and these
+        tokens, if returned.
         versions: (weight version, first token from it).
         cached_tokens: prompt tokens whose KV was copied from another sequence of the job.
         finish: SGLang's finish_reason; None while it runs.
@@ -75,20 +78,27 @@ class Sequence:
     def note_version(self, version: str, position: int) -> None:
         """Records that tokens from `position` on come from `version`."""
         if not self.versions or self.versions[-1][0] != version:
-            self.versions = [span for span in self.versions if span[1] < position] + [(version, position)]
+            self.versions = [span for span in self.versions if span[1] < position] + [
+                (version, position)
+            ]
 
     def spans(self) -> list[dict[str, Any]]:
         """Returns `[{"version", "start", "end"}]` over the tokens so far."""
         size = len(self.tokens)
         begun = [span for span in self.versions if span[1] < size]
         ends = [start for _, start in begun[1:]] + [size]
-        return [{"version": v, "start": start, "end": end} for (v, start), end in zip(begun, ends, strict=False)]
+        return [
+            {"version": v, "start": start, "end": end}
+            for (v, start), end in zip(begun, ends, strict=False)
+        ]
 
     def text(self, tokenizer: Any) -> str:
         """Returns the text without its stop token or stop text."""
         matched = (self.finish or {}).get("matched")
         kept = self.tokens[:-1] if isinstance(matched, int) else self.tokens
-        text: str = tokenizer.decode(kept, skip_special_tokens=self.job.sampling.skip_special_tokens)
+        text: str = tokenizer.decode(
+            kept, skip_special_tokens=self.job.sampling.skip_special_tokens
+        )
         return text.partition(matched)[0] if isinstance(matched, str) else text
 
 

@@ -42,7 +42,12 @@ class Model(Decoder):
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             fix_rotary_factors(config, max_context_tokens)
-            options = {"config": config, "local_files_only": True, "use_safetensors": True, "dtype": dtype_on(device, dtype)}
+            options = {
+                "config": config,
+                "local_files_only": True,
+                "use_safetensors": True,
+                "dtype": dtype_on(device, dtype),
+            }
             loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
             remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
@@ -50,9 +55,14 @@ class Model(Decoder):
             raise ConfigError(reason, field="--model-path", value=path, remedy=remedy) from error
         only_logits(loaded.config)
         self.path = path
-        longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None) or max_context_tokens
+        longest = (
+            getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+            or max_context_tokens
+        )
         if longest < max_context_tokens:
-            log.info("the context is limited to %d tokens, the number of positions of the model", longest)
+            log.info(
+                "the context is limited to %d tokens, the number of positions of the model", longest
+            )
         super().__init__(loaded.eval().requires_grad_(False), min(longest, max_context_tokens))
         self.vocab_size = int(loaded.get_input_embeddings().weight.shape[0])
         self.eos_ids = _eos_ids(self.tokenizer, self.config, loaded.generation_config)

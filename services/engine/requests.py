@@ -34,7 +34,9 @@ class Body(BaseModel):
 
 
 async def read_body(request: Request, kind: type[_B]) -> _B:
-    """Returns the JSON body as `kind`. Raises BadRequest (400, as SGLang answers), also for an empty body."""
+    """Returns the JSON body as `kind`. Raises BadRequest (400, as SGLang answers), also for an
+    empty body.
+    """
     try:
         return kind.model_validate(await read_json(request))
     except InvalidInput as error:
@@ -51,12 +53,15 @@ async def make_jobs(request: Request, jobs: Callable[[Model], _T], model: Model)
 
 
 def reply(content: object, status: int = 200) -> Response:
-    """Returns a JSON response, encoded by orjson because answers hold tens of thousands of numbers."""
+    """Returns a JSON response, encoded by orjson because answers hold tens of thousands of
+    numbers.
+    """
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
 async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) -> None:
-    """Runs jobs to their end. When the client disconnects, or one job fails, the others are aborted.
+    """Runs jobs to their end. When the client disconnects, or one job fails, the others are
+    aborted.
 
     Raises the error of a failed job, Overloaded when the queue is full, or ClientGone.
     """
@@ -69,17 +74,27 @@ async def finish(request: Request, engine: Engine, jobs: list[GenerationJob]) ->
     finally:
         if any(not job.done.done() for job in jobs):
             with contextlib.suppress(NotReady):  # an engine that is down has no rows
-                engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job in jobs))
+                engine.call(
+                    lambda scheduler: scheduler.abort(lambda sequence: sequence.job in jobs)
+                )
 
 
-async def score(request: Request, engine: Engine, prompts: list[list[int]], start: int) -> list[dict[str, Any]]:
-    """Returns the answers for the log-probabilities of prompts, computed in parts so that running rows continue.
+async def score(
+    request: Request, engine: Engine, prompts: list[list[int]], start: int
+) -> list[dict[str, Any]]:
+    """Returns the answers for the log-probabilities of prompts, computed in parts so that running
+    rows continue.
 
     Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """
     if (shortest := min(map(len, prompts))) <= start:
         reason = f"the shortest prompt has only {shortest} tokens"
-        raise BadRequest(reason, field="logprob_start_len", value=start, remedy="start within the shortest prompt")
+        raise BadRequest(
+            reason,
+            field="logprob_start_len",
+            value=start,
+            remedy="start within the shortest prompt",
+        )
     limit = max(1, SCORED_LOGITS // engine.model.vocab_size)
     answers: list[dict[str, Any]] = []
     while part := prompts[len(answers) :]:
@@ -101,10 +116,18 @@ def _score(prompts: list[list[int]], scheduler: Scheduler) -> tuple[list[list[fl
 
 
 async def update_weights(
-    engine: Engine, source: Path | dict[str, Tensor], version: str | None, flush_cache: bool, abort_all: bool
+    engine: Engine,
+    source: Path | dict[str, Tensor],
+    version: str | None,
+    flush_cache: bool,
+    abort_all: bool,
 ) -> int:
-    """Loads weights once no request runs, or at once while paused; see `Scheduler.update_weights`."""
+    """Loads weights once no request runs, or at once while paused; see
+    `Scheduler.update_weights`.
+    """
     if abort_all:
         engine.call(lambda scheduler: scheduler.abort())
-    loaded = engine.call(lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True)
+    loaded = engine.call(
+        lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True
+    )
     return await asyncio.wrap_future(loaded)

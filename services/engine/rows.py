@@ -1,4 +1,6 @@
-"""The state of the running rows, on the host, vectorised: a step takes as many operations for one row as for 256."""
+"""The state of the running rows, on the host, vectorised: a step takes as many operations for one
+row as for 256.
+"""
 
 from typing import Any
 
@@ -18,14 +20,17 @@ _Flags = NDArray[np.bool_]
 class Rows:
     """Dense rows 0..len-1, one per running sequence.
 
-    `token` is the next input, `position` its index in the sequence, `count` the number of generated tokens, `limit` their
-    maximum, `least` their minimum, `kept` the most tokens of a truncation to be returned; `stop` [rows, K] are the stop tokens,
-    padded with -1; `tokens` and `logprobs` [rows, longest limit] are the output.
+    `token` is the next input, `position` its index in the sequence, `count` the number of generated
+    tokens, `limit` their maximum, `least` their minimum, `kept` the most tokens of a truncation to
+    be returned; `stop` [rows, K] are the stop tokens, padded with -1; `tokens` and `logprobs`
+    [rows, longest limit] are the output.
     """
 
     def __init__(self, capacity: int) -> None:
         self.sequences: list[Sequence] = []
-        self.state: dict[str, NDArray[Any]] = {name: np.zeros(capacity, kind) for name, kind in _FIELDS.items()}
+        self.state: dict[str, NDArray[Any]] = {
+            name: np.zeros(capacity, kind) for name, kind in _FIELDS.items()
+        }
         self.state["stop"] = np.full((capacity, 1), -1)
         self.state["tokens"] = np.zeros((capacity, 64), np.int64)
         self.state["logprobs"] = np.zeros((capacity, 64), np.float32)
@@ -64,14 +69,18 @@ class Rows:
         state["top_k"][first:last] = [sampling.top_k or np.inf for sampling in chosen]
         state["min_p"][first:last] = [sampling.min_p for sampling in chosen]
         state["least"][first:last] = [sampling.min_new_tokens for sampling in chosen]
-        state["kept"][first:last] = [sampling.top_k if sampling.returns_kept else 0 for sampling in chosen]
+        state["kept"][first:last] = [
+            sampling.top_k if sampling.returns_kept else 0 for sampling in chosen
+        ]
         self._widen("stop", max(len(sampling.stop_ids) for sampling in chosen), -1)
         longest = max(sampling.max_new_tokens for sampling in chosen)
         self._widen("tokens", longest, 0)
         self._widen("logprobs", longest, 0)
         self.state["stop"][first:last] = -1
         for row, sequence in enumerate(sequences, first):
-            self.state["stop"][row, : len(sequence.job.sampling.stop_ids)] = sequence.job.sampling.stop_ids
+            self.state["stop"][row, : len(sequence.job.sampling.stop_ids)] = (
+                sequence.job.sampling.stop_ids
+            )
             self.state["tokens"][row, : len(sequence.tokens)] = sequence.tokens
             self.state["logprobs"][row, : len(sequence.tokens)] = sequence.logprobs
         self.sequences += sequences
@@ -91,7 +100,9 @@ class Rows:
         new["position"] += 1
         for row in np.flatnonzero(new["kept"]):
             among, count = float(sampled[2, row]), int(sampled[3, row])
-            self.sequences[first + row].kept.append((among, sampled[4 : 4 + count, row].astype(np.int32)))
+            self.sequences[first + row].kept.append(
+                (among, sampled[4 : 4 + count, row].astype(np.int32))
+            )
         stopped = (tokens[:, None] == new["stop"]).any(1)
         return stopped, new["count"] >= new["limit"], np.isfinite(logprobs)
 
@@ -109,7 +120,9 @@ class Rows:
             sequence.logprobs = self.state["logprobs"][row, :count].tolist()
 
     def remove(self, rows: list[int]) -> tuple[list[int], list[int]]:
-        """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows that moved."""
+        """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows
+        that moved.
+        """
         gone, keep = set(rows), len(self) - len(rows)
         holes = sorted(row for row in gone if row < keep)
         movers = [row for row in range(keep, len(self)) if row not in gone]

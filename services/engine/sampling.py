@@ -1,4 +1,6 @@
-"""Vectorised sampling of one token per row, with random numbers that do not depend on the rest of the batch."""
+"""Vectorised sampling of one token per row, with random numbers that do not depend on the rest of
+the batch.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +15,8 @@ _INDEX_STRIDE = 0xD1B54A32D192ED03
 GREEDY_BELOW = 1e-6
 """Temperatures below this are greedy."""
 FIELDS = ("token", "position", "temperature", "top_p", "uniform", "top_k", "min_p")
-"""Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1) follow them."""
+"""Fields of a row's state; `uniform` is the random number for its next token. Barred tokens (or -1)
+follow them."""
 IDLE = np.array([[0.0], [0.0], [1.0], [1.0], [0.0], [np.inf], [0.0]])
 """The state of a row that is not in use."""
 
@@ -23,7 +26,8 @@ class Inputs:
     """The inputs of a step, for its rows."""
 
     state: NDArray[np.float64]
-    """[F + barred, B]: `FIELDS`, then tokens that must not be sampled; one array, so that one copy suffices."""
+    """[F + barred, B]: `FIELDS`, then tokens that must not be sampled; one array, so that one copy
+    suffices."""
     plain: bool
     """No row is greedy or truncated."""
     kept: int = 0
@@ -31,7 +35,9 @@ class Inputs:
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Returns the seed of sample `index` of a request with n > 1; a single request with this seed gives the same sample."""
+    """Returns the seed of sample `index` of a request with n > 1; a single request with this seed
+    gives the same sample.
+    """
     return (seed + index * _INDEX_STRIDE) & _MASK
 
 
@@ -56,12 +62,14 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
-    """Samples one token per row of `logits` [B, V], with `state` as in `Inputs`, on their device and without waiting.
+    """Samples one token per row of `logits` [B, V], with `state` as in `Inputs`, on their device
+    and without waiting.
 
-    Returns tokens and log-probabilities, float64 [2, B]. A log-probability is log_softmax(logits / temperature) before
-    any truncation, and log_softmax(logits) if greedy (`temperature` below `GREEDY_BELOW`); NaN if the row's logits are
-    not finite. With `kept` there are 2 + kept further rows: the log-probability among the tokens that truncation keeps,
-    their number, and the first `kept` of them.
+    Returns tokens and log-probabilities, float64 [2, B]. A log-probability is log_softmax(logits /
+    temperature) before any truncation, and log_softmax(logits) if greedy (`temperature` below
+    `GREEDY_BELOW`); NaN if the row's logits are not finite. With `kept` there are 2 + kept further
+    rows: the log-probability among the tokens that truncation keeps, their number, and the first
+    `kept` of them.
     """
     _, _, temperature, top_p, uniform, top_k, min_p = state[: len(FIELDS)]
     finite = torch.isfinite(logits.sum(-1))
@@ -76,26 +84,39 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
     if plain:
         tokens = _draw(weights, uniform)
     else:
-        left, order, count = _truncate(weights / normaliser[:, None].float(), top_p.float(), top_k, min_p.float())
+        left, order, count = _truncate(
+            weights / normaliser[:, None].float(), top_p.float(), top_k, min_p.float()
+        )
         left = torch.where(left, weights, 0.0)
         tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform))
         if kept:
             order[:, 0] = torch.where(greedy, tokens, order[:, 0])
-            among = scaled.gather(1, tokens[:, None])[:, 0] - left.sum(-1, dtype=torch.float64).log()
-            more = (torch.where(greedy, 0.0, among), torch.where(greedy, 1, count), *order[:, :kept].T)
+            among = (
+                scaled.gather(1, tokens[:, None])[:, 0] - left.sum(-1, dtype=torch.float64).log()
+            )
+            more = (
+                torch.where(greedy, 0.0, among),
+                torch.where(greedy, 1, count),
+                *order[:, :kept].T,
+            )
     logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log()
-    return torch.stack([each.double() for each in (tokens, torch.where(finite, logprobs, torch.nan), *more)])
+    return torch.stack(
+        [each.double() for each in (tokens, torch.where(finite, logprobs, torch.nan), *more)]
+    )
 
 
 def _barred(logits: Tensor, barred: Tensor) -> Tensor:
     """Returns logits [B, V] without the tokens `barred` [K, B]; -1 stands for none."""
     rows, vocabulary = logits.shape
     tokens = torch.where(barred < 0, vocabulary, barred).long().T
-    return torch.cat((logits, logits.new_zeros(rows, 1)), -1).scatter(1, tokens, -torch.inf)[:, :vocabulary]
+    return torch.cat((logits, logits.new_zeros(rows, 1)), -1).scatter(1, tokens, -torch.inf)[
+        :, :vocabulary
+    ]
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Inverts the cumulative distribution in two levels, block and token, as a cumulative sum over all of V is slow.
+    """Inverts the cumulative distribution in two levels, block and token, as a cumulative sum over
+    all of V is slow.
 
     Sums are float64, so that unlikely tokens of a large vocabulary keep their share.
     """
@@ -106,20 +127,28 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     target = (uniform * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp(max=blocks.shape[1] - 1)
     target -= torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0].cumsum(-1, dtype=torch.float64)
-    # Rounding may put the target at the end of the block: keep it on the last token with any weight.
+    inside = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0].cumsum(
+        -1, dtype=torch.float64
+    )
+    # Rounding may put the target at the end of the block: keep it on the last token with any
+    # weight.
     target = torch.minimum(target, inside[:, -1:].nextafter(inside.new_zeros(1)))
     token = torch.searchsorted(inside, target, right=True).clamp(max=width - 1)
     return (block * width + token)[:, 0].clamp(max=vocabulary - 1)
 
 
-def _truncate(probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns which tokens [B, V] truncation keeps, all tokens by falling probability, and how many are kept [B].
+def _truncate(
+    probs: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns which tokens [B, V] truncation keeps, all tokens by falling probability, and how many
+    are kept [B].
 
     As in SGLang, each bound refers to the whole distribution.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     before, place = ordered.cumsum(-1) - ordered, torch.arange(probs.shape[-1], device=probs.device)
-    left = (before <= top_p[:, None]) | (top_p >= 1)[:, None]  # rounding may lift the full sum above 1
+    left = (before <= top_p[:, None]) | (top_p >= 1)[
+        :, None
+    ]  # rounding may lift the full sum above 1
     left &= (place < top_k[:, None]) & (ordered >= min_p[:, None] * ordered[:, :1])
     return torch.zeros_like(left).scatter_(1, order, left), order, left.sum(-1)

@@ -1,4 +1,6 @@
-"""Decides what runs when: admission, decoding, pauses and new weights. Single-threaded; `engine` gives it a thread."""
+"""Decides what runs when: admission, decoding, pauses and new weights. Single-threaded; `engine`
+gives it a thread.
+"""
 
 import math
 from collections import deque
@@ -41,8 +43,19 @@ class RequestRefused(ServiceError):
 class Scheduler:
     """The queue, the running rows (at most `max_running`) and the model."""
 
-    def __init__(self, model: Model, max_running: int, weight_version: str, generated: Counter, prefilled: Counter) -> None:
-        self.model, self.max_running, self.weight_version = model, model.reserve(max_running), weight_version
+    def __init__(
+        self,
+        model: Model,
+        max_running: int,
+        weight_version: str,
+        generated: Counter,
+        prefilled: Counter,
+    ) -> None:
+        self.model, self.max_running, self.weight_version = (
+            model,
+            model.reserve(max_running),
+            weight_version,
+        )
         self.generated, self.prefilled = generated, prefilled
         self.paused = False
         self.released: dict[str, list[tuple[UntypedStorage, int]]] = {}
@@ -61,8 +74,13 @@ class Scheduler:
         """Appends jobs to the queue; a job whose adapter is not loaded fails."""
         for job in jobs:
             if job.adapter is not None and job.adapter not in self.adapters.paths():
-                reason, remedy = "Got LoRA adapter that is not loaded", "POST /load_lora_adapter first"
-                job.done.set_exception(BadAdapter(reason, field="lora_path", value=job.adapter, remedy=remedy))
+                reason, remedy = (
+                    "Got LoRA adapter that is not loaded",
+                    "POST /load_lora_adapter first",
+                )
+                job.done.set_exception(
+                    BadAdapter(reason, field="lora_path", value=job.adapter, remedy=remedy)
+                )
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
@@ -104,7 +122,9 @@ class Scheduler:
             longest = max(longest, len(group.tokens))
             if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
                 break
-            if group.adapter != self.adapters.active:  # all rows share the weights: wait until they are done
+            if (
+                group.adapter != self.adapters.active
+            ):  # all rows share the weights: wait until they are done
                 break
             batch.append(self._queue.popleft())
             free -= len(group.sequences)
@@ -117,7 +137,9 @@ class Scheduler:
         stopped, full, finite = rows.append(first, sampled)
         self.generated.inc(len(rows) - first)
         texts = {row: text for row in range(first, len(rows)) if (text := self._stop_text(row))}
-        ending = sorted({first + int(row) for row in np.flatnonzero(stopped | full | ~finite)} | texts.keys())
+        ending = sorted(
+            {first + int(row) for row in np.flatnonzero(stopped | full | ~finite)} | texts.keys()
+        )
         if ending:
             rows.collect(ending)
             ended: dict[int, dict[str, Any] | None] = {}
@@ -129,16 +151,26 @@ class Scheduler:
     def _stop_text(self, row: int) -> str | None:
         """Returns the stop text that a row has reached."""
         sampling = self.rows.sequences[row].job.sampling
-        return sampling.stop_in(lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count))))
+        return sampling.stop_in(
+            lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count)))
+        )
 
     def _end(self, ended: dict[int, dict[str, Any] | None]) -> None:
-        """Finishes rows with their reasons; None, for logits that are not finite, fails the whole job."""
+        """Finishes rows with their reasons; None, for logits that are not finite, fails the whole
+        job.
+        """
         sequences = self.rows.sequences
         broken = {sequences[row].job for row, reason in ended.items() if reason is None}
-        removed = [row for row, sequence in enumerate(sequences) if row in ended or sequence.job in broken]
+        removed = [
+            row for row, sequence in enumerate(sequences) if row in ended or sequence.job in broken
+        ]
         if broken:
             self.model.cache.zero(removed)
-        finished = [(sequences[row], reason) for row, reason in ended.items() if sequences[row].job not in broken]
+        finished = [
+            (sequences[row], reason)
+            for row, reason in ended.items()
+            if sequences[row].job not in broken
+        ]
         self._remove(removed)
         for sequence, reason in finished:
             assert reason is not None
@@ -173,7 +205,9 @@ class Scheduler:
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Removes the matching sequences from the queue and returns them."""
-        removed = [sequence for group in self._queue for sequence in group.sequences if matches(sequence)]
+        removed = [
+            sequence for group in self._queue for sequence in group.sequences if matches(sequence)
+        ]
         for group in self._queue:
             group.sequences = [sequence for sequence in group.sequences if not matches(sequence)]
         self._queue = deque(group for group in self._queue if group.sequences)
@@ -181,7 +215,8 @@ class Scheduler:
         return removed
 
     def score(self, prompts: list[list[int]]) -> tuple[list[list[float]], str]:
-        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights, and their version.
+        """Returns the log-probabilities of the prompts' tokens (`Decoder.score`) under the weights,
+        and their version.
 
         Raises RequestRefused while memory is released, LogitsNotFinite for a broken model.
         """
@@ -193,7 +228,9 @@ class Scheduler:
         return found, self.weight_version
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops generating; running sequences are answered (abort), queued again (retract) or frozen (in_place)."""
+        """Stops generating; running sequences are answered (abort), queued again (retract) or
+        frozen (in_place).
+        """
         self.paused = True
         if mode == "abort":
             self.abort()
@@ -207,14 +244,24 @@ class Scheduler:
             self.waiting += len(sequences)
 
     def resume(self) -> None:
-        """Ends a pause. Raises RequestRefused while memory is released, or while resumed weights are not loaded yet."""
+        """Ends a pause. Raises RequestRefused while memory is released, or while resumed weights
+        are not loaded yet.
+        """
         self._refuse_without_memory()
         self.paused = False
 
     def _refuse_without_memory(self) -> None:
         if self.released or self._no_weights:
-            kind, remedy = next(iter(self.released), "weights"), "POST /resume_memory_occupation, then load the weights"
-            raise RequestRefused("the engine has released memory that it needs", field="tags", value=kind, remedy=remedy)
+            kind, remedy = (
+                next(iter(self.released), "weights"),
+                "POST /resume_memory_occupation, then load the weights",
+            )
+            raise RequestRefused(
+                "the engine has released memory that it needs",
+                field="tags",
+                value=kind,
+                remedy=remedy,
+            )
 
     def release_memory(self, kinds: list[MemoryKind]) -> None:
         """Frees the KV cache, the weights or both, and pauses.
@@ -223,15 +270,22 @@ class Scheduler:
         """
         if again := sorted(self.released.keys() & set(kinds)):
             remedy = "POST /resume_memory_occupation first"
-            raise RequestRefused("this memory is already released", field="tags", value=again[0], remedy=remedy)
+            raise RequestRefused(
+                "this memory is already released", field="tags", value=again[0], remedy=remedy
+            )
         if self.rows.sequences:
             running = len(self.rows.sequences)
             raise RequestRefused(
-                "requests are still running", field="requests", value=running, remedy="POST /pause_generation with mode retract"
+                "requests are still running",
+                field="requests",
+                value=running,
+                remedy="POST /pause_generation with mode retract",
             )
         if "weights" in kinds and self.adapters.paths():
             remedy = "unload the adapters, or leave weights out"
-            raise RequestRefused("adapters belong to these weights", field="tags", value="weights", remedy=remedy)
+            raise RequestRefused(
+                "adapters belong to these weights", field="tags", value="weights", remedy=remedy
+            )
         self.paused = True
         for kind in kinds:
             found = [(storage, storage.nbytes()) for storage in self.model.storages(kind)]
@@ -241,9 +295,13 @@ class Scheduler:
         self.model.forget()
 
     def resume_memory(self, kinds: list[MemoryKind]) -> None:
-        """Allocates released memory again; weights have no values until the next update. Raises RequestRefused."""
+        """Allocates released memory again; weights have no values until the next update. Raises
+        RequestRefused.
+        """
         if other := sorted(set(kinds) - self.released.keys()):
-            raise RequestRefused("this memory was not released", field="tags", value=other[0], remedy="leave it out")
+            raise RequestRefused(
+                "this memory was not released", field="tags", value=other[0], remedy="leave it out"
+            )
         for kind in kinds:
             for storage, size in self.released.pop(kind):
                 storage.resize_(size)
@@ -252,19 +310,31 @@ class Scheduler:
             else:
                 self.model.cache.release()
 
-    def update_weights(self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool) -> int:
-        """Loads a directory of safetensors, or checked tensors, in place. Returns the number of paused sequences.
+    def update_weights(
+        self, source: Path | dict[str, torch.Tensor], version: str | None, flush_cache: bool
+    ) -> int:
+        """Loads a directory of safetensors, or checked tensors, in place. Returns the number of
+        paused sequences.
 
-        Changes nothing when it raises BadWeights or RequestRefused. Rows frozen by an in-place pause need their cache, so,
-        unlike SGLang, it loads nothing when the cache cannot be flushed.
+        Changes nothing when it raises BadWeights or RequestRefused. Rows frozen by an in-place
+        pause need their cache, so, unlike SGLang, it loads nothing when the cache cannot be
+        flushed.
         """
         if "weights" in self.released:
             remedy = "POST /resume_memory_occupation"
-            raise RequestRefused("the memory of the weights is released", field="tags", value="weights", remedy=remedy)
+            raise RequestRefused(
+                "the memory of the weights is released",
+                field="tags",
+                value="weights",
+                remedy=remedy,
+            )
         if flush_cache and self.rows.sequences:
             remedy = "send flush_cache=false, or pause with mode retract or abort"
             raise RequestRefused(
-                "rows frozen by an in-place pause keep their cache", field="flush_cache", value=True, remedy=remedy
+                "rows frozen by an in-place pause keep their cache",
+                field="flush_cache",
+                value=True,
+                remedy=remedy,
             )
         with self.adapters.unmerged():
             if isinstance(source, Path):
@@ -310,7 +380,9 @@ def _reason(sequence: Sequence, matched: int | str | None) -> dict[str, Any]:
 
 def _not_finite(version: str) -> LogitsNotFinite:
     remedy = "look for a training step that diverged, and load other weights"
-    return LogitsNotFinite("the model's logits are not finite", field="weight_version", value=version, remedy=remedy)
+    return LogitsNotFinite(
+        "the model's logits are not finite", field="weight_version", value=version, remedy=remedy
+    )
 
 
 def _aborted(message: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Loads weights from safetensors files or memory, checked before anything is copied: a bad update changes nothing."""
+"""Loads weights from safetensors files or memory, checked before anything is copied: a bad update
+changes nothing.
+"""
 
 import json
 from collections.abc import Iterator
@@ -24,18 +26,25 @@ class BadWeights(ServiceError):
 def load_into(module: Any, directory: Path) -> None:
     """Copies the safetensors of `directory` into the model in place.
 
-    Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape differs, or a number is
-    not finite; the model is then unchanged.
+    Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape
+    differs, or a number is not finite; the model is then unchanged.
     """
     wanted, found = hub_shapes(module, _own(module)), _read(directory)
     if missing := sorted(wanted.keys() - found.keys()):
-        raise BadWeights(f"{len(missing)} tensors are missing", field="model_path", value=missing[0], remedy=_FITTING)
+        raise BadWeights(
+            f"{len(missing)} tensors are missing",
+            field="model_path",
+            value=missing[0],
+            remedy=_FITTING,
+        )
     check_tensors(module, found)
     copy_tensors(module, {name: found[name] for name in wanted})
 
 
 def own_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors of the model's weights by their names in its files; a shared tensor has its first name."""
+    """Yields the tensors of the model's weights by their names in its files; a shared tensor has
+    its first name.
+    """
     own = _own(module)
     return to_hub(module, own.items(), own)
 
@@ -56,7 +65,11 @@ def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
         if tensor.shape != known[name].shape:
             reason = f"the tensor's shape is wrong: the model has {list(known[name].shape)}"
             raise BadWeights(reason, field=name, value=list(tensor.shape), remedy=_FITTING)
-        if tensor.is_floating_point() and tensor.numel() and not all(bool(end.isfinite()) for end in tensor.aminmax()):
+        if (
+            tensor.is_floating_point()
+            and tensor.numel()
+            and not all(bool(end.isfinite()) for end in tensor.aminmax())
+        ):
             remedy = "look for a training step that diverged"
             raise BadWeights("the tensor has values that are not finite", field=name, remedy=remedy)
 
@@ -70,7 +83,9 @@ def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     for name, tensor in own.items():
         if tensor.shape != everything[name].shape:
             message = f"only a part arrived: the model has {list(everything[name].shape)}"
-            raise BadWeights(message, field=name, value=list(tensor.shape), remedy="send all parts in one update")
+            raise BadWeights(
+                message, field=name, value=list(tensor.shape), remedy="send all parts in one update"
+            )
     for name, tensor in own.items():
         everything[name].copy_(tensor)
 
@@ -86,8 +101,16 @@ def _read(directory: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name in sorted(names):
             with safe_open(directory / Path(name).name, framework="pt") as file:
-                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 - not a mapping
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                tensors.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118
+    except (
+        OSError,
+        SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         reason = f"the weights cannot be read: {error}"
         raise BadWeights(reason, field="model_path", value=directory, remedy=_FITTING) from None
     return tensors

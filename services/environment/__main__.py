@@ -16,24 +16,36 @@ from services.http.app import serve
 
 
 def run(settings: config.Config) -> None:
-    """Serves until SIGTERM. Raises ConfigError for a model or an environment that cannot be used."""
+    """Serves until SIGTERM. Raises ConfigError for a model or an environment that cannot be
+    used.
+    """
     place, section = topology.Topology.from_env(), settings.environment
-    setup_logging(place.own_name(topology.ENVIRONMENT), settings.state_dir / "logs", service=topology.ENVIRONMENT)
+    setup_logging(
+        place.own_name(topology.ENVIRONMENT),
+        settings.state_dir / "logs",
+        service=topology.ENVIRONMENT,
+    )
     if VARIABLE in os.environ:
         end_with_parent()
     elif place.num_nodes > 1:
         sys.exit(keep_alive([sys.executable, "-m", "services.environment", *sys.argv[1:]]))
     if not section.name:
         remedy = "set environment.name, or leave the environment-server out"
-        raise ConfigError("there is no environment to serve", field="environment.name", value="", remedy=remedy)
+        raise ConfigError(
+            "there is no environment to serve", field="environment.name", value="", remedy=remedy
+        )
     template, stops = load_template(settings.model)
-    router = RolloutClient("rollout-server", place.url(topology.ROLLOUT, settings.rollout.router_port))
+    router = RolloutClient(
+        "rollout-server", place.url(topology.ROLLOUT, settings.rollout.router_port)
+    )
     metrics = Metrics(topology.ENVIRONMENT)
     gateway = place.url(topology.ENVIRONMENT, section.port, place.node_rank)
     service = EpisodeService(section, template, router, stops, metrics, gateway)
     host, port = place.bind(topology.ENVIRONMENT, section.port)
     app = create_environment_app(service, settings.max_body_mb << 20, metrics, place.num_nodes)
-    serve(app, host, port, f"environment={section.name} tools={','.join(service.environment.tools)}")
+    serve(
+        app, host, port, f"environment={section.name} tools={','.join(service.environment.tools)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Episodes played by programs: each starts a command or posts to a URL; the program reaches the model via its session.
+"""Episodes played by programs: each starts a command or posts to a URL; the program reaches the
+model via its session.
 
-The program gets the task as JSON, on standard input or as the request body, with the addresses of its session. The
-reward is what the program writes to a file or returns, or what it sends to the session; otherwise the run's reward
-functions grade its last answer.
+The program gets the task as JSON, on standard input or as the request body, with the addresses of
+its session. The reward is what the program writes to a file or returns, or what it sends to the
+session; otherwise the run's reward functions grade its last answer.
 """
 
 import asyncio
@@ -19,7 +20,13 @@ import orjson
 from common.errors import ConfigError
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
+from services.environment.outcome import (
+    EnvironmentLost,
+    EpisodeFailed,
+    Outcome,
+    parse_reward,
+    settle,
+)
 from services.environment.programs import RunningProgram, words_of
 from services.environment.session import Session
 from services.environment.threads import Threads
@@ -46,7 +53,9 @@ class AgentRunner:
         ConfigError: the command does not exist here, or the URL is invalid.
     """
 
-    def __init__(self, name: str, target: str, slots: int, gateway: str, has_reward: bool | None = None) -> None:
+    def __init__(
+        self, name: str, target: str, slots: int, gateway: str, has_reward: bool | None = None
+    ) -> None:
         self.name, self._gateway = name, gateway
         self.tools: dict[str, Any] = {}
         self.has_steps = False
@@ -55,7 +64,12 @@ class AgentRunner:
         self._url = target if target.startswith(("http://", "https://")) else ""
         self._words = [] if self._url else words_of(target, FIELD)
         if self._url and not _is_url(self._url):
-            raise ConfigError("this is not a URL", field=FIELD, value=target, remedy="write agent:http://host:port/path")
+            raise ConfigError(
+                "this is not a URL",
+                field=FIELD,
+                value=target,
+                remedy="write agent:http://host:port/path",
+            )
         self._slots = asyncio.Semaphore(slots)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
@@ -86,9 +100,14 @@ class AgentRunner:
         home = Path(tempfile.mkdtemp(prefix="episode-"))
         try:
             reward_file, content = home / "reward.json", self._task(task, session)
-            env = _variables(content["session"]) | {"EPISODE_DIR": str(home), "EPISODE_REWARD_FILE": str(reward_file)}
+            env = _variables(content["session"]) | {
+                "EPISODE_DIR": str(home),
+                "EPISODE_REWARD_FILE": str(reward_file),
+            }
             words = [word.replace("{prompt}", content["prompt"]) for word in self._words]
-            program = await RunningProgram.start(words, env, session.id, home, orjson.dumps(content))
+            program = await RunningProgram.start(
+                words, env, session.id, home, orjson.dumps(content)
+            )
             status = None
             try:
                 status = await _end_of(program, session)
@@ -110,7 +129,9 @@ class AgentRunner:
                 return None
             status, content = asking.result()
         except (httpx.HTTPError, OSError) as error:
-            raise EnvironmentLost(f"{self._url} did not answer: {type(error).__name__} {error}") from error
+            raise EnvironmentLost(
+                f"{self._url} did not answer: {type(error).__name__} {error}"
+            ) from error
         finally:
             asking.cancel()
             graded.cancel()
@@ -126,15 +147,24 @@ class AgentRunner:
     def _task(self, task: EpisodeTask, session: Session) -> dict[str, Any]:
         """Returns the task as sent to the program."""
         base = f"{self._gateway}/sessions/{session.id}"
-        users = [message.get("content") for message in task.messages if message.get("role") == "user"]
-        prompt = task.prompt or next((content for content in reversed(users) if isinstance(content, str)), "")
+        users = [
+            message.get("content") for message in task.messages if message.get("role") == "user"
+        ]
+        prompt = task.prompt or next(
+            (content for content in reversed(users) if isinstance(content, str)), ""
+        )
         return {
             "prompt": prompt,
             "messages": task.messages or [{"role": "user", "content": prompt}],
             "ground_truth": task.ground_truth,
             "columns": task.columns,
             "seed": task.seed,
-            "session": {"url": base, "openai_base_url": f"{base}/v1", "anthropic_base_url": base, "api_key": session.id},
+            "session": {
+                "url": base,
+                "openai_base_url": f"{base}/v1",
+                "anthropic_base_url": base,
+                "api_key": session.id,
+            },
         }
 
 
@@ -151,7 +181,9 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _end_of(program: RunningProgram, session: Session) -> int:
-    """Returns a program's exit status; 0 for a program that is still running some time after its reward call."""
+    """Returns a program's exit status; 0 for a program that is still running some time after its
+    reward call.
+    """
     ended = asyncio.create_task(program.wait())
     graded = asyncio.create_task(session.graded.wait())
     try:
@@ -170,7 +202,9 @@ def _failed(program: str, status: int, output: str, session: Session) -> Excepti
     if status > _SIGNAL:
         return EnvironmentLost(f"{program} was ended by signal {status - _SIGNAL}{said}")
     if session.failure is not None:
-        return EnvironmentLost(f"the engines did not answer {program}, which ended with status {status}: {session.failure}")
+        return EnvironmentLost(
+            f"the engines did not answer {program}, which ended with status {status}: {session.failure}"
+        )
     return EpisodeFailed(f"{program} ended with status {status}{said}")
 
 
@@ -193,14 +227,18 @@ def _json(text: str, what: str, empty: bool = True) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise EpisodeFailed(f"{what} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers") from None
+        raise EpisodeFailed(
+            f"{what} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers"
+        ) from None
 
 
 async def _post(url: str, content: bytes) -> tuple[int, bytes]:
-    """Posts `content` as JSON; returns status and body. Raises httpx.HTTPError, or EpisodeFailed for a large body."""
+    """Posts `content` as JSON; returns status and body. Raises httpx.HTTPError, or EpisodeFailed
+    for a large body.
+    """
     headers = {"content-type": "application/json"}
     async with (
-        httpx.AsyncClient(timeout=None, trust_env=False, verify=trusted()) as client,  # noqa: S113 - the episode has a deadline
+        httpx.AsyncClient(timeout=None, trust_env=False, verify=trusted()) as client,  # noqa: S113
         client.stream("POST", url, content=content, headers=headers) as response,
     ):
         body = b""

@@ -1,4 +1,6 @@
-"""HTTP API of the environment-server: episodes for the trainer, and the gateway for programs that talk to a model."""
+"""HTTP API of the environment-server: episodes for the trainer, and the gateway for programs that
+talk to a model.
+"""
 
 import hashlib
 import hmac
@@ -30,7 +32,9 @@ MAX_CALLS = 4096
 def create_environment_app(
     service: EpisodeService, max_body_bytes: int = 256 << 20, metrics: Any = None, nodes: int = 1
 ) -> FastAPI:
-    """Creates the app of the environment-server, one of several nodes; the app closes `service` when it ends."""
+    """Creates the app of the environment-server, one of several nodes; the app closes `service`
+    when it ends.
+    """
 
     @asynccontextmanager
     async def lifespan() -> AsyncIterator[None]:
@@ -49,7 +53,10 @@ def create_environment_app(
         keyed_path=SESSIONS,
     )
 
-    @app.post("/episodes", **described(answer=struct_schema(Episodes), writes=(JSON, codec.MSGPACK), fails=(409,)))
+    @app.post(
+        "/episodes",
+        **described(answer=struct_schema(Episodes), writes=(JSON, codec.MSGPACK), fails=(409,)),
+    )
     async def episodes(body: EpisodeRequest, request: Request) -> Response:
         """Runs n episodes of a task; a repeated request gets the same episodes.
 
@@ -73,7 +80,9 @@ def create_environment_app(
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        """Episodes so far by status, running episodes, hung calls, and the server's number of nodes."""
+        """Episodes so far by status, running episodes, hung calls, and the server's number of
+        nodes.
+        """
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
     for dialect in DIALECTS:
@@ -81,13 +90,17 @@ def create_environment_app(
 
     @app.post(f"{SESSIONS}{{session}}/reward", **described(_REWARD, OBJECT, fails=(404, 409, 410)))
     async def reward(session: str, request: Request) -> Response:
-        """Takes the reward of this episode's program, a number or a mapping of its parts, and ends the session."""
+        """Takes the reward of this episode's program, a number or a mapping of its parts, and ends
+        the session.
+        """
         _check_key(session, request)
         found, given = service.session(session), await read_json(request)
         try:
             parse_reward(given, "the reward is")
         except EpisodeFailed as error:
-            raise InvalidInput(str(error), field="body", value=given, remedy='send 1.0 or {"part": 1.0}') from None
+            raise InvalidInput(
+                str(error), field="body", value=given, remedy='send 1.0 or {"part": 1.0}'
+            ) from None
         found.grade(given)
         return Response(orjson.dumps({"status": "graded"}), media_type=JSON)
 
@@ -121,12 +134,16 @@ def _key(body: Any, dialect: Dialect) -> str:
     try:
         content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # orjson can parse deeper nesting than it can write
-        raise InvalidInput("the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep") from None
+        raise InvalidInput(
+            "the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep"
+        ) from None
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
 
 
 def _check_key(session: str, request: Request) -> None:
-    """Raises Unauthorized unless the request has the session's key, in OpenAI's or Anthropic's header."""
+    """Raises Unauthorized unless the request has the session's key, in OpenAI's or Anthropic's
+    header.
+    """
     bearer = request.headers.get("authorization", "").partition(" ")[2]
     sent = request.headers.get("x-api-key") or bearer
     if not hmac.compare_digest(sent.encode(), session.encode()):

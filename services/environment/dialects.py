@@ -1,6 +1,8 @@
-"""The three model APIs for programs: OpenAI's chat completions and responses, and Anthropic's messages.
+"""The three model APIs for programs: OpenAI's chat completions and responses, and Anthropic's
+messages.
 
-Each reads a request as messages and tools, and writes a complete answer as one body or as events. Sampling parameters
+Each reads a request as messages and tools, and writes a complete answer as one body or as events.
+Sampling parameters
 in a request have no effect: the run determines them.
 """
 
@@ -10,7 +12,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from common.errors import InvalidInput
-from services.environment.messages import CONTENT_FORM, MESSAGE_FORM, ROLES, Message, parse_messages, parse_tools, text_of
+from services.environment.messages import (
+    CONTENT_FORM,
+    MESSAGE_FORM,
+    ROLES,
+    Message,
+    parse_messages,
+    parse_tools,
+    text_of,
+)
 from services.environment.session import CallAnswer
 
 Json = dict[str, Any]
@@ -43,7 +53,9 @@ def read_call(body: Any, dialect: Dialect) -> Call:
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
     if body.get("n") not in (None, 1):
         remedy = "make one call per answer, each with another `seed`"
-        raise InvalidInput("a call returns exactly one answer", field="n", value=body["n"], remedy=remedy)
+        raise InvalidInput(
+            "a call returns exactly one answer", field="n", value=body["n"], remedy=remedy
+        )
     return dialect.read(body)
 
 
@@ -55,7 +67,9 @@ def _listed(body: Json, name: str) -> list[Any]:
     """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
     found = body.get(name)
     if found is not None and not isinstance(found, list):
-        raise InvalidInput(f"{name} must be a list", field=name, value=found, remedy=f'send {{"{name}": […]}}')
+        raise InvalidInput(
+            f"{name} must be a list", field=name, value=found, remedy=f'send {{"{name}": […]}}'
+        )
     return found or []
 
 
@@ -76,7 +90,11 @@ def _read_chat(body: Json) -> Call:
 
 
 def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
-    message: Json = {"role": "assistant", "content": answer.message.content or None, "refusal": None}
+    message: Json = {
+        "role": "assistant",
+        "content": answer.message.content or None,
+        "refusal": None,
+    }
     if answer.message.reasoning:
         message["reasoning_content"] = answer.message.reasoning
     if answer.message.calls:
@@ -90,7 +108,11 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
         ]
     elif message["content"] is None:
         message["content"] = ""
-    finish = "tool_calls" if answer.message.calls and answer.finish_reason == "stop" else answer.finish_reason
+    finish = (
+        "tool_calls"
+        if answer.message.calls and answer.finish_reason == "stop"
+        else answer.finish_reason
+    )
     return {
         "id": f"chatcmpl-{identifier}",
         "object": "chat.completion",
@@ -107,12 +129,17 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
 
 def _chat_events(body: Json) -> Iterator[str]:
     choice = body["choices"][0]
-    common = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    common = {name: body[name] for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     message = {name: value for name, value in choice["message"].items() if name != "refusal"}
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
     for delta, finish in ((message, None), ({}, choice["finish_reason"])):
-        yield _event(common | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}, named=False)
+        yield _event(
+            common | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]},
+            named=False,
+        )
     yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"
 
@@ -123,7 +150,12 @@ def _chat_events(body: Json) -> Iterator[str]:
 def _read_responses(body: Json) -> Call:
     if body.get("previous_response_id"):
         remedy = "send the whole conversation as `input`"
-        raise InvalidInput("this server does not store answers", field="previous_response_id", value="…", remedy=remedy)
+        raise InvalidInput(
+            "this server does not store answers",
+            field="previous_response_id",
+            value="…",
+            remedy=remedy,
+        )
     chat: list[Json] = []
     if body.get("instructions"):
         chat.append({"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -135,9 +167,16 @@ def _read_responses(body: Json) -> Call:
             _add_item(chat, item, f"input[{i}]")
     else:
         remedy = 'send text or [{"role": "user", "content": text}]'
-        raise InvalidInput("the input must be text or a list of items", field="input", value=content, remedy=remedy)
+        raise InvalidInput(
+            "the input must be text or a list of items", field="input", value=content, remedy=remedy
+        )
     tools = [
-        {"type": "function", "function": {name: value for name, value in tool.items() if name not in ("type", "strict")}}
+        {
+            "type": "function",
+            "function": {
+                name: value for name, value in tool.items() if name not in ("type", "strict")
+            },
+        }
         if isinstance(tool, dict) and tool.get("type") == "function"
         else tool
         for tool in _listed(body, "tools")
@@ -156,18 +195,31 @@ def _add_item(chat: list[Json], item: Any, where: str) -> None:
             chat.append({"role": role, "content": text})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        chat.append({"role": "assistant", "content": "", "reasoning_content": text_of(parts, f"{where}.content")})
+        chat.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": text_of(parts, f"{where}.content"),
+            }
+        )
     elif kind == "function_call":
         if not _open(chat):
             chat.append({"role": "assistant", "content": ""})
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        chat[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+        chat[-1].setdefault("tool_calls", []).append(
+            {"id": item.get("call_id"), "type": "function", "function": function}
+        )
     elif kind == "function_call_output":
         content = text_of(item.get("output"), f"{where}.output")
         chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
     else:
         known = "message, reasoning, function_call, function_call_output"
-        raise InvalidInput("there is no such type of item", field=f"{where}.type", value=kind, remedy=f"use one of {known}")
+        raise InvalidInput(
+            "there is no such type of item",
+            field=f"{where}.type",
+            value=kind,
+            remedy=f"use one of {known}",
+        )
 
 
 def _open(chat: list[Json]) -> bool:
@@ -178,14 +230,22 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     message, output = answer.message, list[Json]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
-        output.append({"type": "reasoning", "id": f"rs_{identifier}", "summary": [], "content": thought})
+        output.append(
+            {"type": "reasoning", "id": f"rs_{identifier}", "summary": [], "content": thought}
+        )
     if message.content or not message.calls:
         part = {"type": "output_text", "text": message.content, "annotations": []}
         ending = {"role": "assistant", "status": "completed", "content": [part]}
         output.append({"type": "message", "id": f"msg_{identifier}", **ending})
     for i, each in enumerate(message.calls):
-        named = {"name": each["function"]["name"], "arguments": _arguments(each), "status": "completed"}
-        output.append({"type": "function_call", "id": f"fc_{identifier}_{i}", "call_id": each["id"], **named})
+        named = {
+            "name": each["function"]["name"],
+            "arguments": _arguments(each),
+            "status": "completed",
+        }
+        output.append(
+            {"type": "function_call", "id": f"fc_{identifier}_{i}", "call_id": each["id"], **named}
+        )
     cut = answer.finish_reason != "stop"
     return {
         "id": f"resp_{identifier}",
@@ -219,25 +279,45 @@ def _responses_events(body: Json) -> Iterator[str]:
     def event(kind: str, **content: Any) -> str:
         return _event({"type": kind, "sequence_number": next(number), **content})
 
-    begun = body | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = body | {
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
     for i, item in enumerate(body["output"]):
         at = {"output_index": i, "item_id": item["id"]}
         empty = {"content": [], "status": "in_progress"} if item["type"] == "message" else {}
-        empty |= {"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {}
+        empty |= (
+            {"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {}
+        )
         yield event("response.output_item.added", output_index=i, item=item | empty)
         if item["type"] == "message":
             part = item["content"][0]
-            yield event("response.content_part.added", **at, content_index=0, part=part | {"text": ""})
-            yield event("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
-            yield event("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
+            yield event(
+                "response.content_part.added", **at, content_index=0, part=part | {"text": ""}
+            )
+            yield event(
+                "response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[]
+            )
+            yield event(
+                "response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[]
+            )
             yield event("response.content_part.done", **at, content_index=0, part=part)
         elif item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+            yield event(
+                "response.function_call_arguments.done",
+                **at,
+                arguments=item["arguments"],
+                name=item["name"],
+            )
         yield event("response.output_item.done", output_index=i, item=item)
-    yield event("response.incomplete" if body["incomplete_details"] else "response.completed", response=body)
+    yield event(
+        "response.incomplete" if body["incomplete_details"] else "response.completed", response=body
+    )
 
 
 # Anthropic's messages
@@ -275,7 +355,9 @@ def _read_messages(body: Json) -> Call:
 
 
 def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
-    """Converts one Anthropic message to messages in OpenAI's format, where tool results are separate messages."""
+    """Converts one Anthropic message to messages in OpenAI's format, where tool results are
+    separate messages.
+    """
     results: list[Json] = []
     message: Json = {"role": role, "content": []}
     for i, block in enumerate(blocks):
@@ -286,13 +368,22 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
             message["reasoning_content"] = block.get("thinking")
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
-            message.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+            message.setdefault("tool_calls", []).append(
+                {"id": block.get("id"), "type": "function", "function": function}
+            )
         elif kind == "tool_result" and role == "user":
             text = text_of(block.get("content"), f"{at}.content")
-            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+            results.append(
+                {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
+            )
         else:
             remedy = "use one of text, thinking, tool_use, tool_result"
-            raise InvalidInput(f"a message of the {role} has no such block", field=f"{at}.type", value=kind, remedy=remedy)
+            raise InvalidInput(
+                f"a message of the {role} has no such block",
+                field=f"{at}.type",
+                value=kind,
+                remedy=remedy,
+            )
     return results if results and not message["content"] else [*results, message]
 
 
@@ -304,8 +395,21 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
         content.append({"type": "text", "text": message.content})
     for each in message.calls:
         function = each["function"]
-        content.append({"type": "tool_use", "id": each["id"], "name": function["name"], "input": function["arguments"]})
-    reason = "max_tokens" if answer.finish_reason != "stop" else "tool_use" if message.calls else "end_turn"
+        content.append(
+            {
+                "type": "tool_use",
+                "id": each["id"],
+                "name": function["name"],
+                "input": function["arguments"],
+            }
+        )
+    reason = (
+        "max_tokens"
+        if answer.finish_reason != "stop"
+        else "tool_use"
+        if message.calls
+        else "end_turn"
+    )
     return {
         "id": f"msg_{identifier}",
         "type": "message",
@@ -336,7 +440,9 @@ def _messages_events(body: Json) -> Iterator[str]:
 
 
 def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = False) -> Json:
-    """Returns the schema of a request whose conversation is the list `field`, or also a text if `text` is set."""
+    """Returns the schema of a request whose conversation is the list `field`, or also a text if
+    `text` is set.
+    """
     conversation: Json = {"type": "array", "items": items, "minItems": 1}
     properties = {
         field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,
@@ -350,7 +456,11 @@ def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = Fa
 
 def _message_schema(roles: Iterable[str], kinds: tuple[str, ...]) -> Json:
     """Returns the schema of a message whose content is a text or a list of parts of these kinds."""
-    part = {"type": "object", "properties": {"type": {"enum": kinds}, "text": {"type": "string"}}, "required": ["type"]}
+    part = {
+        "type": "object",
+        "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
+        "required": ["type"],
+    }
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
     return {
         "type": "object",
@@ -363,8 +473,12 @@ _CHAT = _message_schema(ROLES, ("text",))
 _CHAT["properties"]["tool_calls"] = {"type": "array", "items": {"type": "object"}}
 _CHAT["properties"]["tool_call_id"] = {"type": "string"}
 _ITEM = _message_schema(ROLES, ("input_text", "output_text"))
-_ITEM["properties"]["type"] = {"enum": ("message", "reasoning", "function_call", "function_call_output")}
-_ITEM["properties"] |= {name: {"type": "string"} for name in ("call_id", "name", "arguments", "output")}
+_ITEM["properties"]["type"] = {
+    "enum": ("message", "reasoning", "function_call", "function_call_output")
+}
+_ITEM["properties"] |= {
+    name: {"type": "string"} for name in ("call_id", "name", "arguments", "output")
+}
 _BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
 DIALECTS = (
     Dialect("chat/completions", _body("messages", _CHAT), _read_chat, _write_chat, _chat_events),
@@ -375,5 +489,11 @@ DIALECTS = (
         _write_responses,
         _responses_events,
     ),
-    Dialect("messages", _body("messages", _BLOCKS, ("system",)), _read_messages, _write_messages, _messages_events),
+    Dialect(
+        "messages",
+        _body("messages", _BLOCKS, ("system",)),
+        _read_messages,
+        _write_messages,
+        _messages_events,
+    ),
 )

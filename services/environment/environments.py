@@ -1,11 +1,13 @@
-"""Environments: the user's classes, as for TRL's `environment_factory`, optionally with `step` for several turns.
+"""Environments: the user's classes, as for TRL's `environment_factory`, optionally with `step` for
+several turns.
 
-    reset(**columns) -> str | None      begins; the text is appended to the user's last message
-    any other public method             is a tool; every argument needs a type and a description
-    step(messages) -> ... | None        called if an answer has no tool call; text or messages to continue, None to end
-    get_reward() -> float | dict        called at the end; a mapping holds the parts, whose sum is the reward
-    get_turn_rewards() -> list          called at the end; a number for every answer of the model, added to the reward
-    close()                             always called
+    reset(**columns) -> str | None      begins; the text is appended to the user's last message any
+    other public method             is a tool; every argument needs a type and a description
+    step(messages) -> ... | None        called if an answer has no tool call; text or messages to
+    continue, None to end get_reward() -> float | dict        called at the end; a mapping holds the
+    parts, whose sum is the reward get_turn_rewards() -> list          called at the end; a number
+    for every answer of the model, added to the reward close()                             always
+    called
 
 All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """
@@ -60,15 +62,25 @@ class Environment:
         """Checks a class. Raises ConfigError."""
         if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
             remedy = "name a class with reset(**columns); its other public methods are tools"
-            raise ConfigError(f"{name} is not a class of environments", field=FIELD, value=name, remedy=remedy)
+            raise ConfigError(
+                f"{name} is not a class of environments", field=FIELD, value=name, remedy=remedy
+            )
         parameters = inspect.signature(getattr(made, "reset", made)).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        methods = {key: value for key, value in inspect.getmembers(made, inspect.isfunction) if not key.startswith("_")}
+        methods = {
+            key: value
+            for key, value in inspect.getmembers(made, inspect.isfunction)
+            if not key.startswith("_")
+        }
         return cls(
             name,
             made,
             None if takes_all else frozenset(each.name for each in parameters),
-            {key: _schema(types.MethodType(method, object()), name) for key, method in methods.items() if key not in _RESERVED},
+            {
+                key: _schema(types.MethodType(method, object()), name)
+                for key, method in methods.items()
+                if key not in _RESERVED
+            },
             "step" in methods,
             "get_reward" in methods,
         )
@@ -82,7 +94,11 @@ class Environment:
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns of a row that `reset` accepts."""
-        return {name: value for name, value in row.items() if self.columns is None or name in self.columns}
+        return {
+            name: value
+            for name, value in row.items()
+            if self.columns is None or name in self.columns
+        }
 
 
 class _Stateless:
@@ -93,7 +109,9 @@ class _Stateless:
 
 
 def _schema(method: Callable[..., Any], name: str) -> Any:
-    """Returns a tool's description for the model, from its types and docstring. Raises ConfigError."""
+    """Returns a tool's description for the model, from its types and docstring. Raises
+    ConfigError.
+    """
     from transformers.utils import get_json_schema  # slow to import
 
     try:

@@ -67,6 +67,10 @@ def load_kind(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
     if kind == "verifiers":
         python, _, identifier = target.strip().rpartition(" ")
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
-        return AgentRunner(config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True)
+        return AgentRunner(
+            config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True
+        )
     remedy = "use one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
-    raise ConfigError(f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy)
+    raise ConfigError(
+        f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy
+    )

@@ -13,7 +13,13 @@ from common.errors import InvalidInput
 
 MESSAGE_FORM = 'send {"role": "user", "content": text}'
 CONTENT_FORM = 'send text or [{"type": "text", "text": text}]'
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 _CALL_FORM = '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON}}'
 _TOOL_FORM = '{"type": "function", "function": {"name": text, "parameters": JSON schema}}'
 _REASONING = ("reasoning_content", "reasoning")
@@ -21,7 +27,9 @@ _REASONING = ("reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class Message:
-    """One message. `fields` is passed to the chat template; in it, arguments of tool calls are mappings."""
+    """One message. `fields` is passed to the chat template; in it, arguments of tool calls are
+    mappings.
+    """
 
     fields: dict[str, Any]
 
@@ -52,27 +60,43 @@ class Message:
     def key(self) -> str:
         """A key that is equal for two records of the same message.
 
-        It leaves out ids, since programs make their own, and thoughts, which most programs do not send back.
+        It leaves out ids, since programs make their own, and thoughts, which most programs do not
+        send back.
         """
         calls = [call["function"] for call in self.calls]
-        compared = {"role": self.role, "content": self.content, "name": self.fields.get("name"), "calls": calls}
+        compared = {
+            "role": self.role,
+            "content": self.content,
+            "name": self.fields.get("name"),
+            "calls": calls,
+        }
         return json.dumps(_numbers(compared), sort_keys=True)
 
     def is_sent(self, sent: "Message") -> bool:
         """Whether `sent` is this recorded message, perhaps without its thoughts."""
         mine, other = self.fields, sent.fields
-        if mine["content"] != other["content"] or mine["role"] != other["role"] or mine.get("name") != other.get("name"):
+        if (
+            mine["content"] != other["content"]
+            or mine["role"] != other["role"]
+            or mine.get("name") != other.get("name")
+        ):
             return False
         if ("tool_calls" in mine or "tool_calls" in other) and self.key != sent.key:
             return False
-        return "reasoning_content" not in other or sent.reasoning.strip() in ("", self.reasoning.strip())
+        return "reasoning_content" not in other or sent.reasoning.strip() in (
+            "",
+            self.reasoning.strip(),
+        )
 
 
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
     """Returns the messages of a request. Raises InvalidInput that names the first wrong field."""
     if not isinstance(content, list) or not content:
         raise InvalidInput(
-            "a conversation must be a list of messages", field=where, value=content, remedy="send at least one message"
+            "a conversation must be a list of messages",
+            field=where,
+            value=content,
+            remedy="send at least one message",
         )
     return [_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
@@ -85,24 +109,43 @@ def _message(content: Any, where: str) -> Message:
     if role is None:
         known = ", ".join(ROLES)
         raise InvalidInput(
-            "there is no such role", field=f"{where}.role", value=content.get("role"), remedy=f"use one of {known}"
+            "there is no such role",
+            field=f"{where}.role",
+            value=content.get("role"),
+            remedy=f"use one of {known}",
         )
-    fields: dict[str, Any] = {"role": role, "content": text_of(content.get("content"), f"{where}.content")}
+    fields: dict[str, Any] = {
+        "role": role,
+        "content": text_of(content.get("content"), f"{where}.content"),
+    }
     if role == "assistant":
         calls = content.get("tool_calls") or []
         if not isinstance(calls, list):
             remedy = f"send [CALL, …], for each call {_CALL_FORM}"
-            raise InvalidInput("tool calls must be a list", field=f"{where}.tool_calls", value=calls, remedy=remedy)
+            raise InvalidInput(
+                "tool calls must be a list", field=f"{where}.tool_calls", value=calls, remedy=remedy
+            )
         if calls:
-            fields["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        thought = next((content[name] for name in _REASONING if isinstance(content.get(name), str) and content[name]), "")
+            fields["tool_calls"] = [
+                _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+            ]
+        thought = next(
+            (
+                content[name]
+                for name in _REASONING
+                if isinstance(content.get(name), str) and content[name]
+            ),
+            "",
+        )
         if thought:
             fields["reasoning_content"] = thought
     for name in ("name", "tool_call_id"):
         value = content.get(name)
         if value is not None and not isinstance(value, str):
             remedy = f'send {{"{name}": text}}, or leave it out'
-            raise InvalidInput(f"{name} must be text", field=f"{where}.{name}", value=value, remedy=remedy)
+            raise InvalidInput(
+                f"{name} must be text", field=f"{where}.{name}", value=value, remedy=remedy
+            )
         if value:
             fields[name] = value
     return Message(fields)
@@ -125,14 +168,21 @@ def text_of(content: Any, where: str) -> str:
             parts.append(text)
         content = "".join(parts)
     if not isinstance(content, str):
-        raise InvalidInput("content must be text or a list of texts", field=where, value=content, remedy=CONTENT_FORM)
+        raise InvalidInput(
+            "content must be text or a list of texts",
+            field=where,
+            value=content,
+            remedy=CONTENT_FORM,
+        )
     return content
 
 
 def _call(content: Any, where: str) -> dict[str, Any]:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidInput("this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}")
+        raise InvalidInput(
+            "this is not a tool call", field=where, value=content, remedy=f"send {_CALL_FORM}"
+        )
     arguments = parsed_arguments(function.get("arguments"))
     return {
         "id": str(content.get("id") or ""),
@@ -165,17 +215,23 @@ def _numbers(value: Any) -> Any:
 
 
 def parse_tools(content: Any) -> list[dict[str, Any]]:
-    """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for anything else."""
+    """Returns the functions that a request offers, in OpenAI's format. Raises InvalidInput for
+    anything else.
+    """
     if content is None:
         return []
     if not isinstance(content, list):
         remedy = f"send [TOOL, …], for each tool {_TOOL_FORM}"
-        raise InvalidInput("tools must be a list of functions", field="tools", value=content, remedy=remedy)
+        raise InvalidInput(
+            "tools must be a list of functions", field="tools", value=content, remedy=remedy
+        )
     for i, tool in enumerate(content):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             remedy = f"send {_TOOL_FORM}"
-            raise InvalidInput("a tool must be a function", field=f"tools[{i}]", value=tool, remedy=remedy)
+            raise InvalidInput(
+                "a tool must be a function", field=f"tools[{i}]", value=tool, remedy=remedy
+            )
     return content
 
 

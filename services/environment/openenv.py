@@ -1,8 +1,8 @@
 """Episodes of an OpenEnv server, over its WebSocket: one connection is one episode.
 
-An environment with MCP tools offers them to the model. Without MCP tools, the model's answer is the action if an action
-is a single text; otherwise the model gets a tool `step` with the fields of the action. The reward is the sum over all
-steps.
+An environment with MCP tools offers them to the model. Without MCP tools, the model's answer is the
+action if an action is a single text; otherwise the model gets a tool `step` with the fields of the
+action. The reward is the sum over all steps.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ _RESERVED = {"type": "object", "properties": {}}
 
 
 class OpenEnv:
-    """The environment of an OpenEnv server at a URL, or of one that this process starts and keeps alive.
+    """The environment of an OpenEnv server at a URL, or of one that this process starts and keeps
+    alive.
 
     Args:
         name: name of the environment.
@@ -60,7 +61,10 @@ class OpenEnv:
         if self._words and not any("{port}" in word for word in self._words):
             remedy = "write openenv:uvicorn package.server.app:app --port {port}"
             raise ConfigError(
-                "the command has no {port}, where the server's port belongs", field=FIELD, value=target, remedy=remedy
+                "the command has no {port}, where the server's port belongs",
+                field=FIELD,
+                value=target,
+                remedy=remedy,
             )
         self._url = self._url.replace("ws", "http", 1) if self._url.startswith("ws") else self._url
         self._server: RunningProgram | None = None
@@ -73,14 +77,17 @@ class OpenEnv:
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome.
 
-        Raises ServiceLost when the command never starts a server; otherwise nothing, except when cancelled.
+        Raises ServiceLost when the command never starts a server; otherwise nothing, except when
+        cancelled.
         """
         try:
             async with asyncio.timeout(limits.deadline_s), self._starting:
                 await self._start()
                 mcp, text = self._known = self._known or await self._describe()
         except TimeoutError:
-            return Outcome("died", detail=f"the OpenEnv server was not ready within {limits.deadline_s:g} s")
+            return Outcome(
+                "died", detail=f"the OpenEnv server was not ready within {limits.deadline_s:g} s"
+            )
         except EnvironmentLost as error:
             return Outcome("died", detail=str(error))
         except EpisodeFailed as error:
@@ -118,17 +125,22 @@ class OpenEnv:
     async def _start(self) -> None:
         """Starts the command unless it is running, and waits until it answers.
 
-        Raises EpisodeFailed when it ends instead, and ServiceLost when it did so several times in a row.
+        Raises EpisodeFailed when it ends instead, and ServiceLost when it did so several times in a
+        row.
         """
         if self._http is None:
-            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trusted()))
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=trusted())
+            )
         if not self._words:
             return
         if self._server is None or self._server.ended:
             port, mark = free_port(), secrets.token_hex(16)
             self._home = self._home or Path(tempfile.mkdtemp(prefix="openenv-"))
             words = [word.replace("{port}", str(port)) for word in self._words]
-            self._server = await RunningProgram.start(words, {"PROGRAM_ID": mark, "PORT": str(port)}, mark, self._home)
+            self._server = await RunningProgram.start(
+                words, {"PROGRAM_ID": mark, "PORT": str(port)}, mark, self._home
+            )
             self._url, self._ready = f"http://127.0.0.1:{port}", False
         while not self._ready:
             if self._server.ended:
@@ -138,7 +150,12 @@ class OpenEnv:
                 self._failed_starts += 1
                 if self._failed_starts >= _MAX_FAILED_STARTS:
                     times = f"{self._failed_starts} times in a row, "
-                    raise ServiceLost(times + reason, field=FIELD, value=self.name, remedy="try the command by itself")
+                    raise ServiceLost(
+                        times + reason,
+                        field=FIELD,
+                        value=self.name,
+                        remedy="try the command by itself",
+                    )
                 raise EpisodeFailed(reason)
             try:
                 await self._get("/health")
@@ -169,10 +186,14 @@ class OpenEnv:
                     raise EnvironmentLost(f"{self._url}{path} answered {answer.status}")
                 return await answer.json(content_type=None)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise EnvironmentLost(f"the OpenEnv server {self._url} does not answer: {error}") from error
+            raise EnvironmentLost(
+                f"the OpenEnv server {self._url} does not answer: {error}"
+            ) from error
 
     async def _describe(self) -> tuple[bool, str]:
-        """Returns whether the environment has MCP tools, and the action's field for the model's answer, if any."""
+        """Returns whether the environment has MCP tools, and the action's field for the model's
+        answer, if any.
+        """
         schema = await self._get("/schema")
         connection = Connection(self._connect)
         try:
@@ -191,9 +212,13 @@ class OpenEnv:
         """Returns a connection to the server. Raises EnvironmentLost."""
         assert self._http is not None
         try:
-            return await self._http.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30)
+            return await self._http.ws_connect(
+                f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES, heartbeat=30
+            )
         except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(f"the OpenEnv server {self._url} does not answer: {error}") from error
+            raise EnvironmentLost(
+                f"the OpenEnv server {self._url} does not answer: {error}"
+            ) from error
 
 
 class Connection:
@@ -235,17 +260,32 @@ class Connection:
                 await socket.close()
 
     async def list_tools(self) -> dict[str, Any]:
-        """Returns the MCP tools in OpenAI's format, by name; empty when the environment has none."""
-        answer = await self._ask({"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}})
+        """Returns the MCP tools in OpenAI's format, by name; empty when the environment has
+        none.
+        """
+        answer = await self._ask(
+            {
+                "type": "mcp",
+                "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}},
+            }
+        )
         found = answer.get("data", {})
         tools = (found.get("result") or {}).get("tools", []) if isinstance(found, dict) else []
-        return {tool["name"]: _function(tool) for tool in tools if isinstance(tool, dict) and isinstance(tool.get("name"), str)}
+        return {
+            tool["name"]: _function(tool)
+            for tool in tools
+            if isinstance(tool, dict) and isinstance(tool.get("name"), str)
+        }
 
     def tool(self, name: str) -> Callable[..., Any]:
         """Returns the function that calls a tool."""
 
         async def call(**arguments: Any) -> str:
-            data = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self._mcp else arguments
+            data = (
+                {"type": "call_tool", "tool_name": name, "arguments": arguments}
+                if self._mcp
+                else arguments
+            )
             return _shown(await self._observation("step", data)) or "(nothing)"
 
         return call
@@ -254,19 +294,26 @@ class Connection:
         """Sends a message and returns the observation in the response."""
         answer = await self._ask({"type": kind, "data": data})
         found = answer.get("data")
-        if answer.get("type") != "observation" or not isinstance(found, dict) or not isinstance(found.get("observation"), dict):
+        if (
+            answer.get("type") != "observation"
+            or not isinstance(found, dict)
+            or not isinstance(found.get("observation"), dict)
+        ):
             raise EpisodeFailed(f"the OpenEnv server answered a {kind} with {shorten(answer)}")
         self.done = found.get("done") is True
         reward = found.get("reward")
         if reward is not None and kind == "step":
             if not isinstance(reward, int | float) or not math.isfinite(reward):
-                raise EpisodeFailed(f"the reward of a step is {shorten(reward)}, but must be a finite number")
+                raise EpisodeFailed(
+                    f"the reward of a step is {shorten(reward)}, but must be a finite number"
+                )
             self._rewards.append(float(reward))
         observation: dict[str, Any] = found["observation"]
         return observation
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Sends a message and returns the response; waits while the server has no room for another session.
+        """Sends a message and returns the response; waits while the server has no room for another
+        session.
 
         Raises EnvironmentLost, EpisodeFailed, or Refused when the environment rejects the message.
         """
@@ -283,13 +330,17 @@ class Connection:
             await self._socket.send_str(json.dumps(message))
             answer = await self._socket.receive()
         except (aiohttp.ClientError, OSError) as error:
-            raise EnvironmentLost(f"the connection to the OpenEnv server was lost: {error}") from error
+            raise EnvironmentLost(
+                f"the connection to the OpenEnv server was lost: {error}"
+            ) from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
         try:
             content = json.loads(answer.data)
         except ValueError:
-            raise EpisodeFailed(f"the OpenEnv server's answer is not JSON: {shorten(answer.data)}") from None
+            raise EpisodeFailed(
+                f"the OpenEnv server's answer is not JSON: {shorten(answer.data)}"
+            ) from None
         if not isinstance(content, dict):
             raise EpisodeFailed(f"the OpenEnv server answered {shorten(content)}")
         if content.get("type") == "error":
@@ -312,33 +363,55 @@ def _refusal(data: Any) -> Exception:
         return _Full(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
-    return Refused(f"{message} {json.dumps(data['errors'], default=str)}" if "errors" in data else str(message))
+    return Refused(
+        f"{message} {json.dumps(data['errors'], default=str)}" if "errors" in data else str(message)
+    )
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
     schema = tool.get("input_schema") or tool.get("inputSchema") or _RESERVED
-    described = {"name": tool["name"], "description": tool.get("description") or "", "parameters": schema}
+    described = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": schema,
+    }
     return {"type": "function", "function": described}
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the action's only text field, or otherwise the tool `step` with the action's fields."""
+    """Returns the action's only text field, or otherwise the tool `step` with the action's
+    fields.
+    """
     if not isinstance(schema, dict):
         raise EpisodeFailed(f"the OpenEnv server describes its action with {shorten(schema)}")
-    fields = {name: value for name, value in schema.get("properties", {}).items() if name != "metadata"}
+    fields = {
+        name: value for name, value in schema.get("properties", {}).items() if name != "metadata"
+    }
     required = schema.get("required") or list(fields)
     if len(required) == 1 and fields.get(required[0], {}).get("type") == "string":
         return required[0], {}
     parameters = schema | {"properties": fields}
-    described = {"name": "step", "description": "Acts in the environment.", "parameters": parameters}
+    described = {
+        "name": "step",
+        "description": "Acts in the environment.",
+        "parameters": parameters,
+    }
     return "", {"step": {"type": "function", "function": described}}
 
 
 def _shown(observation: dict[str, Any]) -> str:
     """Returns the text of an observation as shown to the model."""
-    fields = {name: value for name, value in observation.items() if name != "metadata" and value is not None}
+    fields = {
+        name: value
+        for name, value in observation.items()
+        if name != "metadata" and value is not None
+    }
     if "tool_name" in fields and (result := fields.get("result", fields.get("error"))) is not None:
-        content = result.get("data", result.get("structured_content")) if isinstance(result, dict) else result
+        content = (
+            result.get("data", result.get("structured_content"))
+            if isinstance(result, dict)
+            else result
+        )
         fields = {"result": result if content is None else content}
     if len(fields) == 1:
         (value,) = fields.values()

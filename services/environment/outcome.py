@@ -33,17 +33,25 @@ class EpisodeFailed(Exception):
 
 
 class EnvironmentLost(Exception):
-    """The process, server or machine behind an environment was lost: the episode has no reward and is tried again."""
+    """The process, server or machine behind an environment was lost: the episode has no reward and
+    is tried again.
+    """
 
 
-async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, playing: Awaitable[None]) -> None:
-    """Waits for an episode and records its end in `outcome`; never raises, except when cancelled."""
+async def settle(
+    outcome: Outcome, session: Session, limits: EpisodeLimits, playing: Awaitable[None]
+) -> None:
+    """Waits for an episode and records its end in `outcome`; never raises, except when
+    cancelled.
+    """
     try:
         async with asyncio.timeout(limits.deadline_s):
             await playing
     except TimeoutError:
         outcome.status, outcome.stop_reason = "timeout", "deadline"
-        outcome.detail = f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
+        outcome.detail = (
+            f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
+        )
     except EnvironmentLost as error:
         outcome.status, outcome.detail = "died", str(error)
     except (EpisodeFailed, InvalidInput) as error:
@@ -55,12 +63,16 @@ async def settle(outcome: Outcome, session: Session, limits: EpisodeLimits, play
 
 
 def parse_reward(found: Any, where: str) -> tuple[float, dict[str, float | None]]:
-    """Returns a reward and its parts. Raises EpisodeFailed unless `found` is a finite number or a mapping of them."""
+    """Returns a reward and its parts. Raises EpisodeFailed unless `found` is a finite number or a
+    mapping of them.
+    """
     parts = found if isinstance(found, dict) else {"reward": found}
     try:
         numbers = {str(name): float(value) for name, value in parts.items()}
         if not numbers or not all(map(math.isfinite, numbers.values())):
             raise ValueError
     except (TypeError, ValueError):
-        raise EpisodeFailed(f"{where} {shorten(found)}, not a finite number or a mapping of finite numbers") from None
+        raise EpisodeFailed(
+            f"{where} {shorten(found)}, not a finite number or a mapping of finite numbers"
+        ) from None
     return sum(numbers.values()), dict(numbers)

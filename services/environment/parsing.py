@@ -1,4 +1,6 @@
-"""Extracts thoughts and tool calls from answers: `<think>…</think>`, `<tool_call>{…}</tool_call>` (Hermes, Qwen)."""
+"""Extracts thoughts and tool calls from answers: `<think>…</think>`, `<tool_call>{…}</tool_call>`
+(Hermes, Qwen).
+"""
 
 import json
 import re
@@ -21,7 +23,8 @@ class Parsed(NamedTuple):
 def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
     """Returns the answer as a message; looks for tool calls only with `tools`.
 
-    If one tool call is not JSON, all of them stay in the content, so that nothing that was sampled is lost.
+    If one tool call is not JSON, all of them stay in the content, so that nothing that was sampled
+    is lost.
     """
     fields: dict[str, Any] = {"role": "assistant"}
     thought, content = _split(text)
@@ -35,7 +38,13 @@ def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
             calls = []
             break
         identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
-        calls.append({"id": identifier, "type": "function", "function": {"name": name, "arguments": arguments}})
+        calls.append(
+            {
+                "id": identifier,
+                "type": "function",
+                "function": {"name": name, "arguments": arguments},
+            }
+        )
     if calls:
         fields["tool_calls"], content = calls, _CALL.sub("", content).strip()
     return Parsed(Message(fields | {"content": content}), problem)

@@ -1,4 +1,6 @@
-"""Programs that this server starts, without its secrets and each in a process group that ends with the server."""
+"""Programs that this server starts, without its secrets and each in a process group that ends with
+the server.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,12 @@ def words_of(command: str, field: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"this is not a command: {error}", field=field, value=command, remedy="close every quote") from None
+        raise ConfigError(
+            f"this is not a command: {error}",
+            field=field,
+            value=command,
+            remedy="close every quote",
+        ) from None
     if not words or not shutil.which(words[0]):
         reason = f"there is no program {words[0]}" if words else "there is no command"
         remedy = "name a program on the PATH of the environment-server, or its path from the working directory"
@@ -46,7 +53,9 @@ def free_port() -> int:
 
 
 class RunningProgram:
-    """A process group, made by `start`. `mark` is a text that only its environment variables contain."""
+    """A process group, made by `start`. `mark` is a text that only its environment variables
+    contain.
+    """
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
         self._process, self._mark, self._tail = process, mark.encode(), b""
@@ -58,14 +67,19 @@ class RunningProgram:
     ) -> "RunningProgram":
         """Starts a program in the server's working directory, with `home` for its own files.
 
-        Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the resources.
+        Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
+        resources.
         """
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         if authority := tls().authority:
-            inherited |= dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"), authority)
+            inherited |= dict.fromkeys(
+                ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"), authority
+            )
         own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
         try:
-            with tempfile.TemporaryFile(dir=home) as given:  # a file without a name: a pipe could fill up
+            with tempfile.TemporaryFile(
+                dir=home
+            ) as given:  # a file without a name: a pipe could fill up
                 given.write(stdin)
                 given.seek(0)
                 process = await asyncio.create_subprocess_exec(
@@ -79,7 +93,9 @@ class RunningProgram:
                 )
         except OSError as error:
             if error.errno in _SCARCE:
-                raise EnvironmentLost(f"{words[0]} could not be started: {error.strerror}") from error
+                raise EnvironmentLost(
+                    f"{words[0]} could not be started: {error.strerror}"
+                ) from error
             raise EpisodeFailed(f"{words[0]} could not be started: {error.strerror}") from error
         except ValueError as error:
             raise EpisodeFailed(f"{words[0]} could not be started: {error}") from error
@@ -92,23 +108,30 @@ class RunningProgram:
     async def wait(self) -> int:
         """Waits for the program and returns its exit status, 128 + n when signal n ended it.
 
-        It polls, because asyncio's own `wait` may block until the last grandchild has closed the output.
+        It polls, because asyncio's own `wait` may block until the last grandchild has closed the
+        output.
         """
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return status if status >= 0 else 128 - status
 
     async def kill(self) -> str:
-        """Kills its remaining processes, including those that left the group; returns the end of the output."""
+        """Kills its remaining processes, including those that left the group; returns the end of
+        the output.
+        """
         self._kill_group()
         await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
         await self.wait()
-        with contextlib.suppress(TimeoutError):  # a process that cannot be found may still hold the pipe
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a process that cannot be found may still hold the pipe
             await asyncio.wait_for(self._reading, 2)
         return SecretRedactor().redact(self._tail.decode("utf-8", "replace")).strip()
 
     def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, only zombies left
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # PermissionError: macOS, only zombies left
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
@@ -118,7 +141,9 @@ class RunningProgram:
 
 
 def _kill_marked(mark: bytes) -> None:
-    """Kills all processes with `mark` in their environment, also those that left the session (Linux only)."""
+    """Kills all processes with `mark` in their environment, also those that left the session (Linux
+    only).
+    """
     if sys.platform != "linux":
         return
     for _ in range(_SCANS):  # a process may start another one meanwhile

@@ -37,7 +37,8 @@ class PythonEnvironment:
         """Begins an episode."""
 
     def python(self, code: str) -> str:
-        """Runs a Python program and returns what it printed. Every program starts anew: nothing is kept.
+        """Runs a Python program and returns what it printed. Every program starts anew: nothing is
+        kept.
 
         Args:
             code: The program. Use print() to see a result.

@@ -1,4 +1,6 @@
-"""Runs one episode of an environment in this process: the model's answers, the tools, the reward."""
+"""Runs one episode of an environment in this process: the model's answers, the tools, the
+reward.
+"""
 
 import asyncio
 import inspect
@@ -11,13 +13,21 @@ from common.errors import InvalidInput, shorten
 from common.wire.schemas import EpisodeLimits, EpisodeTask
 from services.environment.environments import Environment
 from services.environment.messages import Message, parse_messages
-from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome, parse_reward, settle
+from services.environment.outcome import (
+    EnvironmentLost,
+    EpisodeFailed,
+    Outcome,
+    parse_reward,
+    settle,
+)
 from services.environment.session import LimitReached, Session, request_key
 from services.environment.threads import Threads
 
 
 class EpisodeRun:
-    """One episode. `threads` run the environment's methods that are not coroutines; None: no method can hang."""
+    """One episode. `threads` run the environment's methods that are not coroutines; None: no method
+    can hang.
+    """
 
     def __init__(
         self,
@@ -104,16 +114,24 @@ class EpisodeRun:
     async def _begin(self) -> list[Message]:
         """Creates the environment; returns the initial conversation."""
         task = self._task
-        chat = parse_messages(task.messages or [{"role": "user", "content": task.prompt}], "task.messages")
+        chat = parse_messages(
+            task.messages or [{"role": "user", "content": task.prompt}], "task.messages"
+        )
         self._made = await self._call(self._environment.make, "the constructor")
-        row = {"prompt": task.messages or task.prompt, "ground_truth": task.ground_truth, **task.columns}
+        row = {
+            "prompt": task.messages or task.prompt,
+            "ground_truth": task.ground_truth,
+            **task.columns,
+        }
         shown = await self._method("reset", **self._environment.columns_of(row))
         if shown is None or shown == "":
             return chat
         if isinstance(shown, list):
             return [*chat, *self._parsed(shown, "reset")]
         if not isinstance(shown, str):
-            raise EpisodeFailed(f"reset returned {shorten(shown)}, but must return text, messages or None")
+            raise EpisodeFailed(
+                f"reset returned {shorten(shown)}, but must return text, messages or None"
+            )
         place = max((i for i, message in enumerate(chat) if message.role == "user"), default=None)
         if place is None:
             return [*chat, _user(shown)]
@@ -121,7 +139,9 @@ class EpisodeRun:
         return chat
 
     async def _step(self) -> list[Message]:
-        """Returns the messages that follow an answer; none when the environment ends the episode."""
+        """Returns the messages that follow an answer; none when the environment ends the
+        episode.
+        """
         found = await self._method("step", [message.fields for message in self._chat])
         if found is None or found == "":
             return []
@@ -135,7 +155,9 @@ class EpisodeRun:
         except InvalidInput as error:
             raise EpisodeFailed(f"{method} did not return messages: {error}") from None
         if any(message.role == "assistant" for message in found):
-            raise EpisodeFailed(f"{method} returned a message of the assistant, but only the model answers")
+            raise EpisodeFailed(
+                f"{method} returned a message of the assistant, but only the model answers"
+            )
         return found
 
     async def _tool(self, call: dict[str, Any]) -> Message:
@@ -157,7 +179,11 @@ class EpisodeRun:
             raise
         except Exception as error:  # raised by the tool: the model may correct its call
             self.outcome.tool_errors += 1
-            text = f"error: {error}" if isinstance(error, _ToolRefused) else f"error: {type(error).__name__}: {error}"
+            text = (
+                f"error: {error}"
+                if isinstance(error, _ToolRefused)
+                else f"error: {type(error).__name__}: {error}"
+            )
         finally:
             self.outcome.tool_seconds += time.monotonic() - started
         return Message({"role": "tool", "content": text, "tool_call_id": call["id"], "name": name})
@@ -165,20 +191,27 @@ class EpisodeRun:
     async def _method(self, name: str, *arguments: Any, **columns: Any) -> Any:
         return await self._call(getattr(self._made, name), name, *arguments, **columns)
 
-    async def _call(self, method: Callable[..., Any], name: str, *arguments: Any, **columns: Any) -> Any:
+    async def _call(
+        self, method: Callable[..., Any], name: str, *arguments: Any, **columns: Any
+    ) -> Any:
         """Calls a method of the environment. Raises EpisodeFailed when it raises."""
         try:
             return await self._in_thread(method, *arguments, **columns)
         except (EnvironmentLost, asyncio.CancelledError):
             raise
         except Exception as error:
-            raise EpisodeFailed(f"{self._environment.name}: {name} raised {type(error).__name__}: {error}") from error
+            raise EpisodeFailed(
+                f"{self._environment.name}: {name} raised {type(error).__name__}: {error}"
+            ) from error
 
     async def _in_thread(self, method: Callable[..., Any], *arguments: Any, **columns: Any) -> Any:
         if inspect.iscoroutinefunction(method):
             try:
                 return await method(*arguments, **columns)
-            except (SystemExit, KeyboardInterrupt) as ending:  # it would end the event loop of all episodes
+            except (
+                SystemExit,
+                KeyboardInterrupt,
+            ) as ending:  # it would end the event loop of all episodes
                 raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
         if self._threads is None:
             return await asyncio.to_thread(method, *arguments, **columns)

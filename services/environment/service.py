@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from common.clients.rollout import RolloutClient, completion_from_answer
-from common.errors import ConfigError, Conflict, InvalidInput, NotFound, NotReady, Overloaded, ServiceLost
+from common.errors import (
+    ConfigError,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    NotReady,
+    Overloaded,
+    ServiceLost,
+)
 from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
@@ -70,27 +78,49 @@ class EpisodeService:
         self._rewards = self.environment.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
         metrics = metrics or Metrics("environment-server")
-        self._finished = metrics.counter("environment_episodes_total", "Episodes that ended, by status", ["status"])
-        self._tried_again = metrics.counter("environment_episodes_retried_total", "Episodes that died and were run again")
-        self._seconds = metrics.histogram("environment_episode_duration_seconds", "Seconds of an episode, from reset to reward")
-        self.calls = metrics.counter("environment_calls_total", "Calls of the model through the gateway, by API", ["api"])
-        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(lambda: self._running)
-        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(MAX_EPISODES)
-        hung = metrics.gauge("environment_hung_calls", "Calls of the environment that still run after the end of their episode")
+        self._finished = metrics.counter(
+            "environment_episodes_total", "Episodes that ended, by status", ["status"]
+        )
+        self._tried_again = metrics.counter(
+            "environment_episodes_retried_total", "Episodes that died and were run again"
+        )
+        self._seconds = metrics.histogram(
+            "environment_episode_duration_seconds", "Seconds of an episode, from reset to reward"
+        )
+        self.calls = metrics.counter(
+            "environment_calls_total", "Calls of the model through the gateway, by API", ["api"]
+        )
+        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(
+            lambda: self._running
+        )
+        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(
+            MAX_EPISODES
+        )
+        hung = metrics.gauge(
+            "environment_hung_calls",
+            "Calls of the environment that still run after the end of their episode",
+        )
         hung.set_function(lambda: self._hung()["hung_calls"])
-        limit = metrics.gauge("environment_hung_calls_limit", "Hung calls at which no more episodes can run")
+        limit = metrics.gauge(
+            "environment_hung_calls_limit", "Hung calls at which no more episodes can run"
+        )
         limit.set(self._hung()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request; a repeated request gets the same episodes.
 
-        Raises Conflict for another request with this id, InvalidInput for an environment that is not served, Overloaded, or
-        ServiceLost when neither this nor a later episode can be played.
+        Raises Conflict for another request with this id, InvalidInput for an environment that is
+        not served, Overloaded, or ServiceLost when neither this nor a later episode can be played.
         """
         known = self._requests.get(request.request_id)
         if known and known[0] != request:
             reason = "another request already used this id"
-            raise Conflict(reason, field="request_id", value=request.request_id, remedy="use a new id for a new request")
+            raise Conflict(
+                reason,
+                field="request_id",
+                value=request.request_id,
+                remedy="use a new id for a new request",
+            )
         if known is None or known[1].cancelled():
             self._check(request)
             self._running += request.n
@@ -103,13 +133,20 @@ class EpisodeService:
             waiting = asyncio.current_task()
             if waiting is None or waiting.cancelling() or not known[1].cancelled():
                 raise
-            reason, remedy = "the episodes were ended: the request was deleted, or the server is ending", "try again later"
-            raise NotReady(reason, field="request_id", value=request.request_id, remedy=remedy) from None
+            reason, remedy = (
+                "the episodes were ended: the request was deleted, or the server is ending",
+                "try again later",
+            )
+            raise NotReady(
+                reason, field="request_id", value=request.request_id, remedy=remedy
+            ) from None
 
     def delete(self, request_id: str) -> None:
         """Ends the episodes of a request and forgets it. Raises NotFound."""
         if request_id not in self._requests:
-            raise NotFound("there is no such request", field="request_id", value=request_id, remedy=_SEND_AGAIN)
+            raise NotFound(
+                "there is no such request", field="request_id", value=request_id, remedy=_SEND_AGAIN
+            )
         self._requests.pop(request_id)[1].cancel()
 
     def session(self, identifier: str) -> Session:
@@ -120,7 +157,9 @@ class EpisodeService:
         if identifier in self._ended:
             raise session_closed(identifier)
         if identifier not in self._sessions:
-            raise NotFound("there is no such session", field="session", value=identifier, remedy=_SEND_AGAIN)
+            raise NotFound(
+                "there is no such session", field="session", value=identifier, remedy=_SEND_AGAIN
+            )
         return self._sessions[identifier]
 
     def open_session(self, request: EpisodeRequest, index: int = 0, attempt: int = 0) -> Session:
@@ -191,18 +230,33 @@ class EpisodeService:
 
     def _hung(self) -> dict[str, int]:
         threads = self.environment.threads
-        return {"hung_calls": threads.hung if threads else 0, "hung_calls_limit": threads.limit if threads else 0}
+        return {
+            "hung_calls": threads.hung if threads else 0,
+            "hung_calls_limit": threads.limit if threads else 0,
+        }
 
     def _check(self, request: EpisodeRequest) -> None:
         if request.task.env != self.environment.name:
             remedy = f"this server serves only {self.environment.name}"
-            raise InvalidInput("there is no such environment", field="task.env", value=request.task.env, remedy=remedy)
+            raise InvalidInput(
+                "there is no such environment",
+                field="task.env",
+                value=request.task.env,
+                remedy=remedy,
+            )
         if self._running + request.n > MAX_EPISODES:
             reason = f"{self._running} episodes are running, the limit is {MAX_EPISODES}"
-            raise Overloaded(reason, field="n", value=request.n, remedy="try again later, or add nodes of environment-server")
+            raise Overloaded(
+                reason,
+                field="n",
+                value=request.n,
+                remedy="try again later, or add nodes of environment-server",
+            )
 
     def _forget_later(self, name: str, task: asyncio.Task[list[Episode]]) -> None:
-        """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used again."""
+        """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used
+        again.
+        """
 
         def forget() -> None:
             if name in self._requests and self._requests[name][1] is task:
@@ -216,12 +270,15 @@ class EpisodeService:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
             return self._counted([task.result() for task in started])
         except ExceptionGroup as group:
-            raise next((error for error in group.exceptions if isinstance(error, ServiceLost)), group) from None
+            raise next(
+                (error for error in group.exceptions if isinstance(error, ServiceLost)), group
+            ) from None
         finally:
             self._running -= request.n
 
     def _counted(self, episodes: list[Episode]) -> list[Episode]:
-        """Counts and returns episodes; those without a reward have failed if others of this environment had one.
+        """Counts and returns episodes; those without a reward have failed if others of this
+        environment had one.
 
         Otherwise the run's reward functions would grade them on another scale.
         """
@@ -230,9 +287,7 @@ class EpisodeService:
         for episode in ended if self._rewards else ():
             if episode.reward is None:
                 episode.status, episode.sequences = "error", []
-                episode.detail = (
-                    f"it ended ({episode.stop_reason}) without a reward, although other episodes of this environment have one"
-                )
+                episode.detail = f"it ended ({episode.stop_reason}) without a reward, although other episodes of this environment have one"
         for episode in episodes:
             self._counts[episode.status] += 1
             self._finished.labels(episode.status).inc()
@@ -259,10 +314,20 @@ class EpisodeService:
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
-        numbers = {"turns": session.turns, "sampled_tokens": session.sampled_tokens, "seconds": seconds}
-        numbers |= {name: getattr(outcome, name) for name in ("tool_calls", "tool_errors", "tool_seconds")}
+        numbers = {
+            "turns": session.turns,
+            "sampled_tokens": session.sampled_tokens,
+            "seconds": seconds,
+        }
+        numbers |= {
+            name: getattr(outcome, name) for name in ("tool_calls", "tool_errors", "tool_seconds")
+        }
         too_long = session.stop_reason == "context"
-        nothing = "the first messages are too long for environment.context" if too_long else "the model was not asked"
+        nothing = (
+            "the first messages are too long for environment.context"
+            if too_long
+            else "the model was not asked"
+        )
         return Episode(
             id=f"{request.request_id}-{index}",
             status=outcome.status if sequences or outcome.status != "ok" else "error",
@@ -272,5 +337,7 @@ class EpisodeService:
             sequences=sequences,
             components=outcome.components,
             metrics={name: float(value) for name, value in numbers.items()},
-            detail=outcome.detail if sequences or outcome.status != "ok" else f"{nothing}: nothing to train on",
+            detail=outcome.detail
+            if sequences or outcome.status != "ok"
+            else f"{nothing}: nothing to train on",
         )

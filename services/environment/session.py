@@ -14,7 +14,8 @@ from services.environment.template import Template
 from services.environment.tree import CallNode, SessionTree
 
 MAX_CHARS_PER_TOKEN = 64
-"""New messages with more characters than this per token of the context cannot fit and are not tokenised."""
+"""New messages with more characters than this per token of the context cannot fit and are not
+tokenised."""
 
 
 class SessionClosed(ServiceError):
@@ -64,11 +65,13 @@ class SessionSettings:
 class Session:
     """The calls of one episode, recorded with their exact tokens.
 
-    A call identical to an earlier one counts as a retry and gets the same answer, even while that is still being
-    sampled.
+    A call identical to an earlier one counts as a retry and gets the same answer, even while that
+    is still being sampled.
     """
 
-    def __init__(self, identifier: str, template: Template, sample: Sample, settings: SessionSettings) -> None:
+    def __init__(
+        self, identifier: str, template: Template, sample: Sample, settings: SessionSettings
+    ) -> None:
         self.id, self.tree = identifier, SessionTree()
         self.closed = False
         self.stop_reason: StopReason = ""
@@ -84,17 +87,27 @@ class Session:
         self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
         self._reserved = 0
 
-    async def call(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> CallAnswer:
+    async def call(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
+    ) -> CallAnswer:
         """Answers a call; `key` is the same for the same request.
 
-        Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be answered, and the
-        errors of the engines. A failed call may be repeated.
+        Raises SessionClosed after the end, LimitReached, InvalidInput for messages that cannot be
+        answered, and the errors of the engines. A failed call may be repeated.
         """
         if self.closed:
             raise session_closed(self.id)
         if messages[-1].role == "assistant":
-            reason, remedy = "the last message is already an answer", "end with a message of the user or of a tool"
-            raise InvalidInput(reason, field=f"messages[{len(messages) - 1}].role", value="assistant", remedy=remedy)
+            reason, remedy = (
+                "the last message is already an answer",
+                "end with a message of the user or of a tool",
+            )
+            raise InvalidInput(
+                reason,
+                field=f"messages[{len(messages) - 1}].role",
+                value="assistant",
+                remedy=remedy,
+            )
         if key not in self._calls:
             self._calls[key] = task = asyncio.create_task(self._answer(messages, tools, key))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
@@ -107,10 +120,14 @@ class Session:
             raise
 
     def grade(self, reward: Any) -> None:
-        """Takes the program's reward and ends the session. Raises Conflict for a second, different reward."""
+        """Takes the program's reward and ends the session. Raises Conflict for a second, different
+        reward.
+        """
         if self.graded.is_set() and reward != self.reward:
             remedy = "give one reward, at the end"
-            raise Conflict("the episode already has a reward", field="reward", value=reward, remedy=remedy)
+            raise Conflict(
+                "the episode already has a reward", field="reward", value=reward, remedy=remedy
+            )
         self.reward = reward
         self.graded.set()
         self.close()
@@ -122,7 +139,9 @@ class Session:
             task.cancel()
 
     def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
-        """Returns the sequences to train on; the session must be closed. `rewards` are the rewards of its calls."""
+        """Returns the sequences to train on; the session must be closed. `rewards` are the rewards
+        of its calls.
+        """
         found = self.tree.sequences(rewards)
         for sequence in found:
             sequence.text = self._template.text(sequence.token_ids.tolist())
@@ -134,7 +153,9 @@ class Session:
         if task.cancelled() or task.exception() is not None:
             self._calls.pop(key, None)
 
-    async def _answer(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str) -> CallAnswer:
+    async def _answer(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
+    ) -> CallAnswer:
         limits = self._settings.limits
         if self.turns >= limits.turns:
             raise self._reached("turns", limits.turns)
@@ -148,7 +169,9 @@ class Session:
         tightest = min(room, key=lambda name: room[name])
         most = room[tightest]
         if most <= 0:
-            raise self._reached(tightest, limits.context if tightest == "context" else limits.sampled_tokens)
+            raise self._reached(
+                tightest, limits.context if tightest == "context" else limits.sampled_tokens
+            )
         self.turns += 1
         self._reserved += most
         try:
@@ -165,7 +188,9 @@ class Session:
         text = self._template.decode(completion.token_ids.tolist())
         message, problem = parse_answer(text, bool(tools), str(len(self.tree.nodes)))
         self.tree.add(parent, [*new, message], tools, added, completion)
-        return CallAnswer(message, completion.finish_reason, len(before), len(completion.token_ids), problem)
+        return CallAnswer(
+            message, completion.finish_reason, len(before), len(completion.token_ids), problem
+        )
 
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
@@ -179,7 +204,10 @@ class Session:
                 remedy="use a model that was trained with tools, or describe them in the messages",
             )
         parent, new = self.tree.find(messages, tools)
-        if sum(message.chars for message in new) > MAX_CHARS_PER_TOKEN * self._settings.limits.context:
+        if (
+            sum(message.chars for message in new)
+            > MAX_CHARS_PER_TOKEN * self._settings.limits.context
+        ):
             raise self._reached("context", self._settings.limits.context)
         if parent is not None:
             ended = parent.sampled.finish_reason == "stop"
@@ -191,7 +219,9 @@ class Session:
     def _reached(self, limit: StopReason, value: int) -> LimitReached:
         self.stop_reason = limit
         remedy = f"the episode is over; raise environment.{limit} for longer ones"
-        return LimitReached(f"the episode has reached its limit of {limit}", field=limit, value=value, remedy=remedy)
+        return LimitReached(
+            f"the episode has reached its limit of {limit}", field=limit, value=value, remedy=remedy
+        )
 
     def _seed(self, key: str) -> int:
         digest = hashlib.blake2b(f"{self._settings.seed} {key}".encode(), digest_size=4).digest()

@@ -1,7 +1,7 @@
 """Keeps the server of one node alive in a task with several nodes.
 
-A job group restarts all nodes of a task when a process on one node fails. If the node itself restarts a crashed server,
-only the episodes of that node are lost.
+A job group restarts all nodes of a task when a process on one node fails. If the node itself
+restarts a crashed server, only the episodes of that node are lost.
 """
 
 import logging
@@ -16,14 +16,15 @@ from common.process.topology import WRONG_SETTING
 log = logging.getLogger(__name__)
 VARIABLE = "ENVIRONMENT_SUPERVISED"
 _STABLE_S, _MAX_FAILURES = 60.0, 5
-"""After this many seconds alive, a failure counts as the first again; after this many failures in a row the node
-fails."""
+"""After this many seconds alive, a failure counts as the first again; after this many failures in a
+row the node fails."""
 
 
 def keep_alive(command: list[str]) -> int:
     """Runs `command` and restarts it when it fails; returns its exit status.
 
-    It returns when the command succeeds, is stopped, or fails too often. SIGTERM and SIGINT are forwarded to it once.
+    It returns when the command succeeds, is stopped, or fails too often. SIGTERM and SIGINT are
+    forwarded to it once.
     """
     failures, stopping, current = 0, False, list[subprocess.Popen[bytes]]()
 
@@ -37,7 +38,9 @@ def keep_alive(command: list[str]) -> int:
     signal.signal(signal.SIGINT, stop)
     while True:
         started = time.monotonic()
-        current[:] = [subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, VARIABLE: "1"})]
+        current[:] = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, VARIABLE: "1"})
+        ]
         status = current[0].wait()
         failures = 1 if time.monotonic() - started > _STABLE_S else failures + 1
         if stopping or status in (0, WRONG_SETTING) or failures >= _MAX_FAILURES:

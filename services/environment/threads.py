@@ -1,4 +1,6 @@
-"""Threads for environment methods, which may hang: Python cannot end a thread, but another thread can replace it."""
+"""Threads for environment methods, which may hang: Python cannot end a thread, but another thread
+can replace it.
+"""
 
 import asyncio
 import logging
@@ -31,8 +33,9 @@ class _Call:
 class Threads:
     """Runs calls in threads, at most `limit` at once; further calls wait.
 
-    A call whose caller has given up keeps its thread until it ends, but frees its slot and counts as `hung`. At `limit`
-    hung calls, no more calls are accepted. The threads end with the process, whatever they do.
+    A call whose caller has given up keeps its thread until it ends, but frees its slot and counts
+    as `hung`. At `limit` hung calls, no more calls are accepted. The threads end with the process,
+    whatever they do.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,7 +55,9 @@ class Threads:
         )
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
-        """Returns or raises what `function` does. Raises EnvironmentLost when too many calls hang."""
+        """Returns or raises what `function` does. Raises EnvironmentLost when too many calls
+        hang.
+        """
         async with self._places:
             if reason := self.problem:
                 raise EnvironmentLost(reason)

@@ -19,7 +19,9 @@ def load_template(config: ModelSection) -> tuple[Template, list[int]]:
 
     check_model(config.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, trust_remote_code=config.trust_remote_code
+        )
         if config.chat_template not in ("", OWN):
             tokenizer.chat_template = config.chat_template
     except (OSError, ValueError) as error:
@@ -30,8 +32,13 @@ def load_template(config: ModelSection) -> tuple[Template, list[int]]:
         listed = GenerationConfig.from_pretrained(config.name).eos_token_id
     except OSError:  # the model has none
         listed = None
-    stops = sorted({*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None})
+    stops = sorted(
+        {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
+    )
     if not stops:
-        reason, remedy = "the model has no end-of-sequence token", "set eos_token_id in its generation_config.json"
+        reason, remedy = (
+            "the model has no end-of-sequence token",
+            "set eos_token_id in its generation_config.json",
+        )
         raise ConfigError(reason, field="model.name", value=config.name, remedy=remedy)
     return Template(tokenizer, stops), stops

@@ -1,8 +1,8 @@
 """The recorded calls of a session, as a tree of exact tokens.
 
-A node is one call: its new messages, the tokens that the chat template added to the parent's, and the tokens that the
-model sampled. A path from a root to a leaf is one sequence to train on. Nothing is ever rendered or tokenised again, so
-every trained token is exactly the sampled one.
+A node is one call: its new messages, the tokens that the chat template added to the parent's, and
+the tokens that the model sampled. A path from a root to a leaf is one sequence to train on. Nothing
+is ever rendered or tokenised again, so every trained token is exactly the sampled one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,10 +53,13 @@ class SessionTree:
         self.nodes: list[CallNode] = []
         self._roots: dict[bytes, list[CallNode]] = {}
 
-    def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[CallNode | None, list[Message]]:
+    def find(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[CallNode | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
-        If an answer in the history was not recorded there, the history was rewritten and continues no node.
+        If an answer in the history was not recorded there, the history was rewritten and continues
+        no node.
         """
         best: tuple[int, int, CallNode | None] = (0, 0, None)
         open_nodes = [(0, 0, node) for node in reversed(self._roots.get(tools_key(tools), []))]
@@ -64,7 +67,9 @@ class SessionTree:
             start, ids, node = open_nodes.pop()
             end = start + len(node.messages)
             part = messages[start:end]
-            if end > len(messages) or not all(a.is_sent(b) for a, b in zip(node.messages, part, strict=True)):
+            if end > len(messages) or not all(
+                a.is_sent(b) for a, b in zip(node.messages, part, strict=True)
+            ):
                 continue
             ids += _same_ids(node.answer, part[-1])
             if (end, ids) > best[:2]:
@@ -90,9 +95,11 @@ class SessionTree:
         return node
 
     def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
-        """Returns a sequence for every leaf. A sampled token shared by several sequences is trained only in the first.
+        """Returns a sequence for every leaf. A sampled token shared by several sequences is trained
+        only in the first.
 
-        `rewards` are the rewards of the calls, in the order of their answers; empty when they have none.
+        `rewards` are the rewards of the calls, in the order of their answers; empty when they have
+        none.
         """
         owned: set[int] = set()
         of_nodes = {id(node): reward for node, reward in zip(self.nodes, rewards, strict=False)}
@@ -107,7 +114,9 @@ def _same_ids(recorded: Message, sent: Message) -> int:
     return sum(a["id"] == b["id"] for a, b in zip(recorded.calls, sent.calls, strict=True))
 
 
-def _sequence(path: list[CallNode], owned: set[int], rewards: Mapping[int, float]) -> EpisodeSequence:
+def _sequence(
+    path: list[CallNode], owned: set[int], rewards: Mapping[int, float]
+) -> EpisodeSequence:
     """Returns the sequence of a path. Everything before its first own token is its prompt."""
     first = next(i for i, node in enumerate(path) if id(node) not in owned)
     owned.update(id(node) for node in path)

@@ -1,6 +1,8 @@
-"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the agent runner.
+"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the agent
+runner.
 
-It runs in its own virtual environment, with verifiers and the package ID, and imports nothing from this project.
+It runs in its own virtual environment, with verifiers and the package ID, and imports nothing from
+this project.
 """
 
 import asyncio
@@ -17,10 +19,14 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
 
 def task_of(environment: Any, task: dict[str, Any]) -> vf.Task:
-    """Returns the task that the row names in its column `index`. Exits with the reason if there is none."""
+    """Returns the task that the row names in its column `index`. Exits with the reason if there is
+    none.
+    """
     index = task["columns"].get("index")
     if not str(index).isdecimal():
-        sys.exit(f"the row names no task of the taskset: column index is {index!r}; put the position of the task there")
+        sys.exit(
+            f"the row names no task of the taskset: column index is {index!r}; put the position of the task there"
+        )
     found = next(itertools.islice(environment.taskset, int(index), None), None)
     if found is None:
         sys.exit(f"the taskset has no task {index}: column index is beyond its end")
@@ -29,14 +35,22 @@ def task_of(environment: Any, task: dict[str, Any]) -> vf.Task:
 
 async def play(identifier: str, task: dict[str, Any]) -> dict[str, float]:
     """Returns the weighted rewards of an episode, by name. Exits with the reason when it failed."""
-    config = resolve_env_config({"taskset": {"id": identifier}, "agent": {"runtime": {"type": "subprocess"}}})
+    config = resolve_env_config(
+        {"taskset": {"id": identifier}, "agent": {"runtime": {"type": "subprocess"}}}
+    )
     environment = load_environment(config)
-    client = EvalClientConfig(base_url=task["session"]["openai_base_url"], api_key_var="OPENAI_API_KEY")
+    client = EvalClientConfig(
+        base_url=task["session"]["openai_base_url"], api_key_var="OPENAI_API_KEY"
+    )
     async with environment.serving():
-        episode = await environment.run_episode(task_of(environment, task), ModelContext("policy", client))
+        episode = await environment.run_episode(
+            task_of(environment, task), ModelContext("policy", client)
+        )
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        sys.exit("\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+        sys.exit(
+            "\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
+        )
     rewards: dict[str, float] = {}
     for trace in episode.traces:
         for name, reward in trace.rewards.items():

@@ -1,4 +1,6 @@
-"""Middleware that decides which requests a service accepts: by token, body size and current load."""
+"""Middleware that decides which requests a service accepts: by token, body size and current
+load.
+"""
 
 from dataclasses import asdict, dataclass, field
 
@@ -18,21 +20,37 @@ _NEVER_REFUSED = frozenset(("/health", "/metrics"))
 class CallerAuth:
     """Refuses requests without the run's token with 401, before their bodies are read.
 
-    Without a token in the run, it refuses requests that a web page could have sent (`services.http.callers`).
+    Without a token in the run, it refuses requests that a web page could have sent
+    (`services.http.callers`).
 
-    `/health` answers without credentials, since probes have none; `scope["known"]` says whether it may give details.
-    `open_paths` also need none: they are files of a page that asks for the token itself. Paths below `keyed_path` have
-    their own keys, which the app checks.
+    `/health` answers without credentials, since probes have none; `scope["known"]` says whether it
+    may give details. `open_paths` also need none: they are files of a page that asks for the token
+    itself. Paths below `keyed_path` have their own keys, which the app checks.
     """
 
-    def __init__(self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = "") -> None:
-        self.app, self._token, self._open, self._keyed = app, token(), open_paths | {"/health"}, keyed_path
+    def __init__(
+        self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = ""
+    ) -> None:
+        self.app, self._token, self._open, self._keyed = (
+            app,
+            token(),
+            open_paths | {"/health"},
+            keyed_path,
+        )
         self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = True if self._token is None or scope["type"] == "lifespan" else accepts(self._token, scope["headers"])
+        known = (
+            True
+            if self._token is None or scope["type"] == "lifespan"
+            else accepts(self._token, scope["headers"])
+        )
         scope["known"] = known
-        if self._token is None and scope["type"] == "http" and (refusal := self._check.refusal(scope)):
+        if (
+            self._token is None
+            and scope["type"] == "http"
+            and (refusal := self._check.refusal(scope))
+        ):
             await error_response(refusal, scope)(scope, receive, send)
         elif (
             known
@@ -65,10 +83,11 @@ class Load:
 
 
 class Admission:
-    """Refuses bodies over the limit with 413, and requests over the load limits with 503 and Retry-After.
+    """Refuses bodies over the limit with 413, and requests over the load limits with 503 and
+    Retry-After.
 
-    A body refused for its Content-Length is not read at all, so refusing is cheap. Without a Content-Length a body is
-    counted as it streams in. `/health` and `/metrics` are never refused.
+    A body refused for its Content-Length is not read at all, so refusing is cheap. Without a
+    Content-Length a body is counted as it streams in. `/health` and `/metrics` are never refused.
 
     Args:
         load: holds the counts.
@@ -110,7 +129,9 @@ class Admission:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            if refusal is None:  # otherwise the framework is answering the error raised in `counted`
+            if (
+                refusal is None
+            ):  # otherwise the framework is answering the error raised in `counted`
                 started = True
                 await send(message)
 
@@ -129,15 +150,25 @@ class Admission:
         if size <= self.max_body_bytes:
             return None
         reason = f"the body is over the limit of {self.max_body_bytes} bytes"
-        return TooLarge(reason, field="body", value=size, remedy="send smaller batches, or raise max_body_mb")
+        return TooLarge(
+            reason, field="body", value=size, remedy="send smaller batches, or raise max_body_mb"
+        )
 
     def _too_many(self) -> ServiceError | None:
         load = self.load
-        return self._overloaded("requests", load.requests, load.request_limit) if load.requests >= load.request_limit else None
+        return (
+            self._overloaded("requests", load.requests, load.request_limit)
+            if load.requests >= load.request_limit
+            else None
+        )
 
     def _too_many_bytes(self, more: int) -> ServiceError | None:
         now, limit = self.load.body_bytes, self.load.body_bytes_limit
-        return self._overloaded("body_bytes", now, limit, ", or raise max_body_mb") if more and now + more > limit else None
+        return (
+            self._overloaded("body_bytes", now, limit, ", or raise max_body_mb")
+            if more and now + more > limit
+            else None
+        )
 
     def _overloaded(self, what: str, now: int, limit: int, remedy: str = "") -> Overloaded:
         """Counts the refusal and returns its error."""

@@ -1,4 +1,6 @@
-"""The app factory of all services (/health, /metrics, /flush, errors, token, bounded load) and their server."""
+"""The app factory of all services (/health, /metrics, /flush, errors, token, bounded load) and
+their server.
+"""
 
 import asyncio
 import contextlib
@@ -38,7 +40,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 SMALL_BYTES = 64 << 10
 """Smaller bodies are parsed in the event loop, larger ones in a thread."""
 GRACE_S = 30.0
-"""Seconds after SIGTERM in which requests in flight may finish; the rest is then answered with 503."""
+"""Seconds after SIGTERM in which requests in flight may finish; the rest is then answered with
+503."""
 _LAST_S = 5.0
 Hook = Callable[[], object] | Callable[[], Awaitable[object]]
 _HEALTH = {
@@ -71,17 +74,19 @@ def create_app(
 
     Args:
         name: name of the service in `/health` and metrics.
-        not_ready: returns why the service cannot serve now, or None; decides `/health`. ServiceLost: it never will.
+        not_ready: returns why the service cannot serve now, or None; decides `/health`.
+        ServiceLost: it never will.
         flush: makes everything durable; `POST /flush` answers when it is done.
         lifespan: entered before the first request, left after the last.
         metrics: Prometheus metrics; a new set when None.
         max_body_bytes: larger request bodies get 413.
-        max_requests: more requests at once get 503, as do bodies of more than `BODIES_AT_ONCE` × `max_body_bytes` in all.
-            The counts are in `app.state.load`.
+        max_requests: more requests at once get 503, as do bodies of more than `BODIES_AT_ONCE` ×
+            `max_body_bytes` in all. The counts are in `app.state.load`.
         fails: error statuses of any call, besides those in `EVERYWHERE`.
         open_paths: paths whose GET needs no token, like `/health`: files without data of a run.
         access_level: log level of successful requests.
-        keyed_path: paths with this prefix need no token: their handlers check a key before they read a body.
+        keyed_path: paths with this prefix need no token: their handlers check a key before they
+        read a body.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)
@@ -114,17 +119,22 @@ def create_app(
 
     @app.get("/health", **described(answer=_HEALTH, statuses=(200, 503)))
     async def health(request: Request) -> Response:
-        """200 with `"status": "healthy"` when the service can serve, else 503; callers with the token get the reason.
+        """200 with `"status": "healthy"` when the service can serve, else 503; callers with the
+        token get the reason.
 
         `"lost"` says that the service will never serve, so that nobody waits for it.
         """
         reason = problem()
         if not request.scope["known"]:
-            return JSONResponse({"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200)
+            return JSONResponse(
+                {"status": "unhealthy" if reason else "healthy"}, 503 if reason else 200
+            )
         if reason is None:
             return JSONResponse({"status": "healthy", "service": name})
         lost = isinstance(reason, ServiceLost)
-        return JSONResponse({"status": "unhealthy", "service": name, "reason": str(reason), "lost": lost}, 503)
+        return JSONResponse(
+            {"status": "unhealthy", "service": name, "reason": str(reason), "lost": lost}, 503
+        )
 
     @app.get("/metrics", **described(answer={"type": "string"}, writes=("text/plain",)))
     async def metrics_page() -> Response:
@@ -152,7 +162,9 @@ class _JsonRequest(Request):
             body = await self.body()
             if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
                 with contextlib.suppress(ValueError, RecursionError):
-                    return json.loads(body.decode())  # so that validation can name a field that is NaN or infinite
+                    return json.loads(
+                        body.decode()
+                    )  # so that validation can name a field that is NaN or infinite
             self.refusal = error
             raise
 
@@ -176,7 +188,8 @@ class _JsonRoute(APIRoute):
 
 
 class BareRoute(APIRoute):
-    """A route whose function gets the request and the path parameters as texts, and returns the response.
+    """A route whose function gets the request and the path parameters as texts, and returns the
+    response.
 
     FastAPI's validation and conversion, which take longer than a small handler, are skipped.
     """
@@ -190,13 +203,20 @@ class BareRoute(APIRoute):
 
 
 async def read_json(request: Request) -> Any:
-    """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8, or TooLarge."""
+    """Returns the JSON body of a request. Raises InvalidInput when it is not JSON in UTF-8, or
+    TooLarge.
+    """
     body = await request.body()
-    return codec.parse_json(body) if len(body) < SMALL_BYTES else await asyncio.to_thread(codec.parse_json, body)
+    return (
+        codec.parse_json(body)
+        if len(body) < SMALL_BYTES
+        else await asyncio.to_thread(codec.parse_json, body)
+    )
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests are answered.
+    """A uvicorn server that reports "draining" on /health from the first SIGTERM until all requests
+    are answered.
 
     Requests that take longer than `GRACE_S` get 503.
     """
@@ -208,7 +228,9 @@ class Server(uvicorn.Server):
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "anyone who can reach %s can call %s: set the same API_TOKEN in every task (SECURITY.md)", self.url, app.title
+                "anyone who can reach %s can call %s: set the same API_TOKEN in every task (SECURITY.md)",
+                self.url,
+                app.title,
             )
         config = uvicorn.Config(
             app,
@@ -218,7 +240,9 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=int(GRACE_S + _LAST_S),  # after that uvicorn drops them, each with a traceback
+            timeout_graceful_shutdown=int(
+                GRACE_S + _LAST_S
+            ),  # after that uvicorn drops them, each with a traceback
             timeout_keep_alive=30,
             ssl_certfile=files.certificate or None,
             ssl_keyfile=files.key or None,
@@ -244,10 +268,15 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
         remedy = "end the process that uses the port, or set another port"
-        if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: unknown host name
-            raise ConfigError(reason, field="host", value=host, remedy="name an address of this machine") from None
+        if (
+            error.errno or 0
+        ) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: unknown host name
+            raise ConfigError(
+                reason, field="host", value=host, remedy="name an address of this machine"
+            ) from None
         raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
-    # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take 40 ms (Nagle).
+    # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take
+    # 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setblocking(False)
     return sock
@@ -255,17 +284,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 @asynccontextmanager
 async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
-    """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the lifespan fails."""
+    """Serves an app and runs its lifespan in the caller's event loop. Raises NotReady when the
+    lifespan fails.
+    """
     host, port = sock.getsockname()
     server = Server(app, host, port)
 
     async def until_its_end() -> None:
-        with contextlib.suppress(SystemExit):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
+        with contextlib.suppress(
+            SystemExit
+        ):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
             await server.serve(sockets=[sock])
 
     task = asyncio.create_task(until_its_end())
     try:
-        while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn has no event for it
+        while not server.started and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         if not server.started:
             sock.close()
@@ -277,7 +310,8 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
 
 
 def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
-    """Serves until SIGTERM or SIGINT, then answers the requests in flight. Raises ConfigError for a port in use.
+    """Serves until SIGTERM or SIGINT, then answers the requests in flight. Raises ConfigError for a
+    port in use.
 
     The log line with the address shows `settings`, the most important ones as `name=value`.
     """
@@ -286,7 +320,9 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
     watchdog.start()
 
     def end(_sig: int, _frame: object) -> None:
-        """Ends the startup; uvicorn raises the signal again after a clean shutdown, which is ignored."""
+        """Ends the startup; uvicorn raises the signal again after a clean shutdown, which is
+        ignored.
+        """
         if not server.should_exit:
             raise SystemExit(0)
 

@@ -1,8 +1,10 @@
-"""Keeps web pages out: without a token, a page open in any browser on this machine could otherwise act on a run.
+"""Keeps web pages out: without a token, a page open in any browser on this machine could otherwise
+act on a run.
 
-A page can send requests that need no permission of the server (CORS's "simple" requests), and with DNS rebinding any
-request to a host name of its own. So a call must have a `Host` of this service, no `Origin` of another site, and, if it
-is a POST, a content type or a header that a page may not send. A request with the run's token needs none of this.
+A page can send requests that need no permission of the server (CORS's "simple" requests), and with
+DNS rebinding any request to a host name of its own. So a call must have a `Host` of this service,
+no `Origin` of another site, and, if it is a POST, a content type or a header that a page may not
+send. A request with the run's token needs none of this.
 """
 
 import ipaddress
@@ -47,19 +49,27 @@ class CallerCheck:
         host = found.get(b"host", b"").decode("latin-1").lower()
         if not self._is_own(host, scope) or sum(name == b"host" for name, _ in headers) > 1:
             reason = "this host is not a name of this service: a page of another site may have pointed it here (DNS rebinding)"
-            remedy = (
-                "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
-            )
+            remedy = "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
             return ForeignCaller(reason, field="host", value=host, remedy=remedy)
         origin = found.get(b"origin")
-        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != (host or None):
+        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != (
+            host or None
+        ):
             return ForeignCaller(
-                "a page of another site sent this", field="origin", value=origin.decode("latin-1"), remedy=_REMEDY
+                "a page of another site sent this",
+                field="origin",
+                value=origin.decode("latin-1"),
+                remedy=_REMEDY,
             )
         method, path, site = scope["method"], scope["path"], found.get(b"sec-fetch-site", b"none")
-        if site not in (b"none", b"same-origin") and (method in _CHANGING or path not in self._open):
+        if site not in (b"none", b"same-origin") and (
+            method in _CHANGING or path not in self._open
+        ):
             return ForeignCaller(
-                "a page of another site sent this", field="sec-fetch-site", value=site.decode("latin-1"), remedy=_REMEDY
+                "a page of another site sent this",
+                field="sec-fetch-site",
+                value=site.decode("latin-1"),
+                remedy=_REMEDY,
             )
         kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
         # A browser asks the server (preflight) before it lets a page send any other method.

@@ -1,8 +1,11 @@
-"""Limits on connections before there is a request: their number, their time, and the size of headers.
+"""Limits on connections before there is a request: their number, their time, and the size of
+headers.
 
-uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only `BoundedConnection` knows uvicorn's
-connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and `send_400_response`, and reads
-`connections`, `cycle`, `flow` and `transport`. tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
+uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only
+`BoundedConnection` knows uvicorn's
+connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and
+`send_400_response`, and reads `connections`, `cycle`, `flow` and `transport`.
+tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
 """
 
 import asyncio
@@ -22,23 +25,29 @@ PATIENCE_S = 30.0
 READER_PATIENCE_S = 120.0
 """Seconds to wait for a client that does not read its response."""
 MAX_UNREAD_BYTES = 256 << 20
-"""Bytes of responses that may wait for their readers; beyond it, clients that have read nothing lose theirs."""
+"""Bytes of responses that may wait for their readers; beyond it, clients that have read nothing
+lose theirs."""
 MIN_BYTES_PER_S = 1000
 """Minimum rate of a request body, measured over `PATIENCE_S`."""
 MAX_HEAD_BYTES = 128 << 10
-"""Limit on request line and headers, or anything else between two parts of a body. Checked as data arrives."""
+"""Limit on request line and headers, or anything else between two parts of a body. Checked as data
+arrives."""
 MAX_CONNECTIONS = 8192
 """Limit on open connections, unless file descriptors limit them further."""
 _OWN_FILES = 256
 
 
 def max_connections() -> int:
-    """Returns the limit on connections that leaves enough file descriptors for the process's own files."""
+    """Returns the limit on connections that leaves enough file descriptors for the process's own
+    files.
+    """
     return max(64, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES))
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A uvicorn connection that is closed when the client is too slow or sends too much outside bodies."""
+    """A uvicorn connection that is closed when the client is too slow or sends too much outside
+    bodies.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +63,13 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_made(transport)
         if len(self.connections) > max_connections():
             log.warning("a connection is refused: %d are open", len(self.connections) - 1)
-            self._refuse(NotReady("too many connections", remedy="try again later, over fewer connections", code="overloaded"))
+            self._refuse(
+                NotReady(
+                    "too many connections",
+                    remedy="try again later, over fewer connections",
+                    code="overloaded",
+                )
+            )
         else:
             self._watch()
 
@@ -73,7 +88,10 @@ class BoundedConnection(HttpToolsProtocol):
         if self._bare > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(
                 ServiceError(
-                    "the headers are too large", code="headers_too_large", status=431, remedy="send fewer or shorter headers"
+                    "the headers are too large",
+                    code="headers_too_large",
+                    status=431,
+                    remedy="send fewer or shorter headers",
                 )
             )
         self._watch()
@@ -102,10 +120,16 @@ class BoundedConnection(HttpToolsProtocol):
         if has_head and (self.flow.read_paused or self._received >= MIN_BYTES_PER_S * PATIENCE_S):
             self._watch()
         elif not self.transport.is_closing():
-            log.info("a connection is closed: no complete request arrived within %.0f s", PATIENCE_S)
+            log.info(
+                "a connection is closed: no complete request arrived within %.0f s", PATIENCE_S
+            )
             if has_head:
                 reason = f"the rest of the body did not arrive within {PATIENCE_S:.0f} s"
-                self._refuse(ServiceError(reason, code="stalled", status=408, field="body", remedy="send it again"))
+                self._refuse(
+                    ServiceError(
+                        reason, code="stalled", status=408, field="body", remedy="send it again"
+                    )
+                )
             self.transport.close()
 
     def pause_writing(self) -> None:
@@ -115,13 +139,22 @@ class BoundedConnection(HttpToolsProtocol):
         self._drop_unread()
 
     def _drop_unread(self) -> None:
-        """Closes connections whose clients read nothing, while unread responses take too much memory."""
-        waiting = [each for each in self.connections if isinstance(each, BoundedConnection) and each._stuck is not None]
+        """Closes connections whose clients read nothing, while unread responses take too much
+        memory.
+        """
+        waiting = [
+            each
+            for each in self.connections
+            if isinstance(each, BoundedConnection) and each._stuck is not None
+        ]
         held = sum(each.transport.get_write_buffer_size() for each in waiting)
         for each in waiting:
             size = each.transport.get_write_buffer_size()
             if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
-                log.info("a connection is closed: its client has not read its answer, and %d MB of answers wait", held >> 20)
+                log.info(
+                    "a connection is closed: its client has not read its answer, and %d MB of answers wait",
+                    held >> 20,
+                )
                 each.transport.abort()
                 held -= size
 
@@ -135,13 +168,23 @@ class BoundedConnection(HttpToolsProtocol):
         """Closes the connection when the client has read nothing since `before` bytes were left."""
         left = self.transport.get_write_buffer_size()
         if before is not None and left >= before:
-            log.info("a connection is closed: its client read nothing of its answer for %.0f s", READER_PATIENCE_S)
+            log.info(
+                "a connection is closed: its client read nothing of its answer for %.0f s",
+                READER_PATIENCE_S,
+            )
             self.transport.abort()
         else:
             self._stuck = self.loop.call_later(READER_PATIENCE_S, self._check_reader, left)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(ServiceError("this is not HTTP/1.1", code="bad_request", status=400, remedy="see the log of the client"))
+        self._refuse(
+            ServiceError(
+                "this is not HTTP/1.1",
+                code="bad_request",
+                status=400,
+                remedy="see the log of the client",
+            )
+        )
 
     def _refuse(self, error: ServiceError) -> None:
         """Sends the error, unless a response has begun, and closes the connection."""
@@ -149,5 +192,8 @@ class BoundedConnection(HttpToolsProtocol):
             content = orjson.dumps(error.body())
             retry = "retry-after: 1\r\n" if error.status == 503 else ""
             head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n{retry}"
-            self.transport.write(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
+            self.transport.write(
+                f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
+                + content
+            )
         self.transport.close()

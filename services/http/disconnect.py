@@ -20,9 +20,11 @@ class ClientGone(ServiceError):
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: bool = False) -> _T:
-    """Returns the result of `work`; cancels it when the client disconnects, and with `drain` when the service stops.
+    """Returns the result of `work`; cancels it when the client disconnects, and with `drain` when
+    the service stops.
 
-    The request's body must have been read. Raises the errors of `work`, ClientGone, or NotReady when the service stops.
+    The request's body must have been read. Raises the errors of `work`, ClientGone, or NotReady
+    when the service stops.
     """
     task: asyncio.Future[_T] = asyncio.ensure_future(work)
     watchers: list[asyncio.Future[Any]] = [asyncio.ensure_future(_disconnected(request))]
@@ -47,5 +49,5 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _draining(request: Request) -> None:
-    while not request.app.state.draining:  # noqa: ASYNC110 - a signal handler sets it
+    while not request.app.state.draining:  # noqa: ASYNC110
         await asyncio.sleep(_WATCH_S)

@@ -21,7 +21,10 @@ class InFlight:
     def end(self) -> None:
         """Ends every request; requests without a response get 503."""
         if self.tasks:
-            log.warning("the process is ending: %d requests that wait are answered with 503", len(self.tasks))
+            log.warning(
+                "the process is ending: %d requests that wait are answered with 503",
+                len(self.tasks),
+            )
         self.ended |= self.tasks
         for task in self.tasks:
             task.cancel()
@@ -53,8 +56,12 @@ class DrainMiddleware:
             if task not in in_flight.ended:
                 raise
             task.uncancel()
-            if not started:  # else the connection closes, so that no client takes a partial response for complete
-                error = NotReady("the service is ending", remedy="try again, as the service may return, or ask another one")
+            # else the connection closes, so that no client takes a partial response for complete
+            if not started:
+                error = NotReady(
+                    "the service is ending",
+                    remedy="try again, as the service may return, or ask another one",
+                )
                 await error_response(error, scope)(scope, receive, send)
         finally:
             in_flight.tasks.discard(task)

@@ -42,16 +42,27 @@ async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path")) or "body"
+    where = (
+        ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+        or "body"
+    )
     if first["type"] == "too_long":
         limit, found = first["ctx"]["max_length"], first["ctx"]["actual_length"]
-        return error_response(TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer"), request.scope)
+        return error_response(
+            TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer"),
+            request.scope,
+        )
     value = first.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         value = str(value)
     count = len(error.errors())
     more = f" (and {count - 1} more)" if count > 1 else ""
-    wrong = InvalidInput(f"{first['msg']}{more}", field=where, value=value, remedy="the fields are described at /docs")
+    wrong = InvalidInput(
+        f"{first['msg']}{more}",
+        field=where,
+        value=value,
+        remedy="the fields are described at /docs",
+    )
     return error_response(wrong, request.scope)
 
 
@@ -59,14 +70,21 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "http_error")
-    wrapped = ServiceError(str(error.detail), code=code, status=error.status_code, remedy="the calls are listed at /docs")
+    wrapped = ServiceError(
+        str(error.detail),
+        code=code,
+        status=error.status_code,
+        remedy="the calls are listed at /docs",
+    )
     response = error_response(wrapped, request.scope)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _on_disconnect(request: Request, _: Exception) -> JSONResponse:
-    """Handles a client that disconnects before its body ends, which is not a crash of the service."""
+    """Handles a client that disconnects before its body ends, which is not a crash of the
+    service.
+    """
     return error_response(ClientGone("the client closed the connection"), request.scope)
 
 
@@ -74,7 +92,9 @@ async def _on_crash(request: Request, error: Exception) -> JSONResponse:
     identifier = request.scope.get("request_id", "")
     with logs.request(identifier):
         log.error("%s %s failed", request.method, quote(request.scope["path"]), exc_info=error)
-    crash = ServiceError(f"internal error: {type(error).__name__}", remedy="see the log of this service")
+    crash = ServiceError(
+        f"internal error: {type(error).__name__}", remedy="see the log of this service"
+    )
     response = error_response(crash, request.scope)
     response.headers[logs.REQUEST_HEADER] = identifier
     return response

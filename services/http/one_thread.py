@@ -17,9 +17,13 @@ class OneThread:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def call(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Runs `function(*args, **kwargs)` in the thread. Once started it completes, even if its caller is cancelled."""
+        """Runs `function(*args, **kwargs)` in the thread. Once started it completes, even if its
+        caller is cancelled.
+        """
         run = contextvars.copy_context().run  # for the request id in its log lines
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(function, *args, **kwargs))
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, lambda: run(function, *args, **kwargs)
+        )
 
     async def close(self) -> None:
         """Waits for the calls in work and stops the thread."""

@@ -1,4 +1,6 @@
-"""Parts of `/openapi.json` that FastAPI cannot derive: errors, and bodies that handlers read or write themselves."""
+"""Parts of `/openapi.json` that FastAPI cannot derive: errors, and bodies that handlers read or
+write themselves.
+"""
 
 from typing import Any
 
@@ -14,11 +16,18 @@ Schema = dict[str, Any]
 
 def fields(required: tuple[str, ...], **properties: Schema) -> Schema:
     """Returns the schema of an object with exactly these properties."""
-    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
 
 
 def struct_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI resolves elsewhere."""
+    """Returns the schema of a struct of `common.wire.schemas` without references, which OpenAPI
+    resolves elsewhere.
+    """
     content = msgspec.json.schema(kind, schema_hook=lambda _: {"type": "array"})
     definitions = content["$defs"]
 
@@ -27,8 +36,12 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
             if "$ref" in node:
                 return inlined(definitions[node["$ref"].rpartition("/")[2]])
             first, *others = node.get("prefixItems", (None,))
-            if first and all(other == first for other in others):  # clearer, and supported by code generators
-                node = {name: item for name, item in node.items() if name != "prefixItems"} | {"items": first}
+            if first and all(
+                other == first for other in others
+            ):  # clearer, and supported by code generators
+                node = {name: item for name, item in node.items() if name != "prefixItems"} | {
+                    "items": first
+                }
             return {name: inlined(item) for name, item in node.items()}
         return [inlined(item) for item in node] if isinstance(node, list) else node
 
@@ -102,7 +115,9 @@ def described(
     arguments: dict[str, Any] = {"responses": responses}
     if body is not None:
         schema = body if isinstance(body, dict) else body.model_json_schema()
-        arguments["openapi_extra"] = {"requestBody": {"required": True, "content": _content(schema, reads)}}
+        arguments["openapi_extra"] = {
+            "requestBody": {"required": True, "content": _content(schema, reads)}
+        }
     if answer is not None:
         arguments["response_class"] = Response
         responses |= {status: {"content": _content(answer, writes)} for status in statuses}

@@ -12,18 +12,30 @@ from common.process import logs
 from common.process.metrics import Metrics
 
 log = logging.getLogger(__name__)
-_POLLED = frozenset(("/health", "/ready", "/metrics", "/stats", "/status", "/workers", "/workers/{name}", "/v1/loads"))
+_POLLED = frozenset(
+    (
+        "/health",
+        "/ready",
+        "/metrics",
+        "/stats",
+        "/status",
+        "/workers",
+        "/workers/{name}",
+        "/v1/loads",
+    )
+)
 """Routes that probes, agents and dashboards poll every few seconds: logged at DEBUG."""
 _FAILURES = 10
-"""INFO lines per minute for one route and error status. Further lines are logged at DEBUG, so that strangers and
-retrying clients cannot fill the log."""
+"""INFO lines per minute for one route and error status. Further lines are logged at DEBUG, so that
+strangers and retrying clients cannot fill the log."""
 _WINDOW_S = 60.0
 
 
 class RequestTracing:
     """Gives every request an id, logs it, and measures it by route.
 
-    A client may send the id, which proves nothing; an unusable id (`common.process.logs.usable_id`) is replaced.
+    A client may send the id, which proves nothing; an unusable id (`common.process.logs.usable_id`)
+    is replaced.
 
     Args:
         metrics: counts requests and their latency.
@@ -32,7 +44,9 @@ class RequestTracing:
 
     def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
         self.app, self._metrics, self._level = app, metrics, level
-        self._logged: dict[tuple[str, str, int], tuple[float, int]] = {}  # (start of the window, lines in it)
+        self._logged: dict[
+            tuple[str, str, int], tuple[float, int]
+        ] = {}  # (start of the window, lines in it)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,7 +62,9 @@ class RequestTracing:
                 MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
             await send(message)
 
-        scope["request_id"] = identifier  # for the crash handler, which runs outside this middleware
+        scope["request_id"] = (
+            identifier  # for the crash handler, which runs outside this middleware
+        )
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             try:
                 await self.app(scope, receive, watched)
@@ -56,7 +72,9 @@ class RequestTracing:
                 self._finish(scope, status, time.perf_counter() - start)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")  # never the raw path: that would be unbounded
+        route = getattr(
+            scope.get("route"), "path", "unknown"
+        )  # never the raw path: that would be unbounded
         self._metrics.requests.labels(route, status).inc()
         self._metrics.latency.labels(route).observe(seconds)
         level = self._level_of(scope["method"], route, status)
@@ -64,7 +82,9 @@ class RequestTracing:
             error: ServiceError | None = scope.get("error")
             why = f": {' '.join(str(error).split())}" if error else ""
             path = shorten(quote(scope["path"]))  # a line break in it would start a new log line
-            log.log(level, "%s %s: %d in %.0f ms%s", scope["method"], path, status, 1000 * seconds, why)
+            log.log(
+                level, "%s %s: %d in %.0f ms%s", scope["method"], path, status, 1000 * seconds, why
+            )
 
     def _level_of(self, method: str, route: str, status: int) -> int:
         if status < 400:
@@ -81,5 +101,7 @@ class RequestTracing:
 
 def _given(scope: Scope, header: str) -> str:
     """Returns the id that the client sent, or an empty string when it is missing or unusable."""
-    values = [value.decode("latin-1") for name, value in scope["headers"] if name == header.encode()]
+    values = [
+        value.decode("latin-1") for name, value in scope["headers"] if name == header.encode()
+    ]
     return values[0] if len(values) == 1 and logs.usable_id(values[0]) else ""

@@ -13,7 +13,9 @@ def run(config: Config) -> None:
     setup_logging(REPLAY, config.state_dir / "logs", service=REPLAY)
     app = create_replay_app(config.replay, config.state_dir, config.max_body_mb << 20)
     replay = config.replay
-    settings = f"capacity={replay.capacity} reuse_ratio={replay.reuse_ratio} state_dir={config.state_dir}"
+    settings = (
+        f"capacity={replay.capacity} reuse_ratio={replay.reuse_ratio} state_dir={config.state_dir}"
+    )
     serve(app, host, port, settings)
 
 

@@ -80,11 +80,13 @@ class SampleExperiences(Wire):
     seed: int | None = Field(None, ge=0)
 
 
-def create_replay_app(config: ReplaySection, state_dir: Path, max_body_bytes: int = 256 << 20) -> FastAPI:
+def create_replay_app(
+    config: ReplaySection, state_dir: Path, max_body_bytes: int = 256 << 20
+) -> FastAPI:
     """Creates the app for the store in `state_dir/replay`.
 
-    Without its lifespan the app still works in process, but nothing closes the store. Raises ConfigError when the store
-    cannot be used.
+    Without its lifespan the app still works in process, but nothing closes the store. Raises
+    ConfigError when the store cannot be used.
     """
     buffer = ReplayBuffer(config, state_dir / "replay" / "replay.db")
     worker = Worker(buffer)
@@ -118,7 +120,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups", **described(_GROUPS, reads=_KINDS, fails=(415,)))
     async def add(request: Request) -> dict[str, int]:
-        """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers; idempotent by id."""
+        """Stores groups (msgpack, or JSON with arrays as lists), durable when this answers;
+        idempotent by id.
+        """
         added = await worker.add(await _read_groups(request))
         request.app.state.run = logs.run_id()
         return {"added": added.added, "duplicates": added.duplicates}
@@ -133,7 +137,9 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/groups/ack", responses=errors(404))
     async def ack(body: GroupIds) -> dict[str, int]:
-        """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id, which gives a 404."""
+        """Marks groups as trained on. Repeating the call changes nothing, nor does an unknown id,
+        which gives a 404.
+        """
         return {"acknowledged": await worker.call(buffer.ack, body.ids)}
 
     @app.post("/groups/reset_fresh")
@@ -142,7 +148,8 @@ def _queue_routes(app: FastAPI, worker: Worker) -> None:
         from_position: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
         step: Annotated[int | None, Query(ge=0, lt=2**53)] = None,
     ) -> dict[str, int]:
-        """Drops all unacknowledged groups and, with `from_position`, all groups from that prompt-stream position on.
+        """Drops all unacknowledged groups and, with `from_position`, all groups from that
+        prompt-stream position on.
 
         With `step`, samples drawn in that step or later no longer count.
         """
@@ -204,19 +211,27 @@ def _experience_routes(app: FastAPI, worker: Worker) -> None:
 
     @app.post("/add")
     async def add_experiences(body: AddExperiences) -> dict[str, int]:
-        """Stores completions without tokens. They can be read and sampled here but are never used for training."""
+        """Stores completions without tokens. They can be read and sampled here but are never used
+        for training.
+        """
         size = await worker.call(buffer.add_experiences, body.experiences)
         return {"added": len(body.experiences), "buffer_size": size}
 
     @app.post("/sample")
     async def sample_experiences(body: SampleExperiences) -> Experiences:
-        """Up to `batch_size` distinct completions, those of groups included; `prioritized` prefers higher rewards."""
-        found = await worker.call(buffer.sample_experiences, body.batch_size, body.prioritized, body.seed)
+        """Up to `batch_size` distinct completions, those of groups included; `prioritized` prefers
+        higher rewards.
+        """
+        found = await worker.call(
+            buffer.sample_experiences, body.batch_size, body.prioritized, body.seed
+        )
         return Experiences(experiences=found)
 
 
 def _note(request: Request, what: str) -> None:
-    """Logs a call that changes the stored groups; a warning when another run than the one storing groups made it."""
+    """Logs a call that changes the stored groups; a warning when another run than the one storing
+    groups made it.
+    """
     run, peer = logs.run_id(), request.client
     storing = request.app.state.run
     level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
@@ -225,7 +240,9 @@ def _note(request: Request, what: str) -> None:
 
 
 async def _read_groups(request: Request) -> list[Group]:
-    """Decodes the groups of a body. Raises ServiceError (415) for other content types, InvalidInput for a bad body."""
+    """Decodes the groups of a body. Raises ServiceError (415) for other content types, InvalidInput
+    for a bad body.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in _KINDS:
         raise ServiceError(
@@ -255,7 +272,9 @@ def _as_json(blobs: list[bytes], extra: dict[str, Any]) -> bytes:
 def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
     """Adds the gauges of the buffer; each is computed when /metrics is requested."""
     groups = metrics.gauge("replay_groups", "Groups stored", ["state"])
-    completions = metrics.gauge("replay_completions", "Completions stored; `lone`: single answers without tokens", ["state"])
+    completions = metrics.gauge(
+        "replay_completions", "Completions stored; `lone`: single answers without tokens", ["state"]
+    )
 
     def read(state: str, column: int) -> float:
         return buffer.store.committed[state][column]
@@ -264,4 +283,6 @@ def _gauges(metrics: Metrics, buffer: ReplayBuffer) -> None:
         groups.labels(state).set_function(partial(read, state, 0))
         completions.labels(state).set_function(partial(read, state, 1))
     metrics.gauge("replay_completions_limit", "Completions that may be stored").set(buffer.capacity)
-    metrics.gauge("replay_store_bytes", "The file and its log on disk").set_function(buffer.store.size)
+    metrics.gauge("replay_store_bytes", "The file and its log on disk").set_function(
+        buffer.store.size
+    )

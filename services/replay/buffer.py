@@ -1,11 +1,12 @@
-"""The replay buffer: a queue of fresh groups and prioritised reuse of consumed groups, backed by the durable store.
+"""The replay buffer: a queue of fresh groups and prioritised reuse of consumed groups, backed by
+the durable store.
 
     add ──► fresh ──take──► leased ──ack──► consumed ──sample──► (again and again, by priority)
               ▲ ▲               │
       evicted │ └─lease expired─┘          the oldest consumed are removed when capacity is reached
 
-Groups are sent as the msgpack bytes that are stored. All methods are synchronous and must run in one thread
-(`services.replay.worker`).
+Groups are sent as the msgpack bytes that are stored. All methods are synchronous and must run in
+one thread (`services.replay.worker`).
 """
 
 import json
@@ -25,7 +26,16 @@ from common.errors import InvalidInput, TooLarge
 from common.process.storage import StorageFailed
 from common.settings.sections import ReplaySection
 from common.wire import codec
-from common.wire.schemas import FLOAT32_MAX, Float32, Group, PriorityUpdate, SampleRequest, TakeRequest, Text, Wire
+from common.wire.schemas import (
+    FLOAT32_MAX,
+    Float32,
+    Group,
+    PriorityUpdate,
+    SampleRequest,
+    TakeRequest,
+    Text,
+    Wire,
+)
 from services.replay import sampling
 from services.replay.reuse import ReuseIndex
 from services.replay.store import AddResult, GroupRow, Lease, Store
@@ -53,7 +63,9 @@ class SampledBlobs:
 
 
 def join(blobs: list[bytes], **extra: object) -> bytes:
-    """Returns a msgpack document with the encoded groups, which are not decoded, and the extra fields."""
+    """Returns a msgpack document with the encoded groups, which are not decoded, and the extra
+    fields.
+    """
     return codec.encode({"groups": [Raw(blob) for blob in blobs], **extra})
 
 
@@ -74,11 +86,13 @@ class ReplayBuffer:
         ConfigError: the file cannot be used.
     """
 
-    def __init__(self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.capacity, self.lease_s = config.capacity, config.lease_s
         self.store = Store(path)
-        # The monotonic clock does not survive a restart, so it is shifted to give every stored lease its full length
-        # again. Rewriting the leases instead would fail on a full disk.
+        # The monotonic clock does not survive a restart, so it is shifted to give every stored
+        # lease its full length again. Rewriting the leases instead would fail on a full disk.
         first = self.store.next_expiry()
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
@@ -86,7 +100,9 @@ class ReplayBuffer:
         self._answers, self._added = sampling.AnswerIndex(self.store.rewards()), 0
 
     def close(self) -> None:
-        """Moves everything into one file and closes it; on a full disk the rest stays in the log beside it."""
+        """Moves everything into one file and closes it; on a full disk the rest stays in the log
+        beside it.
+        """
         try:
             self.store.checkpoint()
         except StorageFailed as error:
@@ -108,7 +124,12 @@ class ReplayBuffer:
             Full: there is no room now.
         """
         if not groups:
-            raise InvalidInput("the request has no groups", field="groups", value="[]", remedy="send at least one group")
+            raise InvalidInput(
+                "the request has no groups",
+                field="groups",
+                value="[]",
+                remedy="send at least one group",
+            )
         self._check_size(sum(len(group.completions) for group in groups), "groups")
         rows = [_row(group, f"groups[{i}]") for i, group in enumerate(groups)]
         added = self.store.add(rows, self.capacity)
@@ -119,10 +140,11 @@ class ReplayBuffer:
         return added
 
     def take(self, request: TakeRequest) -> Lease | None:
-        """Leases the first `count` fresh groups, ordered by (weight version, position, id), for `lease_s` seconds.
+        """Leases the first `count` fresh groups, ordered by (weight version, position, id), for
+        `lease_s` seconds.
 
-        Returns None when there are fewer. A retry with the same request id gets the same groups. Fresh groups older
-        than `min_version` are evicted.
+        Returns None when there are fewer. A retry with the same request id gets the same groups.
+        Fresh groups older than `min_version` are evicted.
         """
         if request.count > self.capacity:
             raise InvalidInput(
@@ -143,7 +165,8 @@ class ReplayBuffer:
         return None if until is None else max(0.0, until - self.clock())
 
     def ack(self, ids: list[str]) -> int:
-        """Marks groups as trained on, for reuse with the largest priority seen. Returns how many were newly marked.
+        """Marks groups as trained on, for reuse with the largest priority seen. Returns how many
+        were newly marked.
 
         Raises NotFound for an unknown id.
         """
@@ -152,7 +175,8 @@ class ReplayBuffer:
         return len(consumed)
 
     def reset_fresh(self, from_position: int | None = None, step: int | None = None) -> int:
-        """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on; returns how many.
+        """Drops all unconsumed groups, and all groups from `from_position` in the prompt stream on;
+        returns how many.
 
         Reuse draws from `step` on no longer count.
         """
@@ -163,14 +187,23 @@ class ReplayBuffer:
     # ------------------------------------------------------------ reuse
 
     def sample(self, request: SampleRequest) -> SampledBlobs:
-        """Draws distinct consumed groups by priority (`services.replay.sampling`), each with its importance weight.
+        """Draws distinct consumed groups by priority (`services.replay.sampling`), each with its
+        importance weight.
 
-        Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same request id gets the
-        same groups.
+        Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same
+        request id gets the same groups.
         """
-        if request.request_id is not None and (before := self.store.reused_for(request.request_id)) is not None:
+        if (
+            request.request_id is not None
+            and (before := self.store.reused_for(request.request_id)) is not None
+        ):
             return SampledBlobs(before[0], np.array(before[1], np.float32))
-        conditions = request.min_version, request.max_times_sampled, request.priority_exponent, request.importance_exponent
+        conditions = (
+            request.min_version,
+            request.max_times_sampled,
+            request.priority_exponent,
+            request.importance_exponent,
+        )
         orders, chosen = self._index.draw(request.count, request.seed, *conditions)
         weights = chosen.astype(np.float32)
         if not orders:
@@ -180,7 +213,9 @@ class ReplayBuffer:
         return SampledBlobs(blobs, weights)
 
     def set_priorities(self, update: PriorityUpdate) -> int:
-        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups changed."""
+        """Sets priorities by id; unknown ids are skipped. Returns how many consumed groups
+        changed.
+        """
         if len(update.ids) != len(update.priorities):
             raise InvalidInput(
                 f"{len(update.ids)} ids need as many priorities",
@@ -199,7 +234,9 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        with suppress(StorageFailed):  # on a full disk leases cannot expire, but everything can be read
+        with suppress(
+            StorageFailed
+        ):  # on a full disk leases cannot expire, but everything can be read
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 
@@ -211,15 +248,23 @@ class ReplayBuffer:
     def add_experiences(self, experiences: list[Experience]) -> int:
         """Stores experiences. Returns the size of the buffer."""
         self._check_size(len(experiences), "experiences")
-        rows = [(item.prompt, item.response, item.reward, item.ground_truth) for item in experiences]
+        rows = [
+            (item.prompt, item.response, item.reward, item.ground_truth) for item in experiences
+        ]
         self._index.drop_until(self.store.add_experiences(rows, self.capacity))
         return sum(completions for _, completions in self.store.totals().values())
 
-    def sample_experiences(self, count: int, prioritized: bool, seed: int | None) -> list[Experience]:
-        """Returns up to `count` distinct completions, those of groups included (`sampling.draw_by_reward`)."""
+    def sample_experiences(
+        self, count: int, prioritized: bool, seed: int | None
+    ) -> list[Experience]:
+        """Returns up to `count` distinct completions, those of groups included
+        (`sampling.draw_by_reward`).
+        """
         self._update_answers()
         found = []
-        for slot in sampling.draw_by_reward(self._answers.rewards, count, prioritized, np.random.default_rng(seed)).tolist():
+        for slot in sampling.draw_by_reward(
+            self._answers.rewards, count, prioritized, np.random.default_rng(seed)
+        ).tolist():
             key, number = self._answers.place(slot)
             if key < 0:
                 found.append(Experience(**self.store.experience_at(-key)))
@@ -228,7 +273,10 @@ class ReplayBuffer:
             answer = group.completions[number]
             found.append(
                 Experience.model_construct(
-                    prompt=group.prompt, response=answer.text, reward=answer.reward, ground_truth=group.ground_truth
+                    prompt=group.prompt,
+                    response=answer.text,
+                    reward=answer.reward,
+                    ground_truth=group.ground_truth,
                 )
             )
         return found
@@ -269,7 +317,9 @@ def _row(group: Group, where: str) -> GroupRow:
         rewards=rewards.astype("<f4").tobytes(),
         reward_sum=float(rewards.sum(dtype=np.float64)),
         positive=int((rewards > 0).sum()),
-        correct=sum(c.correct for c in group.completions) if all(c.verified for c in group.completions) else -1,  # unknown
+        correct=sum(c.correct for c in group.completions)
+        if all(c.verified for c in group.completions)
+        else -1,  # unknown
         created=group.created_at,
         data=codec.encode(group),
     )

@@ -1,7 +1,9 @@
-"""The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on disk when they end.
+"""The SQLite file of the replay buffer: its layout, how it is opened, and transactions that are on
+disk when they end.
 
-SQLite reads its log up to the first damaged page and silently drops the rest. So a separate file, `replay.db.count`,
-records how many changes and groups were acknowledged. A store that has fewer is not opened.
+SQLite reads its log up to the first damaged page and silently drops the rest. So a separate file,
+`replay.db.count`, records how many changes and groups were acknowledged. A store that has fewer is
+not opened.
 """
 
 import contextlib
@@ -18,12 +20,13 @@ from common.process.storage import StorageFailed, cure, damage
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
-"""Groups since the file was created: stored; added again; too old when taken; removed for space; dropped by
-reset_fresh."""
+"""Groups since the file was created: stored; added again; too old when taken; removed for space;
+dropped by reset_fresh."""
 _CHANGES = "changes"
 """Name of the counter of transactions that changed something."""
 ORDERS = "orders"
-"""Name of the counter of the numbers in `consumed`: none is given twice, even when its group is gone."""
+"""Name of the counter of the numbers in `consumed`: none is given twice, even when its group is
+gone."""
 _COUNT_BYTES = 128
 """Fixed size of the count file, so that overwriting it needs no space on a full disk."""
 _LAYOUT = 2
@@ -111,7 +114,8 @@ CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNOR
 CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
 CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
 """
-"""Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are negative."""
+"""Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are
+negative."""
 
 
 class Full(ServiceError):
@@ -124,7 +128,8 @@ class Full(ServiceError):
 class Database:
     """The file. One process may open it, and one thread may use it at a time.
 
-    Raises ConfigError when the file is damaged, has another layout, is in use, or cannot be created.
+    Raises ConfigError when the file is damaged, has another layout, is in use, or cannot be
+    created.
     """
 
     committed: dict[str, tuple[int, int]]
@@ -138,7 +143,9 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 self._create()
-                self._count_path.unlink(missing_ok=True)  # it belongs to a store that was moved away
+                self._count_path.unlink(
+                    missing_ok=True
+                )  # it belongs to a store that was moved away
             self.db = _connect(path)
             try:
                 self._check()
@@ -156,7 +163,9 @@ class Database:
             raise self._unusable(str(error)) from None
 
     def _create(self) -> None:
-        """Creates the file under a temporary name and renames it, so that it is never incomplete."""
+        """Creates the file under a temporary name and renames it, so that it is never
+        incomplete.
+        """
         log = self.path.with_name(f"{self.path.name}-wal")
         if log.exists():
             raise self._unusable(f"the file is gone but its log {log.name} is there")
@@ -189,13 +198,21 @@ class Database:
     def _add_counters(self) -> None:
         """Adds the counters that older files lack."""
         # Some older files count the changes under the text of a script, by mistake.
-        self.db.execute("UPDATE OR REPLACE counters SET name = ? WHERE name LIKE '%CREATE TEMP%'", (_CHANGES,))
+        self.db.execute(
+            "UPDATE OR REPLACE counters SET name = ? WHERE name LIKE '%CREATE TEMP%'", (_CHANGES,)
+        )
         self.db.execute("INSERT OR IGNORE INTO counters VALUES (?, 0)", (_CHANGES,))
-        self.db.execute("INSERT OR IGNORE INTO counters SELECT ?, COALESCE(MAX(consumed), 0) FROM groups", (ORDERS,))
+        self.db.execute(
+            "INSERT OR IGNORE INTO counters SELECT ?, COALESCE(MAX(consumed), 0) FROM groups",
+            (ORDERS,),
+        )
 
     def _unusable(self, why: str) -> ConfigError:
         remedy = cure(why, "restore the file from a copy, or move it away to start empty")
-        trouble = {"end the other process": "is in use by another process", "free disk space": "cannot be made"}
+        trouble = {
+            "end the other process": "is in use by another process",
+            "free disk space": "cannot be made",
+        }
         return ConfigError(
             f"the replay store {trouble.get(remedy, 'cannot be read')}: {why}",
             field="state_dir",
@@ -208,15 +225,20 @@ class Database:
         return self.path.with_name(f"{self.path.name}.count")
 
     def _compare_counts(self) -> None:
-        """Raises ConfigError when the store has fewer changes than were acknowledged; else starts counting them."""
+        """Raises ConfigError when the store has fewer changes than were acknowledged; else starts
+        counting them.
+        """
         try:
             text = self._count_path.read_text() if self._count_path.exists() else "{}"
-            # The key may be that of `_add_counters`; the rest of such a longer file stays behind what overwrote it.
+            # The key may be that of `_add_counters`; the rest of such a longer file stays behind
+            # what overwrote it.
             kept, _ = json.JSONDecoder().raw_decode(text)
             added = int(kept.pop("added", 0))
             changes = int(max(kept.values(), default=0))
         except (ValueError, AttributeError, TypeError):
-            raise self._unusable(f"{self._count_path.name} is damaged; without that file nothing is compared") from None
+            raise self._unusable(
+                f"{self._count_path.name} is damaged; without that file nothing is compared"
+            ) from None
         if (lost := changes - int(self.counter(_CHANGES))) > 0:
             groups = added - int(self.counter("added"))
             with contextlib.suppress(OSError):  # keep the log, which closing the store removes
@@ -231,15 +253,23 @@ class Database:
         self._keep_counts()
 
     def _keep_counts(self) -> None:
-        """Records the acknowledged counts, unsynced: after a power failure they may be too low, never too high."""
+        """Records the acknowledged counts, unsynced: after a power failure they may be too low,
+        never too high.
+        """
         if self._count_file is None:
             return
-        text = json.dumps({_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))})
+        text = json.dumps(
+            {_CHANGES: int(self.counter(_CHANGES)), "added": int(self.counter("added"))}
+        )
         assert len(text) <= _COUNT_BYTES
         try:
             os.pwrite(self._count_file, text.encode().ljust(_COUNT_BYTES), 0)
         except OSError as error:
-            log.warning("%s cannot be written, a loss in the log would not be noticed: %s", self._count_path, error)
+            log.warning(
+                "%s cannot be written, a loss in the log would not be noticed: %s",
+                self._count_path,
+                error,
+            )
 
     def close(self) -> None:
         if self._count_file is not None:
@@ -269,14 +299,18 @@ class Database:
                 f"the replay store could not be used, nothing was changed: {error} ({kind})",
                 field="state_dir",
                 value=str(self.path),
-                remedy="free disk space or lower replay.capacity" if full else "check the disk and the log of this service",
+                remedy="free disk space or lower replay.capacity"
+                if full
+                else "check the disk and the log of this service",
                 code="disk_full" if full else None,
                 status=507 if full else None,
             ) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Runs a transaction, which is on disk when it ends. Raises StorageFailed and then changes nothing."""
+        """Runs a transaction, which is on disk when it ends. Raises StorageFailed and then changes
+        nothing.
+        """
         with self.errors():
             try:
                 before = self.db.total_changes
@@ -302,7 +336,9 @@ class Database:
         self.db.execute("UPDATE counters SET value = value + ? WHERE name = ?", (more, name))
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Returns (groups, completions) by state; `lone` experiences count as completions without a group."""
+        """Returns (groups, completions) by state; `lone` experiences count as completions without a
+        group.
+        """
         rows = self.db.execute("SELECT state, groups, completions FROM totals")
         return {state: (groups, completions) for state, groups, completions in rows}
 
@@ -310,7 +346,9 @@ class Database:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
     try:
-        db.execute("PRAGMA locking_mode = EXCLUSIVE")  # the in-memory index requires that nobody else writes
+        db.execute(
+            "PRAGMA locking_mode = EXCLUSIVE"
+        )  # the in-memory index requires that nobody else writes
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")

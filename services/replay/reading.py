@@ -21,7 +21,9 @@ class Reading(Database):
         return bytes(row[0])
 
     def listing(self, limit: int, offset: int, state: str | None = None) -> list[dict[str, Any]]:
-        """Returns the groups without their contents, in insertion order, optionally only those in one state."""
+        """Returns the groups without their contents, in insertion order, optionally only those in
+        one state.
+        """
         query = (
             "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS correct, "
             "reward_sum / completions AS mean_reward, priority, times_sampled, created FROM groups "
@@ -37,7 +39,9 @@ class Reading(Database):
     def stats(self) -> dict[str, Any]:
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
         totals = self.totals()
-        reward, positive = self.db.execute("SELECT TOTAL(reward), SUM(positive) FROM sums").fetchone()
+        reward, positive = self.db.execute(
+            "SELECT TOTAL(reward), SUM(positive) FROM sums"
+        ).fetchone()
         size = sum(completions for _, completions in totals.values())
         states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
         return {
@@ -52,15 +56,21 @@ class Reading(Database):
         }
 
     def rewards(self) -> list[tuple[int, bytes]]:
-        """Returns (key, float32 rewards) of every group and lone experience; keys of lone experiences are negative."""
+        """Returns (key, float32 rewards) of every group and lone experience; keys of lone
+        experiences are negative.
+        """
         lone = self.db.execute("SELECT -key, reward FROM experiences ORDER BY key").fetchall()
         groups = self.db.execute("SELECT key, rewards FROM groups ORDER BY key").fetchall()
         return groups + [(key, _FLOAT32.pack(reward)) for key, reward in lone]
 
     def changed_rewards(self) -> tuple[list[int], list[tuple[int, bytes]]]:
-        """Returns the keys in `changes`, and `rewards()` of those that still exist. Empties `changes`."""
+        """Returns the keys in `changes`, and `rewards()` of those that still exist. Empties
+        `changes`.
+        """
         keys = [key for (key,) in self.db.execute("SELECT key FROM changes")]
-        groups = self.db.execute("SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key").fetchall()
+        groups = self.db.execute(
+            "SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key"
+        ).fetchall()
         query = "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = -changes.key ORDER BY 1 DESC"
         lone = [(key, _FLOAT32.pack(reward)) for key, reward in self.db.execute(query)]
         self.db.execute("DELETE FROM changes")
@@ -71,9 +81,14 @@ class Reading(Database):
         return bytes(data)
 
     def experience_at(self, key: int) -> dict[str, Any]:
-        return self._rows("SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = :key", key=key)[0]
+        return self._rows(
+            "SELECT prompt, response, reward, ground_truth FROM experiences WHERE key = :key",
+            key=key,
+        )[0]
 
 
 def unknown(group_id: str) -> NotFound:
     """Returns the error for an unknown group id."""
-    return NotFound("there is no such group", field="id", value=group_id, remedy="GET /groups lists the groups")
+    return NotFound(
+        "there is no such group", field="id", value=group_id, remedy="GET /groups lists the groups"
+    )

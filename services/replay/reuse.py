@@ -1,8 +1,10 @@
 """Draws consumed groups by priority, in time logarithmic in their number.
 
-Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many eligible groups,
-shuffling them would be too slow: instead, equally spaced points are looked up in a sum tree whose branches are swapped
-at random in every draw. So, as with the strata of Schaul et al., close neighbours are hardly ever drawn together.
+Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many
+eligible groups,
+shuffling them would be too slow: instead, equally spaced points are looked up in a sum tree whose
+branches are swapped at random in every draw. So, as with the strata of Schaul et al., close
+neighbours are hardly ever drawn together.
 """
 
 import math
@@ -16,7 +18,8 @@ from services.replay.sampling import Float64, Int64
 _FEW = 64
 """All groups are scanned when there are at most this many times the requested count."""
 _LARGER = 100.0
-"""Largest logarithm of a power relative to the scale; above it the scale is recomputed, to avoid overflow."""
+"""Largest logarithm of a power relative to the scale; above it the scale is recomputed, to avoid
+overflow."""
 _LEAST = 1e-150
 """Below this sum of powers the scale is recomputed, because powers may have underflowed to 0."""
 _UNLIMITED = np.iinfo(np.int32).max
@@ -26,12 +29,14 @@ _Rows = list[tuple[int, int, float, int]]
 class ReuseIndex:
     """In-memory index of the consumed groups, with the fields that sampling needs.
 
-    Groups are numbered in the order they were consumed; this `order` identifies a group in the store. Its place in the
-    arrays is `order` modulo their size.
+    Groups are numbered in the order they were consumed; this `order` identifies a group in the
+    store. Its place in the arrays is `order` modulo their size.
     """
 
     def __init__(self, rows: _Rows) -> None:
-        """Builds the index from (order, version, priority, times_sampled) of each group, by order."""
+        """Builds the index from (order, version, priority, times_sampled) of each group, by
+        order.
+        """
         self._first = self._next = 0
         self._make(1)
         self.append(rows)
@@ -51,7 +56,9 @@ class ReuseIndex:
         orders = np.arange(self._first, self._next)
         places = orders % self._size
         columns = orders, self._version[places], self._priority[places], self._sampled[places]
-        return [row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1] >= 0]
+        return [
+            row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1] >= 0
+        ]
 
     def append(self, rows: _Rows) -> None:
         """Adds newly consumed groups."""
@@ -62,9 +69,15 @@ class ReuseIndex:
             rows = self.rows() + rows
             self._make(1 << (end - first).bit_length())
         self._first, self._next = first, end
-        orders, versions, priorities, sampled = (np.array(column) for column in zip(*rows, strict=True))
+        orders, versions, priorities, sampled = (
+            np.array(column) for column in zip(*rows, strict=True)
+        )
         places = orders % self._size
-        self._version[places], self._priority[places], self._sampled[places] = versions, priorities, sampled
+        self._version[places], self._priority[places], self._sampled[places] = (
+            versions,
+            priorities,
+            sampled,
+        )
         if self._tree is not None:
             self._note_versions(orders)
             self._update(places)
@@ -84,18 +97,36 @@ class ReuseIndex:
         self._update(np.array([order for order, _ in updates], np.int64) % self._size)
 
     def draw(
-        self, count: int, seed: int, min_version: int, max_times: int | None, exponent: float, correction: float
+        self,
+        count: int,
+        seed: int,
+        min_version: int,
+        max_times: int | None,
+        exponent: float,
+        correction: float,
     ) -> tuple[list[int], Float64]:
-        """Draws up to `count` distinct groups of `min_version` or newer that were drawn fewer than `max_times` times.
+        """Draws up to `count` distinct groups of `min_version` or newer that were drawn fewer than
+        `max_times` times.
 
         Returns the orders and the importance weights.
         """
-        tree, rng = self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent), np.random.default_rng(seed)
+        tree, rng = (
+            self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent),
+            np.random.default_rng(seed),
+        )
         if tree.positive <= _FEW * count:
             places = tree.leaves(np.nextafter(0.0, 1.0))
-            included = sampling.inclusion(tree.powers(places) / tree.total, count) if len(places) else np.zeros(0)
+            included = (
+                sampling.inclusion(tree.powers(places) / tree.total, count)
+                if len(places)
+                else np.zeros(0)
+            )
             chosen = sampling.draw(included, rng)
-            weights = sampling.importance_weights(included, chosen, correction) if len(chosen) else np.zeros(0)
+            weights = (
+                sampling.importance_weights(included, chosen, correction)
+                if len(chosen)
+                else np.zeros(0)
+            )
             places = places[chosen]
         else:
             places, weights = _draw(tree, count, rng, correction)
@@ -110,17 +141,22 @@ class ReuseIndex:
     def _prepared(self, min_version: int, max_times: int, exponent: float) -> "_Tree":
         """Returns the tree of the groups that may be drawn now.
 
-        A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes the groups that
-        became too old.
+        A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes
+        the groups that became too old.
         """
-        changed = (max_times, exponent) != (self._max_times, self._exponent) or min_version < self._min_version
+        changed = (max_times, exponent) != (
+            self._max_times,
+            self._exponent,
+        ) or min_version < self._min_version
         self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
         if self._tree is None or changed or (self._tree.total < _LEAST and self._scale > 0):
             places = np.arange(self._size)
             self._scale = float(self._priority[self._allowed(places)].max(initial=0.0))
             self._tree = _Tree(self._powers(places))
             self._by_version = {}
-            self._note_versions((self._first + (places - self._first) % self._size)[self._version >= min_version])
+            self._note_versions(
+                (self._first + (places - self._first) % self._size)[self._version >= min_version]
+            )
         for version in [version for version in self._by_version if version < min_version]:
             orders = np.concatenate(self._by_version.pop(version))
             self._update(orders[orders >= self._first] % self._size)
@@ -131,17 +167,27 @@ class ReuseIndex:
         versions = self._version[orders % self._size]
         by_version = np.argsort(versions, kind="stable")
         found, starts = np.unique(versions[by_version], return_index=True)
-        for version, some in zip(found.tolist(), np.split(orders[by_version], starts)[1:], strict=True):
+        for version, some in zip(
+            found.tolist(), np.split(orders[by_version], starts)[1:], strict=True
+        ):
             self._by_version.setdefault(version, []).append(some)
 
     def _allowed(self, places: Int64) -> NDArray[np.bool_]:
         versions = self._version[places]
-        return (versions >= 0) & (versions >= self._min_version) & (self._sampled[places] < self._max_times)
+        return (
+            (versions >= 0)
+            & (versions >= self._min_version)
+            & (self._sampled[places] < self._max_times)
+        )
 
     def _powers(self, places: Int64) -> Float64:
         """Returns (priority / scale)^exponent, and 0 for groups that may not be drawn."""
         allowed = self._allowed(places)
-        return np.where(allowed, (self._priority[places] * allowed / (self._scale or 1.0)) ** self._exponent, 0.0)
+        return np.where(
+            allowed,
+            (self._priority[places] * allowed / (self._scale or 1.0)) ** self._exponent,
+            0.0,
+        )
 
     def _update(self, places: Int64) -> None:
         """Updates the tree after a change of these groups."""
@@ -149,7 +195,8 @@ class ReuseIndex:
             return
         largest = float(self._priority[places][self._allowed(places)].max(initial=0.0))
         if largest > 0 and (
-            self._scale == 0 or max(1.0, self._exponent) * (math.log(largest) - math.log(self._scale)) > _LARGER
+            self._scale == 0
+            or max(1.0, self._exponent) * (math.log(largest) - math.log(self._scale)) > _LARGER
         ):
             self._tree = None
         else:
@@ -157,8 +204,12 @@ class ReuseIndex:
             self._tree.set(places, self._powers(places))
 
 
-def _draw(tree: "_Tree", count: int, rng: np.random.Generator, correction: float) -> tuple[Int64, Float64]:
-    """Returns `count` places in random order, and their importance weights; more places must have a positive power."""
+def _draw(
+    tree: "_Tree", count: int, rng: np.random.Generator, correction: float
+) -> tuple[Int64, Float64]:
+    """Returns `count` places in random order, and their importance weights; more places must have a
+    positive power.
+    """
     certain: list[tuple[Int64, Float64]] = []  # places with count·P(i) >= 1
     left = count
     while left and len(found := tree.leaves(tree.total / left)):
@@ -166,12 +217,18 @@ def _draw(tree: "_Tree", count: int, rng: np.random.Generator, correction: float
         tree.set(found, np.zeros(len(found)))
         left -= len(found)
     share = left / tree.total
-    drawn = tree.find(np.asarray((rng.random() + np.arange(left)) / share), rng) if left else np.zeros(0, np.int64)
+    drawn = (
+        tree.find(np.asarray((rng.random() + np.arange(left)) / share), rng)
+        if left
+        else np.zeros(0, np.int64)
+    )
     always = [places for places, _ in certain]
     places = np.concatenate([*always, drawn])
     included = np.concatenate([np.ones(len(places) - len(drawn)), tree.powers(drawn) * share])
     exponent = 1 - correction
-    total = (len(places) - len(drawn) + share**exponent * tree.sum_of_powers(exponent)) / count**exponent
+    total = (
+        len(places) - len(drawn) + share**exponent * tree.sum_of_powers(exponent)
+    ) / count**exponent
     for found, powers in certain:
         tree.set(found, powers)
     shuffled = rng.permutation(len(places))
@@ -191,10 +248,13 @@ class _Tree:
         self._size = len(powers)
         self._nodes = np.concatenate([np.zeros(self._size), powers])
         self._moments = np.zeros((3, self._CLASSES))
-        """Per class: the count, and the sums of the logarithms' offsets from the middle and of the squared offsets."""
+        """Per class: the count, and the sums of the logarithms' offsets from the middle and of the
+        squared offsets."""
         width = self._size // 2
         while width:
-            self._nodes[width : 2 * width] = self._nodes[2 * width : 4 * width].reshape(-1, 2).sum(1)
+            self._nodes[width : 2 * width] = (
+                self._nodes[2 * width : 4 * width].reshape(-1, 2).sum(1)
+            )
             width //= 2
         self.positive = 0
         """Number of places with a positive power."""
@@ -228,7 +288,9 @@ class _Tree:
         return np.asarray(self._FIRST + (classes + 0.5) * self._WIDTH)
 
     def leaves(self, least: float) -> Int64:
-        """Returns the places whose power is at least `least` (> 0); the time depends on their number, not on all."""
+        """Returns the places whose power is at least `least` (> 0); the time depends on their
+        number, not on all.
+        """
         nodes = np.ones(1, np.int64)
         while nodes.size and nodes[0] < self._size:
             nodes = (2 * nodes[:, None] + np.arange(2)).ravel()
@@ -236,7 +298,9 @@ class _Tree:
         return nodes[self._nodes[nodes] >= least] - self._size
 
     def find(self, points: Float64, rng: np.random.Generator) -> Int64:
-        """Returns the distinct places at these points of the cumulative sum, with branches in random order."""
+        """Returns the distinct places at these points of the cumulative sum, with branches in
+        random order.
+        """
         nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
         for _ in range(self._size.bit_length() - 1):
             first = 2 * nodes + _bits(nodes + salt)
@@ -247,7 +311,9 @@ class _Tree:
         return np.unique(nodes) - self._size  # only rounding can put two points in one place
 
     def sum_of_powers(self, exponent: float) -> float:
-        """Returns the sum of power^exponent for an exponent from 0 to 1, with a relative error below 1e-7."""
+        """Returns the sum of power^exponent for an exponent from 0 to 1, with a relative error
+        below 1e-7.
+        """
         classes = np.flatnonzero(self._moments[0])
         count, first, second = self._moments[:, classes]
         near = count + exponent * first + exponent**2 / 2 * second

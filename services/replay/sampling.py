@@ -1,11 +1,12 @@
 """Mathematics of prioritised reuse (Schaul et al. 2016), as pure functions over arrays.
 
-A sample of k groups holds k distinct groups. PER as published draws with replacement, so that E[draws of i] = k·P(i);
-here every group is drawn at most once and is in the sample with probability π(i) = k·P(i), which is the same
-expectation. Where k·P(i) would exceed 1, the group is always drawn and the others share the rest of k in proportion to
-their P (fixed-size sampling with unequal probabilities, systematic design). The importance weights use the actual
-probability P(i) = π(i)/k, so they stay correct in that case: a sample of all groups has weights of 1. A group with
-priority 0 is never drawn.
+A sample of k groups holds k distinct groups. PER as published draws with replacement, so that
+E[draws of i] = k·P(i); here every group is drawn at most once and is in the sample with probability
+π(i) = k·P(i), which is the same expectation. Where k·P(i) would exceed 1, the group is always drawn
+and the others share the rest of k in proportion to their P (fixed-size sampling with unequal
+probabilities, systematic design). The importance weights use the actual probability P(i) = π(i)/k,
+so they stay correct in that case: a sample of all groups has weights of 1. A group with priority 0
+is never drawn.
 """
 
 import numpy as np
@@ -32,7 +33,9 @@ def probabilities(priorities: Float64, exponent: float) -> Float64:
 
 
 def inclusion(chances: Float64, count: int) -> Float64:
-    """Returns each group's probability [N] to be in a sample of `count` distinct groups: count·P(i), capped at 1."""
+    """Returns each group's probability [N] to be in a sample of `count` distinct groups:
+    count·P(i), capped at 1.
+    """
     positive = chances > 0
     if count >= np.count_nonzero(positive):
         return positive.astype(np.float64)
@@ -46,7 +49,8 @@ def inclusion(chances: Float64, count: int) -> Float64:
 
 
 def draw(included: Float64, rng: np.random.Generator) -> Int64:
-    """Returns the indices of a sample, in random order; it contains group i once with probability `included[i]`.
+    """Returns the indices of a sample, in random order; it contains group i once with probability
+    `included[i]`.
 
     `included` must sum to a whole number, the size of the sample.
     """
@@ -61,22 +65,26 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
 
 
 def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
-    """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws: P(i)^-exponent / Σ P(j)^(1-exponent).
+    """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws:
+    P(i)^-exponent / Σ P(j)^(1-exponent).
 
-    So for every exponent the weights of a sample average 1, like those of fresh groups, and a rarely drawn group does
-    not change the other weights. Schaul et al. divide by the largest weight instead, where one rare group in the buffer
-    shrinks all other weights towards 0 (docs/explanation/off-policy.md).
+    So for every exponent the weights of a sample average 1, like those of fresh groups, and a
+    rarely drawn group does not change the other weights. Schaul et al. divide by the largest weight
+    instead, where one rare group in the buffer shrinks all other weights towards 0
+    (docs/explanation/off-policy.md).
     """
     chances = included / included.sum()
     return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
 
 
-def draw_by_reward(rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator) -> Int64:
+def draw_by_reward(
+    rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator
+) -> Int64:
     """Returns the indices of up to `count` distinct completions.
 
-    `prioritized` draws higher rewards more often: the weight of a completion rises linearly from 0.1 at the lowest
-    reward to 1.1 at the highest. A few of many are drawn one by one, by rejection, so the time hardly depends on the
-    total number.
+    `prioritized` draws higher rewards more often: the weight of a completion rises linearly from
+    0.1 at the lowest reward to 1.1 at the highest. A few of many are drawn one by one, by
+    rejection, so the time hardly depends on the total number.
     """
     low, high = (float(rewards.min()), float(rewards.max())) if len(rewards) else (0.0, 0.0)
 
@@ -110,11 +118,15 @@ class AnswerIndex:
         if not kept.all():
             self.rewards = self.rewards[np.repeat(kept, sizes)]
         self._keys = np.concatenate([self._keys[kept], keys])
-        self._starts = np.concatenate([[0], np.cumsum(np.concatenate([sizes[kept], np.diff(starts)]))])
+        self._starts = np.concatenate(
+            [[0], np.cumsum(np.concatenate([sizes[kept], np.diff(starts)]))]
+        )
         self.rewards = np.concatenate([self.rewards, rewards])
 
     def place(self, slot: int) -> tuple[int, int]:
-        """Returns the key of the group with this completion, and the completion's index in the group."""
+        """Returns the key of the group with this completion, and the completion's index in the
+        group.
+        """
         place = int(np.searchsorted(self._starts, slot, side="right")) - 1
         return int(self._keys[place]), slot - int(self._starts[place])
 

@@ -1,8 +1,10 @@
-"""The durable store of the replay buffer: one SQLite file. Every change is one transaction, synced before it returns.
+"""The durable store of the replay buffer: one SQLite file. Every change is one transaction, synced
+before it returns.
 
-A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as msgpack; separate, so
-that a change of state does not rewrite it). Lone experiences, which have no tokens, are in another table, so no method
-that hands out groups can return them. All methods are synchronous and must run in one thread.
+A group is a row of `groups` (the fields that queries need) and a row of `blobs` (the group as
+msgpack; separate, so that a change of state does not rewrite it). Lone experiences, which have no
+tokens, are in another table, so no method that hands out groups can return them. All methods are
+synchronous and must run in one thread.
 """
 
 import json
@@ -71,7 +73,9 @@ class Store(Reading):
     # ------------------------------------------------------------ adding
 
     def add(self, rows: Iterable[GroupRow], capacity: int) -> AddResult:
-        """Stores the groups with new ids. Raises Full when they do not fit even after removing all consumed groups."""
+        """Stores the groups with new ids. Raises Full when they do not fit even after removing all
+        consumed groups.
+        """
         with self.transaction():
             new: dict[str, GroupRow] = {}
             duplicates = 0
@@ -89,10 +93,15 @@ class Store(Reading):
         return AddResult(len(new), duplicates, removed_until)
 
     def add_experiences(self, rows: list[tuple[str, str, float, str | None]], capacity: int) -> int:
-        """Stores lone experiences (prompt, response, reward, ground truth); returns `AddResult.removed_until`."""
+        """Stores lone experiences (prompt, response, reward, ground truth); returns
+        `AddResult.removed_until`.
+        """
         with self.transaction():
             removed_until = self._make_room(len(rows), capacity)
-            self.db.executemany("INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, ?, ?)", rows)
+            self.db.executemany(
+                "INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, ?, ?)",
+                rows,
+            )
         return removed_until
 
     def _known(self, group_id: str) -> bool:
@@ -121,7 +130,8 @@ class Store(Reading):
         self._remove([key for key, _ in leaving], "removed")
         if excess > 0:
             self.db.execute(
-                "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key LIMIT ?)", (excess,)
+                "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key LIMIT ?)",
+                (excess,),
             )
         return leaving[-1][1] if leaving else 0
 
@@ -132,13 +142,16 @@ class Store(Reading):
         parameters = [(key,) for key in keys]
         self.db.executemany("INSERT INTO gone (id) SELECT id FROM groups WHERE key = ?", parameters)
         self.db.executemany("DELETE FROM groups WHERE key = ?", parameters)
-        self.db.execute("DELETE FROM gone WHERE key <= (SELECT MAX(key) FROM gone) - ?", (_REMEMBERED_IDS,))
+        self.db.execute(
+            "DELETE FROM gone WHERE key <= (SELECT MAX(key) FROM gone) - ?", (_REMEMBERED_IDS,)
+        )
         self.count(counter, len(keys))
 
     # ------------------------------------------------------------ the queue
 
     def take(self, request: TakeRequest, now: float, lease_s: float) -> Lease | None:
-        """Leases the first `count` fresh groups, or returns those this request has leased; None when there are too few.
+        """Leases the first `count` fresh groups, or returns those this request has leased; None
+        when there are too few.
 
         Raises InvalidInput when the request id already has a lease with another count or version.
         """
@@ -147,7 +160,8 @@ class Store(Reading):
             if request.run_id:
                 self._end_strays(request.run_id)
             rows = self.db.execute(
-                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, id", (request.request_id,)
+                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, id",
+                (request.request_id,),
             ).fetchall()
             if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
                 raise InvalidInput(
@@ -159,7 +173,8 @@ class Store(Reading):
             if not rows:
                 self._evict(request)
                 rows = self.db.execute(
-                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id LIMIT ?", (request.count,)
+                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id LIMIT ?",
+                    (request.count,),
                 ).fetchall()
             if len(rows) < request.count:
                 return None
@@ -167,7 +182,10 @@ class Store(Reading):
                 "UPDATE groups SET state = 'leased', request_id = ?, lease_until = ? WHERE key = ?",
                 [(request.request_id, now + lease_s, row[0]) for row in rows],
             )
-            blobs = [self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0] for row in rows]
+            blobs = [
+                self.db.execute("SELECT data FROM blobs WHERE key = ?", row[:1]).fetchone()[0]
+                for row in rows
+            ]
             return Lease(blobs, self.evicted_for(request.request_id))
 
     def expire(self, now: float) -> None:
@@ -176,13 +194,21 @@ class Store(Reading):
             self._expire(now)
 
     def evicted_for(self, request_id: str) -> int:
-        """Returns how many groups were too old for this request. The number is stored, since a response may be lost."""
-        row = self.db.execute("SELECT evicted FROM takes WHERE request_id = ?", (request_id,)).fetchone()
+        """Returns how many groups were too old for this request. The number is stored, since a
+        response may be lost.
+        """
+        row = self.db.execute(
+            "SELECT evicted FROM takes WHERE request_id = ?", (request_id,)
+        ).fetchone()
         return int(row[0]) if row else 0
 
     def next_expiry(self) -> float | None:
-        """Returns the time at which the first lease ends, on the clock of `take`; None without leases."""
-        (until,) = self.db.execute("SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL").fetchone()
+        """Returns the time at which the first lease ends, on the clock of `take`; None without
+        leases.
+        """
+        (until,) = self.db.execute(
+            "SELECT MIN(lease_until) FROM groups WHERE request_id IS NOT NULL"
+        ).fetchone()
         return None if until is None else float(until)
 
     def _evict(self, request: TakeRequest) -> None:
@@ -194,7 +220,10 @@ class Store(Reading):
                 "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + excluded.evicted",
                 (request.request_id, len(old)),
             )
-            self.db.execute("DELETE FROM takes WHERE rowid <= (SELECT MAX(rowid) FROM takes) - ?", (_REMEMBERED_REQUESTS,))
+            self.db.execute(
+                "DELETE FROM takes WHERE rowid <= (SELECT MAX(rowid) FROM takes) - ?",
+                (_REMEMBERED_REQUESTS,),
+            )
 
     def _expire(self, now: float) -> None:
         self._end_leases("lease_until <= ?", now)
@@ -203,14 +232,18 @@ class Store(Reading):
         query = "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1 GROUP BY 1"
         for request, count in self.db.execute(query, (run_id,)).fetchall():
             log.warning(
-                "request %s has leased %d groups but does not belong to run %s, which gets them back", request, count, run_id
+                "request %s has leased %d groups but does not belong to run %s, which gets them back",
+                request,
+                count,
+                run_id,
             )
             self._end_leases("request_id = ?", request)
 
     def _end_leases(self, condition: str, value: object) -> None:
         where = f"FROM groups WHERE request_id IS NOT NULL AND {condition}"
         if self.db.execute(f"SELECT 1 {where}", (value,)).fetchone():
-            self.db.execute(f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})", (value,))  # noqa: S608
+            takes = f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})"  # noqa: S608
+            self.db.execute(takes, (value,))
             self.db.execute(
                 f"UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE key IN (SELECT key {where})",  # noqa: S608
                 (value,),
@@ -219,8 +252,8 @@ class Store(Reading):
     def ack(self, ids: list[str]) -> list[tuple[int, int, float, int]]:
         """Marks groups as consumed; already consumed and removed ones stay unchanged.
 
-        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises NotFound for an unknown
-        id and then changes nothing.
+        Returns (order, version, priority, times_sampled) of the newly consumed groups. Raises
+        NotFound for an unknown id and then changes nothing.
         """
         consumed = []
         with self.transaction():
@@ -246,13 +279,15 @@ class Store(Reading):
         return consumed
 
     def reset_fresh(self, from_position: int | None, step: int | None) -> int:
-        """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream position on.
+        """Drops all unconsumed groups and, with `from_position`, all groups from that prompt-stream
+        position on.
 
-        Their ids may be added again. With `step`, undoes what `reuse` counted in that step and later. Returns how many
-        groups were dropped.
+        Their ids may be added again. With `step`, undoes what `reuse` counted in that step and
+        later. Returns how many groups were dropped.
         """
         with self.transaction():
-            query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"  # nothing is >= NULL
+            # nothing is >= NULL
+            query = "DELETE FROM groups WHERE state != 'consumed' OR position >= ?"
             dropped = self.db.execute(query, (from_position,)).rowcount
             self.db.execute("DELETE FROM takes")
             self.count("dropped", dropped)
@@ -275,26 +310,41 @@ class Store(Reading):
         query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
         return self.db.execute(query).fetchall()
 
-    def reuse(self, orders: list[int], weights: list[float], request_id: str | None, step: int | None) -> list[bytes]:
-        """Returns the consumed groups with these orders, counts one draw of each, and stores the draw by request id."""
+    def reuse(
+        self, orders: list[int], weights: list[float], request_id: str | None, step: int | None
+    ) -> list[bytes]:
+        """Returns the consumed groups with these orders, counts one draw of each, and stores the
+        draw by request id.
+        """
         with self.transaction():
             query = "UPDATE groups SET times_sampled = times_sampled + 1 WHERE consumed = ?"
             self.db.executemany(query, [(order,) for order in orders])
             if request_id is not None:
                 answer = json.dumps([orders, weights, step])
-                self.db.execute("INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer))
+                self.db.execute(
+                    "INSERT INTO samples (request_id, answer) VALUES (?, ?)", (request_id, answer)
+                )
                 query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
                 self.db.execute(query, (_REMEMBERED_REQUESTS,))
             return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
-        """Returns the groups and weights drawn for this request, without groups removed since; None if it is new."""
-        row = self.db.execute("SELECT answer FROM samples WHERE request_id = ?", (request_id,)).fetchone()
+        """Returns the groups and weights drawn for this request, without groups removed since; None
+        if it is new.
+        """
+        row = self.db.execute(
+            "SELECT answer FROM samples WHERE request_id = ?", (request_id,)
+        ).fetchone()
         if row is None:
             return None
         orders, weights, *_ = json.loads(row[0])
-        found = [(self._consumed_blob(order), weight) for order, weight in zip(orders, weights, strict=True)]
-        return [blob for blob, _ in found if blob is not None], [weight for blob, weight in found if blob is not None]
+        found = [
+            (self._consumed_blob(order), weight)
+            for order, weight in zip(orders, weights, strict=True)
+        ]
+        return [blob for blob, _ in found if blob is not None], [
+            weight for blob, weight in found if blob is not None
+        ]
 
     def _consumed_blob(self, order: int) -> bytes | None:
         query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
@@ -302,7 +352,9 @@ class Store(Reading):
         return None if row is None else bytes(row[0])
 
     def set_priorities(self, priorities: list[tuple[str, float]]) -> list[tuple[int, float]]:
-        """Sets priorities by id; unknown ids are skipped. Returns (order, priority) of the consumed groups among them."""
+        """Sets priorities by id; unknown ids are skipped. Returns (order, priority) of the consumed
+        groups among them.
+        """
         changed = []
         with self.transaction():
             for group_id, priority in priorities:

@@ -10,7 +10,9 @@ from services.replay.store import AddResult, Lease
 
 
 class Worker(OneThread):
-    """Runs the buffer's calls one after the other in a thread, so that disk syncs do not block the event loop."""
+    """Runs the buffer's calls one after the other in a thread, so that disk syncs do not block the
+    event loop.
+    """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         super().__init__("replay")
@@ -27,7 +29,8 @@ class Worker(OneThread):
         return added
 
     async def take(self, request: TakeRequest) -> Lease:
-        """Calls `ReplayBuffer.take`, waiting up to `wait_s` seconds; the lease is empty if fewer than `count` came.
+        """Calls `ReplayBuffer.take`, waiting up to `wait_s` seconds; the lease is empty if fewer
+        than `count` came.
 
         Nothing is leased while it waits, so a cancelled take holds no group.
         """

@@ -19,15 +19,18 @@ MAX_REQUESTS = 256
 
 
 def create_reward_app(
-    config: RewardSection, max_body_bytes: int = 256 << 20, functions: Sequence[RewardFunction] | None = None
+    config: RewardSection,
+    max_body_bytes: int = 256 << 20,
+    functions: Sequence[RewardFunction] | None = None,
 ) -> FastAPI:
     """Creates the reward-server's app. Its worker processes live as long as the app.
 
     Args:
         config: the reward functions and their settings.
         max_body_bytes: larger request bodies are refused.
-        functions: the caller's own objects, which score every item in threads of this process instead of the functions
-            named by `config`. They need not be importable, and cannot be killed when they hang.
+        functions: the caller's own objects, which score every item in threads of this process
+            instead of the functions named by `config`. They need not be importable, and cannot be
+            killed when they hang.
 
     Raises:
         ConfigError: a function does not exist or cannot work here.

@@ -1,7 +1,8 @@
-"""Hosts run reward functions in the reward-server: in its threads, or in worker processes that can be killed.
+"""Hosts run reward functions in the reward-server: in its threads, or in worker processes that can
+be killed.
 
-Both limit the time of a call, split large batches, let the batches of several requests take turns, and repeat a failed call
-for each item separately, so that one bad item never affects the others.
+Both limit the time of a call, split large batches, let the batches of several requests take turns,
+and repeat a failed call for each item separately, so that one bad item never affects the others.
 """
 
 import asyncio
@@ -30,7 +31,8 @@ _REASONS = 20
 """Distinct reasons for missing scores that are logged as warnings."""
 _RESERVED = frozenset(("self", "completions"))
 Check = Callable[[RewardItem, str], object]
-"""Raises InvalidInput for an item that the function cannot score; the second argument is the prefix of the field."""
+"""Raises InvalidInput for an item that the function cannot score; the second argument is the prefix
+of the field."""
 
 
 class Host(ABC):
@@ -64,7 +66,8 @@ class Host(ABC):
     async def score(self, items: Sequence[RewardItem]) -> list[Score]:
         """Returns the scores of a batch, in order. Cancelling the call frees the workers.
 
-        Raises InvalidInput for an item that cannot be scored, Overloaded when too many items wait already.
+        Raises InvalidInput for an item that cannot be scored, Overloaded when too many items wait
+        already.
         """
         self.unfinished += len(items)
         try:
@@ -96,27 +99,41 @@ class Host(ABC):
             if len(items) == 1 or error.always:
                 self._report(str(error))
                 return [Score(None, error.status, reason=str(error))] * len(items)
-        return [score for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items)) for score in alone]
+        return [
+            score
+            for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items))
+            for score in alone
+        ]
 
     def _report(self, reason: str) -> None:
-        """Logs a reason only once, because a function often fails in the same way for many answers."""
+        """Logs a reason only once, because a function often fails in the same way for many
+        answers.
+        """
         known = reason in self._reasons or len(self._reasons) >= _REASONS
         if not known:
             self._reasons.add(reason)
-        log.log(logging.DEBUG if known else logging.WARNING, "the reward function %s has no score: %s", self.name, reason)
+        log.log(
+            logging.DEBUG if known else logging.WARNING,
+            "the reward function %s has no score: %s",
+            self.name,
+            reason,
+        )
 
     @abstractmethod
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
+    async def _call(
+        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
+    ) -> list[Score]:
         """Calls the function once, when `batch` has its turn. Raises CallFailed."""
 
 
 class ThreadHost(Host):
-    """A function in threads of this process: the caller's own objects, and those that limit their own time.
+    """A function in threads of this process: the caller's own objects, and those that limit their
+    own time.
 
     Args:
         function: the function; unless `bounds_itself`, it is never called concurrently.
-        timeout_s: seconds until a call is abandoned, for a function that does not limit its own time. Its thread cannot be
-            killed and continues.
+        timeout_s: seconds until a call is abandoned, for a function that does not limit its own
+            time. Its thread cannot be killed and continues.
         calls: concurrent calls of a function that limits its own time.
         check: checks every item before it is accepted.
         call_items: completions per call; 64 when None.
@@ -135,15 +152,21 @@ class ThreadHost(Host):
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self.call_items = call_items
 
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
+    async def _call(
+        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
+    ) -> list[Score]:
         async with self._slots.turn(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(lambda: self._function.scores(completions, **columns))
             except TimeoutError as error:
-                raise CallFailed("timeout", f"no answer within {self._timeout_s} s {error}") from None
+                raise CallFailed(
+                    "timeout", f"no answer within {self._timeout_s} s {error}"
+                ) from None
             except Exception as error:
-                raise CallFailed("error", reason_of(error), always=isinstance(error, WrongScores)) from error
+                raise CallFailed(
+                    "error", reason_of(error), always=isinstance(error, WrongScores)
+                ) from error
 
 
 class ProcessHost(Host):
@@ -156,11 +179,15 @@ class ProcessHost(Host):
         check: checks every item before it is accepted.
     """
 
-    def __init__(self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None) -> None:
+    def __init__(
+        self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None
+    ) -> None:
         super().__init__(name, check)
         self.pool, self._index = pool, index
 
-    async def _call(self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object) -> list[Score]:
+    async def _call(
+        self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
+    ) -> list[Score]:
         message = {"function": self._index, "completions": completions, "columns": columns}
         content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
@@ -169,18 +196,26 @@ class ProcessHost(Host):
 
 
 def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[str, list[Any]]]:
-    """Returns the arguments of a reward function: chats, and a list for every column of any item."""
+    """Returns the arguments of a reward function: chats, and a list for every column of any
+    item.
+    """
     columns: dict[str, list[Any]] = {
-        name: [item.columns.get(name) for item in items] for name in {name for item in items for name in item.columns}
+        name: [item.columns.get(name) for item in items]
+        for name in {name for item in items for name in item.columns}
     }
-    columns |= {"prompt": [item.prompt for item in items], "ground_truth": [item.ground_truth for item in items]}
+    columns |= {
+        "prompt": [item.prompt for item in items],
+        "ground_truth": [item.ground_truth for item in items],
+    }
     return [[{"role": "assistant", "content": item.response}] for item in items], columns
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:
-    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of the process.
+    """Returns or raises what a function does in a new daemon thread, which cannot delay the exit of
+    the process.
 
-    An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services may share.
+    An exit of the interpreter becomes a RuntimeError: it would end the event loop that all services
+    may share.
     """
     future: Future[_T] = Future()
 

@@ -1,4 +1,6 @@
-"""A reward model. With `device`, the only modules of the reward-server that need torch, and only when they are used."""
+"""A reward model. With `device`, the only modules of the reward-server that need torch, and only
+when they are used.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -11,10 +13,11 @@ Precision = Literal["auto", "bfloat16", "float32"]
 
 
 class RewardModelFunction(DetailedRewardFunction):
-    """The score of a Hugging Face sequence-classification model: its logit, or the probability of the second of two classes.
+    """The score of a Hugging Face sequence-classification model: its logit, or the probability of
+    the second of two classes.
 
-    It formats the problem (`prompt`) and the completion with the model's chat template, or as a pair of texts if it has
-    none. A chat over the limit has no score.
+    It formats the problem (`prompt`) and the completion with the model's chat template, or as a
+    pair of texts if it has none. A chat over the limit has no score.
 
     Args:
         model: a name on the hub or a local directory.
@@ -24,7 +27,8 @@ class RewardModelFunction(DetailedRewardFunction):
         max_tokens: longest chat.
 
     Raises:
-        ConfigError: the model cannot be loaded or has more than two outputs, or no GPU is usable (`choose_device`).
+        ConfigError: the model cannot be loaded or has more than two outputs, or no GPU is usable
+        (`choose_device`).
     """
 
     name = "reward_model"
@@ -43,13 +47,20 @@ class RewardModelFunction(DetailedRewardFunction):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         except ImportError as error:
-            problem, remedy = f"a reward model needs torch and transformers: {error}", "pip install 'rlhf-math[trainer]'"
-            raise ConfigError(problem, field="reward.functions", value="reward_model", remedy=remedy) from None
+            problem, remedy = (
+                f"a reward model needs torch and transformers: {error}",
+                "pip install 'rlhf-math[trainer]'",
+            )
+            raise ConfigError(
+                problem, field="reward.functions", value="reward_model", remedy=remedy
+            ) from None
         from learning.device import choose_device
 
         self._torch = torch
         self._device = choose_device(device, "device")
-        precision = ("bfloat16" if self._device.type == "cuda" else "float32") if dtype == "auto" else dtype
+        precision = (
+            ("bfloat16" if self._device.type == "cuda" else "float32") if dtype == "auto" else dtype
+        )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = AutoModelForSequenceClassification.from_pretrained(
@@ -58,7 +69,9 @@ class RewardModelFunction(DetailedRewardFunction):
         except (OSError, ValueError) as error:
             problem = f"the reward model cannot be loaded: {error}"
             remedy = "name a sequence-classification model on the hub (set HF_TOKEN for a gated one) or its directory"
-            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy) from None
+            raise ConfigError(
+                problem, field="reward.reward_model_name", value=model, remedy=remedy
+            ) from None
         if loaded.config.num_labels > 2:
             problem = f"a model with {loaded.config.num_labels} classes gives no score"
             remedy = "use a model with a single output, or with two classes"
@@ -73,12 +86,22 @@ class RewardModelFunction(DetailedRewardFunction):
         self._batch_size, self._max_tokens = batch_size, min(max_tokens, positions)
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Returns the score of each chat, an error for one over the limit. Raises InvalidInput without the column `prompt`."""
+        """Returns the score of each chat, an error for one over the limit. Raises InvalidInput
+        without the column `prompt`.
+        """
         prompts = column(kwargs, "prompt", len(completions), self.name)
-        chats = [self._token_ids(prompt, list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
-        scores = [Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")] * len(chats)
+        chats = [
+            self._token_ids(prompt, list(completion))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        scores = [
+            Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")
+        ] * len(chats)
         # Chats of similar length share a forward pass.
-        fitting = sorted((i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens), key=lambda i: len(chats[i]))
+        fitting = sorted(
+            (i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens),
+            key=lambda i: len(chats[i]),
+        )
         for start in range(0, len(fitting), self._batch_size):
             batch = fitting[start : start + self._batch_size]
             for i, value in zip(batch, self._forward([chats[i] for i in batch]), strict=True):
@@ -89,16 +112,24 @@ class RewardModelFunction(DetailedRewardFunction):
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template([*before, *completion], tokenize=False)
-            ids = self._tokenizer(text, add_special_tokens=False).input_ids  # the template has added special tokens
+            ids = self._tokenizer(
+                text, add_special_tokens=False
+            ).input_ids  # the template has added special tokens
         else:
-            texts = ("\n".join(message["content"] for message in chat) for chat in (before, completion))
+            texts = (
+                "\n".join(message["content"] for message in chat) for chat in (before, completion)
+            )
             ids = self._tokenizer(*texts).input_ids
         assert isinstance(ids, list)
         return ids
 
     def _forward(self, chats: Sequence[list[int]]) -> list[float]:
-        padded = self._tokenizer.pad({"input_ids": list(chats)}, return_tensors="pt").to(self._device)
+        padded = self._tokenizer.pad({"input_ids": list(chats)}, return_tensors="pt").to(
+            self._device
+        )
         with self._torch.inference_mode():
-            logits = self._model(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits.float()
+            logits = self._model(
+                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
+            ).logits.float()
         values = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, 1]
         return [float(value) for value in values]

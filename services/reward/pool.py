@@ -1,4 +1,6 @@
-"""Worker processes that can be killed: the only way to limit the time of sympy or of a user's reward function."""
+"""Worker processes that can be killed: the only way to limit the time of sympy or of a user's
+reward function.
+"""
 
 import asyncio
 import contextlib
@@ -26,7 +28,8 @@ _SCRIPT = Path(__file__).with_name("worker.py")
 _START_S = 60.0  # loading math-verify takes a second, but much longer on a busy machine
 _RETRY_S = 1.0
 _MAX_FAILED_STARTS = 5
-"""Failures in a row, before the first workers have started, after which nobody needs to wait for them."""
+"""Failures in a row, before the first workers have started, after which nobody needs to wait for
+them."""
 _LOOK_S = 0.05
 _ANSWERS_PER_WORKER = 2000  # then it is replaced, because sympy's caches only grow
 _MAX_LINE_BYTES = 256 << 20
@@ -52,7 +55,8 @@ class WorkerSpec:
     """Code and limits of the workers of a pool."""
 
     module: str
-    """Module whose `prepare(arguments)` runs once in the forking process; its result creates a worker's handler."""
+    """Module whose `prepare(arguments)` runs once in the forking process; its result creates a
+    worker's handler."""
     arguments: dict[str, Any]
     memory_mb: int | None = None
     """Address space of one worker; None: no limit."""
@@ -62,9 +66,17 @@ class WorkerSpec:
     """Additional idle workers, which replace killed ones at once."""
 
     def command(self, *, check: bool = False) -> list[str]:
-        """Returns the command line of the forking process; with `check` it only creates one handler and exits."""
-        spec = {"path": sys.path, "module": self.module, "arguments": self.arguments, "memory_mb": self.memory_mb}
-        # By path, so that it works from any directory and with any main program; -P keeps its folder off sys.path.
+        """Returns the command line of the forking process; with `check` it only creates one handler
+        and exits.
+        """
+        spec = {
+            "path": sys.path,
+            "module": self.module,
+            "arguments": self.arguments,
+            "memory_mb": self.memory_mb,
+        }
+        # By path, so that it works from any directory and with any main program; -P keeps its
+        # folder off sys.path.
         return [sys.executable, "-P", str(_SCRIPT), "check" if check else "serve", json.dumps(spec)]
 
 
@@ -80,7 +92,9 @@ class _Worker:
     """Whether the worker has read the last message."""
 
     async def exchange(self, message: bytes) -> bytes:
-        """Sends a line and returns the answer. Raises OSError or EOFError when the process has died."""
+        """Sends a line and returns the answer. Raises OSError or EOFError when the process has
+        died.
+        """
         self.began = False
         self.writer.write(message + b"\n")
         await self.writer.drain()
@@ -97,7 +111,9 @@ class _Worker:
 
 
 class ForkServer:
-    """The process that loads a module once and then forks workers; it starts with the first worker."""
+    """The process that loads a module once and then forks workers; it starts with the first
+    worker.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -105,7 +121,9 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def fork(self, connection: socket.socket) -> None:
-        """Forks a worker that answers on `connection`. Raises OSError when the forking process is gone."""
+        """Forks a worker that answers on `connection`. Raises OSError when the forking process is
+        gone.
+        """
         socket.send_fds(self._started(), [b"w"], [connection.fileno()])
 
     def _started(self) -> socket.socket:
@@ -121,12 +139,16 @@ class ForkServer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 process_group=0,
-                env={name: value for name, value in os.environ.items() if name != TOKEN},  # workers process untrusted text
+                env={
+                    name: value for name, value in os.environ.items() if name != TOKEN
+                },  # workers process untrusted text
             )
         return self._control
 
     def end(self) -> None:
-        """Kills the process and its workers, which have nothing to save and may still load their module for seconds."""
+        """Kills the process and its workers, which have nothing to save and may still load their
+        module for seconds.
+        """
         if self._process is None or self._control is None:
             return
         self._control.close()
@@ -138,15 +160,16 @@ class ForkServer:
 class WorkerPool:
     """Worker processes that each answer one call at a time; an async context manager.
 
-    A worker over its deadline is killed, replaced by a spare one, and a new one is started. `problem` is the reason why
-    the pool cannot work yet; None once it can.
+    A worker over its deadline is killed, replaced by a spare one, and a new one is started.
+    `problem` is the reason why the pool cannot work yet; None once it can.
 
     Args:
         spec: code and limits of the workers.
         workers: maximum concurrent calls.
-        timeout_s: seconds per call in a worker, as counted by `Meter`: waiting for a worker or a processor does not
-            count.
-        on_restart: called whenever a worker was killed, was found dead, or was replaced for its age.
+        timeout_s: seconds per call in a worker, as counted by `Meter`: waiting for a worker or a
+            processor does not count.
+        on_restart: called whenever a worker was killed, was found dead, or was replaced for its
+        age.
         start_s: seconds for a worker to start.
     """
 
@@ -158,7 +181,13 @@ class WorkerPool:
         on_restart: Callable[[], None] = lambda: None,
         start_s: float = _START_S,
     ) -> None:
-        self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = spec, workers, timeout_s, start_s, on_restart
+        self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = (
+            spec,
+            workers,
+            timeout_s,
+            start_s,
+            on_restart,
+        )
         self.problem: str | ServiceLost | None = "the graders are starting"
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
@@ -190,7 +219,8 @@ class WorkerPool:
     async def call(self, message: bytes, batch: object = None) -> bytes:
         """Sends a line to a worker and returns its answer. Cancelling the call kills the worker.
 
-        Calls that wait take turns by `batch`. Raises CallFailed with the status `timeout` or `died`.
+        Calls that wait take turns by `batch`. Raises CallFailed with the status `timeout` or
+        `died`.
         """
         self.unfinished += 1
         try:
@@ -203,7 +233,9 @@ class WorkerPool:
             self.unfinished -= 1
 
     async def _try(self, message: bytes) -> bytes:
-        """Returns the answer of an idle worker. Raises CallFailed, including when no worker can be started."""
+        """Returns the answer of an idle worker. Raises CallFailed, including when no worker can be
+        started.
+        """
         worker, keep = await self._idle.get(), False
         if isinstance(worker, CallFailed):
             raise worker
@@ -256,9 +288,15 @@ class WorkerPool:
                 hopeless = failed > 1  # the first failure may have been a kill
                 if not self._started_once.is_set():
                     hopeless = failed >= _MAX_FAILED_STARTS
-                    self.problem = _not_starting(error, failed) if hopeless else f"the graders do not start: {error}"
+                    self.problem = (
+                        _not_starting(error, failed)
+                        if hopeless
+                        else f"the graders do not start: {error}"
+                    )
                 if hopeless and self._idle.empty() and self.unfinished:
-                    self._idle.put_nowait(error)  # fails one call, which would otherwise wait forever
+                    self._idle.put_nowait(
+                        error
+                    )  # fails one call, which would otherwise wait forever
                 await asyncio.sleep(_RETRY_S)
             if started >= self.size:
                 self.problem = None
@@ -275,7 +313,9 @@ class WorkerPool:
                 self._server.fork(theirs)
             except OSError as error:
                 ours.close()
-                raise CallFailed("died", f"the process that forks graders has ended: {error}") from None
+                raise CallFailed(
+                    "died", f"the process that forks graders has ended: {error}"
+                ) from None
         try:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
         except BaseException:
@@ -288,7 +328,10 @@ class WorkerPool:
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            reason = line.decode("utf-8", "replace").strip() or "the process that forks graders did not answer; see its log"
+            reason = (
+                line.decode("utf-8", "replace").strip()
+                or "the process that forks graders did not answer; see its log"
+            )
             raise CallFailed("died", reason) from None
         except BaseException:
             writer.close()
@@ -297,4 +340,6 @@ class WorkerPool:
 
 def _not_starting(error: CallFailed, times: int) -> ServiceLost:
     reason = f"the graders did not start {times} times in a row: {error}"
-    return ServiceLost(reason, remedy="the output of the forking process, on standard error, says more")
+    return ServiceLost(
+        reason, remedy="the output of the forking process, on standard error, says more"
+    )

@@ -1,4 +1,6 @@
-"""Scores answers with the functions named by the configuration or the caller, independent of HTTP."""
+"""Scores answers with the functions named by the configuration or the caller, independent of
+HTTP.
+"""
 
 import asyncio
 import json
@@ -14,13 +16,23 @@ from common.models.hub import check_model
 from common.process.metrics import Metrics
 from common.process.topology import assigned_gpus
 from common.settings.sections import RewardSection
-from common.wire.schemas import MAX_BATCH_ITEMS, BatchRewardResult, RewardItem, RewardResult, RewardStatus
+from common.wire.schemas import (
+    MAX_BATCH_ITEMS,
+    BatchRewardResult,
+    RewardItem,
+    RewardResult,
+    RewardStatus,
+)
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
 from services.reward.functions.judge import DEFAULT_RUBRIC, JudgeRewardFunction
 from services.reward.functions.programs import CodeRewardFunction
-from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.functions.text import (
+    FormatRewardFunction,
+    LengthPenaltyFunction,
+    RepetitionPenaltyFunction,
+)
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
 from services.sandbox.cases import parse_cases
@@ -32,28 +44,42 @@ _CALLS = "services.reward.functions.base"
 
 
 class RewardScorer:
-    """Scores items with the reward functions of their tasks. An async context manager: it owns the worker processes.
+    """Scores items with the reward functions of their tasks. An async context manager: it owns the
+    worker processes.
 
     Args:
         config: the functions of each task, and their settings.
         metrics: Prometheus metrics; a new set when None.
-        functions: the caller's own objects, which score every item in threads of this process instead of the functions
-            named by `config`.
+        functions: the caller's own objects, which score every item in threads of this process
+            instead of the functions named by `config`.
 
     Raises:
         ConfigError: a function does not exist or cannot work here.
     """
 
     def __init__(
-        self, config: RewardSection, metrics: Metrics | None = None, functions: Sequence[RewardFunction] | None = None
+        self,
+        config: RewardSection,
+        metrics: Metrics | None = None,
+        functions: Sequence[RewardFunction] | None = None,
     ) -> None:
         self.config = config
         metrics = metrics or Metrics("reward-server")
-        self._graded = metrics.counter("reward_answers_total", "Answers that were graded, by status", ["status"])
-        self._seconds = metrics.histogram("reward_batch_duration_seconds", "Duration of one batch, from request to verdicts")
-        self._restarts = metrics.counter("reward_worker_restarts_total", "Grader processes that were replaced")
-        metrics.gauge("reward_unfinished_answers", "Answers that wait or are scored now").set_function(self._unfinished)
-        metrics.gauge("reward_unfinished_answers_limit", "Answers that may wait for one function").set(QUEUE_LIMIT)
+        self._graded = metrics.counter(
+            "reward_answers_total", "Answers that were graded, by status", ["status"]
+        )
+        self._seconds = metrics.histogram(
+            "reward_batch_duration_seconds", "Duration of one batch, from request to verdicts"
+        )
+        self._restarts = metrics.counter(
+            "reward_worker_restarts_total", "Grader processes that were replaced"
+        )
+        metrics.gauge(
+            "reward_unfinished_answers", "Answers that wait or are scored now"
+        ).set_function(self._unfinished)
+        metrics.gauge(
+            "reward_unfinished_answers_limit", "Answers that may wait for one function"
+        ).set(QUEUE_LIMIT)
         self._counts: Counter[RewardStatus] = Counter()
         self._restarted = 0
         self._hosts: dict[str, Host] = {}
@@ -64,13 +90,19 @@ class RewardScorer:
             self._tasks, self._default = config.tasks, config.functions
         else:
             check_names([f.name for f in functions])
-            self._hosts = {f.name: ThreadHost(f, config.function_timeout_s, config.workers) for f in functions}
+            self._hosts = {
+                f.name: ThreadHost(f, config.function_timeout_s, config.workers) for f in functions
+            }
             self._tasks, self._default = {}, list(self._hosts)
-        self._weights = {host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()}
+        self._weights = {
+            host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()
+        }
         self._exits = AsyncExitStack()
 
     def _build_hosts(self) -> None:
-        """Creates a host for every function that any task uses, by its configured name, and the pools they share."""
+        """Creates a host for every function that any task uses, by its configured name, and the
+        pools they share.
+        """
         config = self.config
         plain: dict[str, dict[str, Any]] = {}
         for name in config.function_names():
@@ -98,19 +130,31 @@ class RewardScorer:
                     max_tokens=config.judge_max_tokens,
                 )
                 self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
-            elif name == "reward_model":  # in a separate process, because the server never imports torch
+            elif (
+                name == "reward_model"
+            ):  # in a separate process, because the server never imports torch
                 check_model(config.reward_model_name, "reward.reward_model_name")
                 _check_gpu()
-                arguments = {"model": config.reward_model_name, "max_tokens": config.reward_model_max_tokens}
-                model = {"target": "services.reward.neural:RewardModelFunction", "arguments": arguments}
+                arguments = {
+                    "model": config.reward_model_name,
+                    "max_tokens": config.reward_model_max_tokens,
+                }
+                model = {
+                    "target": "services.reward.neural:RewardModelFunction",
+                    "arguments": arguments,
+                }
                 spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
-                self._pools.append(WorkerPool(spec, 1, _MODEL_CALL_S, self._on_restart, _MODEL_START_S))
+                self._pools.append(
+                    WorkerPool(spec, 1, _MODEL_CALL_S, self._on_restart, _MODEL_START_S)
+                )
                 self._hosts[name] = ProcessHost(name, self._pools[-1])
             else:
                 plain[name] = _built_in(name, config) or _custom(name)
         if plain:
             spec = WorkerSpec(_CALLS, {"functions": list(plain.values())})
-            self._pools.append(WorkerPool(spec, config.workers, config.function_timeout_s, self._on_restart))
+            self._pools.append(
+                WorkerPool(spec, config.workers, config.function_timeout_s, self._on_restart)
+            )
             for index, (name, function) in enumerate(plain.items()):
                 self._hosts[name] = ProcessHost(function["name"], self._pools[-1], index)
 
@@ -126,16 +170,22 @@ class RewardScorer:
         await self._exits.aclose()
 
     def not_ready(self) -> str | ServiceLost | None:
-        """Returns why answers cannot be scored now, or None; ServiceLost when the workers cannot be started."""
+        """Returns why answers cannot be scored now, or None; ServiceLost when the workers cannot be
+        started.
+        """
         return next((pool.problem for pool in self._pools if pool.problem), None)
 
     async def ready(self) -> None:
-        """Waits until every worker has started. `score` may be called earlier; it waits for the workers it needs."""
+        """Waits until every worker has started. `score` may be called earlier; it waits for the
+        workers it needs.
+        """
         for pool in self._pools:
             await pool.ready()
 
     def stats(self) -> dict[str, Any]:
-        """Returns the answers scored so far by status, the functions, and the state of the workers."""
+        """Returns the answers scored so far by status, the functions, and the state of the
+        workers.
+        """
         return {
             "graded": {status: self._counts[status] for status in get_args(RewardStatus)},
             "functions": [host.name for host in self._hosts.values()],
@@ -146,7 +196,9 @@ class RewardScorer:
         }
 
     def check(self, item: RewardItem, where: str = "") -> None:
-        """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix `where`."""
+        """Raises InvalidInput for an item that cannot be scored, naming the field under the prefix
+        `where`.
+        """
         for host in self._hosts_of(item, where):
             host.check(item, where)
 
@@ -168,7 +220,9 @@ class RewardScorer:
             for host in self._hosts_of(item, where):
                 host.check(item, where)
                 wanted.setdefault(host, []).append(i)
-        found = await asyncio.gather(*(host.score([items[i] for i in of]) for host, of in wanted.items()))
+        found = await asyncio.gather(
+            *(host.score([items[i] for i in of]) for host, of in wanted.items())
+        )
         parts: list[dict[str, Score]] = [{} for _ in items]
         for (host, of), scores in zip(wanted.items(), found, strict=True):
             for i, score in zip(of, scores, strict=True):
@@ -181,9 +235,13 @@ class RewardScorer:
         return results
 
     async def score_batch(self, items: Sequence[RewardItem]) -> BatchRewardResult:
-        """Returns the results of `score`, with the means over the items that have a reward (0.0 when none has)."""
+        """Returns the results of `score`, with the means over the items that have a reward (0.0
+        when none has).
+        """
         results = await self.score(items)
-        graded = [(result.reward, result.correct) for result in results if result.reward is not None]
+        graded = [
+            (result.reward, result.correct) for result in results if result.reward is not None
+        ]
         count = max(1, len(graded))
         return BatchRewardResult(
             rewards=results,
@@ -233,9 +291,15 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
     known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
         "format": (
             FormatRewardFunction,
-            {"required_patterns": config.format_required, "forbidden_patterns": config.format_forbidden},
+            {
+                "required_patterns": config.format_required,
+                "forbidden_patterns": config.format_forbidden,
+            },
         ),
-        "length": (LengthPenaltyFunction, {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars}),
+        "length": (
+            LengthPenaltyFunction,
+            {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars},
+        ),
         "repetition": (RepetitionPenaltyFunction, {}),
     }
     if name not in known:
@@ -245,8 +309,14 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
         function(**arguments)  # refuses wrong arguments here instead of in a worker
     except ConfigError as error:
         setting = f"reward.{name}_{str(error.field).removesuffix('_patterns')}"
-        raise ConfigError(error.message, field=setting, value=error.value, remedy=error.remedy) from None
-    return {"name": name, "target": f"services.reward.functions:{function.__name__}", "arguments": arguments}
+        raise ConfigError(
+            error.message, field=setting, value=error.value, remedy=error.remedy
+        ) from None
+    return {
+        "name": name,
+        "target": f"services.reward.functions:{function.__name__}",
+        "arguments": arguments,
+    }
 
 
 def _check_cases(item: RewardItem, where: str) -> None:
@@ -254,7 +324,9 @@ def _check_cases(item: RewardItem, where: str) -> None:
 
 
 def _custom(path: str) -> dict[str, Any]:
-    """Returns the specification of a user's function, after a separate process created it once to check it."""
+    """Returns the specification of a user's function, after a separate process created it once to
+    check it.
+    """
     spec: dict[str, Any] = {"target": path, "arguments": {}}
     remedy = "name package.module:Class, a RewardFunction that needs no arguments"
     output = _tried(WorkerSpec(_CALLS, {"functions": [spec]}), path, remedy)
@@ -262,9 +334,15 @@ def _custom(path: str) -> dict[str, Any]:
 
 
 def _check_gpu() -> None:
-    """Raises ConfigError when this node has GPUs that torch, which this process never imports, cannot use."""
+    """Raises ConfigError when this node has GPUs that torch, which this process never imports,
+    cannot use.
+    """
     if assigned_gpus() is not None:
-        _tried(WorkerSpec("services.reward.device", {}), "reward_model", "on a node without GPUs it scores on the CPU")
+        _tried(
+            WorkerSpec("services.reward.device", {}),
+            "reward_model",
+            "on a node without GPUs it scores on the CPU",
+        )
 
 
 def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
@@ -274,8 +352,12 @@ def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
     """
     try:
         command = spec.command(check=True)
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S)
-        output = done.stdout.strip().rpartition("\n")[2]  # the function may have printed something before
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S
+        )
+        output = done.stdout.strip().rpartition("\n")[
+            2
+        ]  # the function may have printed something before
         if done.returncode == 0:
             return output
         problem = output or "the process that tried the reward function died"

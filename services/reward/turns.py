@@ -9,13 +9,16 @@ from contextlib import asynccontextmanager
 class FairSlots:
     """Slots for a number of concurrent calls; waiting calls get free slots in turn.
 
-    A batch is all calls of one request. A free slot goes alternately to the batch that has waited longest since its
-    last turn and to the newest batch, so that neither a large batch nor many small ones delay a later request.
+    A batch is all calls of one request. A free slot goes alternately to the batch that has waited
+    longest since its last turn and to the newest batch, so that neither a large batch nor many
+    small ones delay a later request.
     """
 
     def __init__(self, places: int) -> None:
         self._free = places
-        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}  # the batch that has waited longest comes first
+        self._waiting: dict[
+            object, deque[asyncio.Future[None]]
+        ] = {}  # the batch that has waited longest comes first
         self._newest = False
 
     @asynccontextmanager

@@ -1,9 +1,10 @@
 """The worker processes. Run as a script by `services.reward.pool`, never imported by the server.
 
-This process loads a module once and then forks a worker for every socket that it receives on its standard input, so a killed
-worker is replaced in milliseconds. When its standard input ends, because the server closed it or was killed, it ends all
-its workers and itself. A worker sends its process id, or `error: ` and the reason, then answers line by line: it sends one
-byte when it has read a line, and then the answer.
+This process loads a module once and then forks a worker for every socket that it receives on its
+standard input, so a killed worker is replaced in milliseconds. When its standard input ends,
+because the server closed it or was killed, it ends all its workers and itself. A worker sends its
+process id, or `error: ` and the reason, then answers line by line: it sends one byte when it has
+read a line, and then the answer.
 """
 
 import contextlib
@@ -26,7 +27,9 @@ Make = Callable[[], Callable[[str], str]]
 
 def _prepared(spec: dict[str, Any]) -> Make:
     sys.path[:] = spec["path"]
-    os.environ.setdefault("TQDM_DISABLE", "1")  # a model that a function loads must not draw bars into the log
+    os.environ.setdefault(
+        "TQDM_DISABLE", "1"
+    )  # a model that a function loads must not draw bars into the log
     importlib.import_module("common.process.logs").to_stderr("reward-server")
     make: Make = importlib.import_module(spec["module"]).prepare(spec["arguments"])
     return make
@@ -46,7 +49,10 @@ def _work(connection: socket.socket, make: Make, memory_mb: int | None) -> None:
     if memory_mb is not None and sys.platform != "darwin":  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with connection, connection.makefile("rw", encoding="utf-8", errors="surrogatepass", newline="\n") as stream:
+    with (
+        connection,
+        connection.makefile("rw", encoding="utf-8", errors="surrogatepass", newline="\n") as stream,
+    ):
         try:
             handle = make()
         except Exception as error:
@@ -61,7 +67,9 @@ def _work(connection: socket.socket, make: Make, memory_mb: int | None) -> None:
             stream.flush()
 
 
-def _fork_worker(control: socket.socket, connection: int, make: Make, memory_mb: int | None) -> None:
+def _fork_worker(
+    control: socket.socket, connection: int, make: Make, memory_mb: int | None
+) -> None:
     try:
         if os.fork() != 0:
             return
@@ -72,7 +80,9 @@ def _fork_worker(control: socket.socket, connection: int, make: Make, memory_mb:
     try:
         control.close()
         with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a user's reward function may read standard input
+            os.dup2(
+                os.open(os.devnull, os.O_RDONLY), 0
+            )  # a user's reward function may read standard input
         _work(socket.socket(fileno=connection), make, memory_mb)
         status = 0
     except (MemoryError, RecursionError, OSError):
@@ -112,7 +122,9 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def check(spec: dict[str, Any]) -> None:
-    """Prints the names of the functions that a worker makes; where it cannot, prints the reason and exits with status 1."""
+    """Prints the names of the functions that a worker makes; where it cannot, prints the reason and
+    exits with status 1.
+    """
     try:
         print(_prepared(spec)()('{"names": true}'))
     except Exception as error:

@@ -1,7 +1,8 @@
-"""`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until SIGTERM.
+"""`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until
+SIGTERM.
 
-Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means that the engine
-failed several times in a row, at its start or soon after it.
+Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means
+that the engine failed several times in a row, at its start or soon after it.
 """
 
 from common.clients.rollout import BASE_VERSION
@@ -23,14 +24,20 @@ def run(config: Config) -> None:
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
     if config.rollout.engine == "sglang":
         text_config(config.model.name, ask_hub=True)  # the command depends on it
-    engine_command(config, topology, config.model.name, BASE_VERSION)  # checks the settings before anything starts
+    engine_command(
+        config, topology, config.model.name, BASE_VERSION
+    )  # checks the settings before anything starts
     if topology.node_rank == 0:
         router_command(config, topology)
     metrics = Metrics("rollout-server")
     agent = Agent(config, topology, metrics)
     node = f"node={topology.node_rank}/{topology.num_nodes}"
     settings = f"{node} model={config.model.name} engine={config.rollout.engine} router={config.rollout.router}"
-    serve(create_agent_app(agent, metrics), *topology.bind(ROLLOUT, config.rollout.agent_port), settings)
+    serve(
+        create_agent_app(agent, metrics),
+        *topology.bind(ROLLOUT, config.rollout.agent_port),
+        settings,
+    )
     if agent.fatal is not None:
         fail(agent.fatal, setting_status() if isinstance(agent.fatal, ConfigError) else 1)
 

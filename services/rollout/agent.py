@@ -1,7 +1,8 @@
-"""The agent of a rollout node: supervises the engine, updates its weights, and registers it with the router.
+"""The agent of a rollout node: supervises the engine, updates its weights, and registers it with
+the router.
 
-Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and reports to the trainer.
-On node 0 a fifth loop supervises the router.
+Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and
+reports to the trainer. On node 0 a fifth loop supervises the router.
 """
 
 import asyncio
@@ -51,7 +52,9 @@ class AgentStatus(BaseModel):
 
 
 class Agent:
-    """One rollout node. `end` is called when the agent cannot continue; `fatal` then holds the reason."""
+    """One rollout node. `end` is called when the agent cannot continue; `fatal` then holds the
+    reason.
+    """
 
     def __init__(
         self,
@@ -68,7 +71,11 @@ class Agent:
         self._config, self._topology, self._end = config, topology, end
         self._registered = False
         self._started_with: tuple[WeightManifest, Path] | None = None
-        self._wake_report, self._wake_router, self._warnings = asyncio.Event(), asyncio.Event(), RateLimitedWarnings()
+        self._wake_report, self._wake_router, self._warnings = (
+            asyncio.Event(),
+            asyncio.Event(),
+            RateLimitedWarnings(),
+        )
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
         self._engine_api = EngineClient("engine", self.url)
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
@@ -95,10 +102,16 @@ class Agent:
             name=self.name,
             metrics=metrics,
         )
-        self._version = metrics.gauge("rollout_weight_version", "Weights the engine serves; -1 is the base model")
+        self._version = metrics.gauge(
+            "rollout_weight_version", "Weights the engine serves; -1 is the base model"
+        )
         self._version.set(-1)
-        self._starts = metrics.counter("rollout_engine_starts_total", "How often the engine was started")
-        metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(lambda: self._registered)
+        self._starts = metrics.counter(
+            "rollout_engine_starts_total", "How often the engine was started"
+        )
+        metrics.gauge("rollout_in_traffic", "1 when the router sends requests here").set_function(
+            lambda: self._registered
+        )
 
     def _supervised_router(self) -> Supervised:
         async def launch() -> list[str]:
@@ -161,8 +174,12 @@ class Agent:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Runs the node inside the context; on exit removes it from the router, then stops engine and router."""
-        background = [self._start(loop) for loop in (self._report(), self._reconcile(), self._end_pauses())]
+        """Runs the node inside the context; on exit removes it from the router, then stops engine
+        and router.
+        """
+        background = [
+            self._start(loop) for loop in (self._report(), self._reconcile(), self._end_pauses())
+        ]
         routers = [] if self.router is None else [self._start(self.router.run())]
         engine = [self._start(self._run_engine())]
         try:
@@ -200,13 +217,17 @@ class Agent:
             await _stop([follow])
 
     async def _deregister(self) -> None:
-        """Removes the engine from the router, but gives up after a few seconds, as the router may be stopping too."""
+        """Removes the engine from the router, but gives up after a few seconds, as the router may
+        be stopping too.
+        """
         try:
             async with asyncio.timeout(3):
-                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110 - it has no event
+                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         except (ServiceError, TimeoutError) as error:
-            log.warning("could not deregister this engine from the router: %s", str(error) or "no answer")
+            log.warning(
+                "could not deregister this engine from the router: %s", str(error) or "no answer"
+            )
 
     async def _launch_engine(self) -> list[str]:
         self._starts.inc()
@@ -214,8 +235,14 @@ class Agent:
         # Fails when another process listens on the port: it would answer instead of the engine.
         listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
         newest = self._follower.newest
-        if newest is not None:  # not from the trainer's directory, which the trainer may remove at any time
-            newest = newest if self._store.hold(newest[1]) and await self._store.verify(*newest) else None
+        if (
+            newest is not None
+        ):  # not from the trainer's directory, which the trainer may remove at any time
+            newest = (
+                newest
+                if self._store.hold(newest[1]) and await self._store.verify(*newest)
+                else None
+            )
         self._started_with = newest
         model, label = self._config.model.name, BASE_VERSION
         if newest is not None and newest[0].kind == "model":
@@ -229,7 +256,9 @@ class Agent:
         else:
             manifest, path = self._started_with
             serves = WeightId.of(manifest)
-            await self._engine_api.confirm(str(manifest.version) if manifest.kind == "model" else BASE_VERSION)
+            await self._engine_api.confirm(
+                str(manifest.version) if manifest.kind == "model" else BASE_VERSION
+            )
             if manifest.kind == "adapter":  # an engine starts without an adapter
                 await self._follower.load(manifest, path)
         self._store.hold(None)
@@ -252,7 +281,11 @@ class Agent:
             except ServiceError as error:
                 self._warnings.warn("router", f"the router does not answer: {error}")
             if (done and wanted) != self._registered:
-                log.info("the router %s %s", "sends traffic to" if done and wanted else "does not list", self.url)
+                log.info(
+                    "the router %s %s",
+                    "sends traffic to" if done and wanted else "does not list",
+                    self.url,
+                )
             self._registered = done and wanted
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
@@ -265,10 +298,14 @@ class Agent:
                     continue
                 try:
                     if await self._engine_api.is_paused():
-                        log.warning("another program paused the engine: resuming it; the engine's log shows the call")
+                        log.warning(
+                            "another program paused the engine: resuming it; the engine's log shows the call"
+                        )
                         await self._engine_api.resume()
                 except ServiceError as error:
-                    self._warnings.warn("paused", f"the paused engine could not be resumed: {error}")
+                    self._warnings.warn(
+                        "paused", f"the paused engine could not be resumed: {error}"
+                    )
 
     async def _report(self) -> None:
         while True:
@@ -281,9 +318,13 @@ class Agent:
 
 
 def _gpus(rollout: RolloutSection) -> int:
-    """Returns the number of GPUs of an engine. The embedded engine uses one if this node has any."""
+    """Returns the number of GPUs of an engine. The embedded engine uses one if this node has
+    any.
+    """
     if rollout.engine == "embedded":
-        return int(rollout.device == "cuda" or (rollout.device == "auto" and assigned_gpus() is not None))
+        return int(
+            rollout.device == "cuda" or (rollout.device == "auto" and assigned_gpus() is not None)
+        )
     return rollout.tensor_parallel_size if rollout.device != "cpu" else 0
 
 

@@ -10,9 +10,16 @@ from services.rollout.agent import Agent, AgentStatus
 def create_agent_app(agent: Agent, metrics: Metrics) -> FastAPI:
     """Returns the agent's app; the node runs while the app runs.
 
-    `/health` is 200 when the engine is up, serves the newest known weights, and is listed by the router.
+    `/health` is 200 when the engine is up, serves the newest known weights, and is listed by the
+    router.
     """
-    app = create_app("rollout-server", not_ready=agent.problem, lifespan=agent.running, metrics=metrics, max_body_bytes=1 << 20)
+    app = create_app(
+        "rollout-server",
+        not_ready=agent.problem,
+        lifespan=agent.running,
+        metrics=metrics,
+        max_body_bytes=1 << 20,
+    )
 
     @app.get("/status")
     async def status() -> AgentStatus:

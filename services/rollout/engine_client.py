@@ -1,4 +1,6 @@
-"""The node's engine: its command line and its control calls. Both engines have SGLang's HTTP API."""
+"""The node's engine: its command line and its control calls. Both engines have SGLang's HTTP
+API.
+"""
 
 import asyncio
 import logging
@@ -24,7 +26,8 @@ from services.rollout.keyed import run_module
 
 log = logging.getLogger(__name__)
 _ENV = {
-    # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and agent.
+    # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and
+    # agent.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
@@ -32,7 +35,8 @@ _ENV = {
 }
 _CPU_ENV = {
     "SGLANG_PLATFORM": "torch_cpu",  # jobgroup/sglang-cpu/plugin
-    "SGLANG_USE_CPU_ENGINE": "0",  # SGLang's own CPU platform needs operators that have no CPU build
+    # SGLang's own CPU platform needs operators that have no CPU build
+    "SGLANG_USE_CPU_ENGINE": "0",
 }
 _CPU_OPTIONS = {
     "device": "cpu",
@@ -47,7 +51,8 @@ _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 
 
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier tokens."""
+"""Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
+tokens."""
 
 
 class LoadFailed(ServiceError):
@@ -57,14 +62,18 @@ class LoadFailed(ServiceError):
     code = "load_failed"
 
 
-def engine_command(config: Config, topology: Topology, model_path: str, weight_version: str) -> list[str]:
+def engine_command(
+    config: Config, topology: Topology, model_path: str, weight_version: str
+) -> list[str]:
     """Returns the command line of this node's engine.
 
     Raises ConfigError when `rollout.engine_python` is missing, or a setting does not work on a CPU.
     """
     rollout = config.rollout
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
-    seed = config.seed * topology.num_nodes + topology.node_rank  # nodes must sample different answers
+    seed = (
+        config.seed * topology.num_nodes + topology.node_rank
+    )  # nodes must sample different answers
     common = {
         "model-path": model_path,
         "host": host,
@@ -86,21 +95,36 @@ def engine_command(config: Config, topology: Topology, model_path: str, weight_v
         "load-format": "safetensors",  # never a pickle
     }
     if on_cpu:
-        options |= _CPU_OPTIONS | {"max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens}
+        options |= _CPU_OPTIONS | {
+            "max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens
+        }
     if bound := _sglang_bound(model_path):
         tokens, reason = bound
-        lengths = {"sampling": config.sampling.max_new_tokens, "evaluation": config.evaluation.max_new_tokens or 0}
+        lengths = {
+            "sampling": config.sampling.max_new_tokens,
+            "evaluation": config.evaluation.max_new_tokens or 0,
+        }
         if too_long := [section for section, length in lengths.items() if length >= tokens]:
             remedy = f"lower it to less than {tokens}, or set rollout.engine=embedded"
             field, value = f"{too_long[0]}.max_new_tokens", lengths[too_long[0]]
-            raise ConfigError(f"{reason}, and completions can be longer", field=field, value=value, remedy=remedy)
+            raise ConfigError(
+                f"{reason}, and completions can be longer", field=field, value=value, remedy=remedy
+            )
         options["context-length"] = tokens
     trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
     saver = ["--enable-memory-saver"] if rollout.colocate else []
     own = [*saver, *(_CPU_FLAGS if on_cpu else head)]
     flags = ["--enable-metrics", *own, *trust, *_lora_options(config), *rollout.engine_args]
-    tls_options = {"ssl-certfile": files.certificate, "ssl-keyfile": files.key} if (files := tls()).certificate else {}
-    return [*run_module(str(_sglang_python(rollout)), "sglang.launch_server"), *to_options(options | tls_options), *flags]
+    tls_options = (
+        {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
+        if (files := tls()).certificate
+        else {}
+    )
+    return [
+        *run_module(str(_sglang_python(rollout)), "sglang.launch_server"),
+        *to_options(options | tls_options),
+        *flags,
+    ]
 
 
 def engine_env(config: Config) -> dict[str, str]:
@@ -108,16 +132,23 @@ def engine_env(config: Config) -> dict[str, str]:
     if config.rollout.engine == "embedded":
         return _ENV
     if config.rollout.device != "cpu":
-        return _ENV | config.rollout.nccl_env() | toolkit_env(Path(config.rollout.engine_python), os.environ)
-    offline = {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}  # else it asks the hub anyway
+        return (
+            _ENV
+            | config.rollout.nccl_env()
+            | toolkit_env(Path(config.rollout.engine_python), os.environ)
+        )
+    offline = (
+        {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}
+    )  # else it asks the hub anyway
     return _ENV | _CPU_ENV | offline
 
 
 def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that point SGLang to ninja and nvcc in its own environment, which it compiles kernels with.
+    """Returns the variables that point SGLang to ninja and nvcc in its own environment, which it
+    compiles kernels with.
 
-    A CUDA toolkit named by `env` is kept. Otherwise the toolkit of the wheels is used, which `jobgroup/setup.sh`
-    completes; without these wheels SGLang looks for the system's toolkit.
+    A CUDA toolkit named by `env` is kept. Otherwise the toolkit of the wheels is used, which
+    `jobgroup/setup.sh` completes; without these wheels SGLang looks for the system's toolkit.
     """
     programs, named = python.absolute().parent, env.get("CUDA_HOME") or env.get("CUDA_PATH")
     wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
@@ -130,17 +161,34 @@ def _sglang_python(rollout: RolloutSection) -> Path:
     if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
         reason = "an engine on a CPU has only one process"
         remedy = "set it to 1, or set rollout.device=cuda"
-        raise ConfigError(reason, field="rollout.tensor_parallel_size", value=rollout.tensor_parallel_size, remedy=remedy)
-    python = Path(rollout.engine_python).absolute()  # not resolved: the symlink identifies the virtual environment
+        raise ConfigError(
+            reason,
+            field="rollout.tensor_parallel_size",
+            value=rollout.tensor_parallel_size,
+            remedy=remedy,
+        )
+    python = Path(
+        rollout.engine_python
+    ).absolute()  # not resolved: the symlink identifies the virtual environment
     if not python.is_file():
-        install = "run make sglang-cpu" if rollout.device == "cpu" else "install sglang in a separate environment"
+        install = (
+            "run make sglang-cpu"
+            if rollout.device == "cpu"
+            else "install sglang in a separate environment"
+        )
         remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
-        raise ConfigError("this Python does not have sglang", field="rollout.engine_python", value=str(python), remedy=remedy)
+        raise ConfigError(
+            "this Python does not have sglang",
+            field="rollout.engine_python",
+            value=str(python),
+            remedy=remedy,
+        )
     return python
 
 
 def _sglang_bound(model_path: str) -> tuple[int, str] | None:
-    """Returns up to how many tokens SGLang computes a model as transformers does, and the reason; None for all lengths.
+    """Returns up to how many tokens SGLang computes a model as transformers does, and the reason;
+    None for all lengths.
 
     Raises ConfigError for a model that it computes differently at any length.
     """
@@ -155,7 +203,9 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
     bounds: list[tuple[int, str]] = []
     windowed = shape.get("use_sliding_window", True) and shape.get("model_type") in _WITHOUT_WINDOWS
     if windowed and (window := shape.get("sliding_window")):
-        bounds.append((window, f"SGLang ignores the attention window of this model, {window} tokens"))
+        bounds.append(
+            (window, f"SGLang ignores the attention window of this model, {window} tokens")
+        )
     if switches_at := switch_length(shape):
         reason = f"SGLang changes the LongRoPE factors of a whole batch when a sequence of it exceeds {switches_at} tokens"
         bounds.append((switches_at, reason))
@@ -168,23 +218,33 @@ def _lora_options(config: Config) -> list[str]:
         return []
     options = {
         "max-lora-rank": config.lora.rank,
-        "max-loras-per-batch": adapters_kept(config) + 1,  # the model without an adapter counts as one
+        "max-loras-per-batch": adapters_kept(config)
+        + 1,  # the model without an adapter counts as one
         **({"lora-backend": "torch_native"} if config.rollout.device == "cpu" else {}),
     }
     targets = config.lora.target_modules or ["all"]
-    return ["--enable-lora", "--lora-strict-loading", *to_options(options), "--lora-target-modules", *targets]
+    return [
+        "--enable-lora",
+        "--lora-strict-loading",
+        *to_options(options),
+        "--lora-target-modules",
+        *targets,
+    ]
 
 
 def adapters_kept(config: Config) -> int:
-    """Returns the number of adapters to keep on an engine: the newest, and those that requests may still name."""
+    """Returns the number of adapters to keep on an engine: the newest, and those that requests may
+    still name.
+    """
     return config.trainer.max_staleness + 2
 
 
 def released_memory(config: Config) -> list[str]:
-    """Returns the kinds of memory (SGLang's tags) that a sleeping engine releases; none when it has its own GPUs.
+    """Returns the kinds of memory (SGLang's tags) that a sleeping engine releases; none when it has
+    its own GPUs.
 
-    Released weights lose their values, which the next version restores. An adapter cannot restore its base model, so
-    with adapters the weights stay.
+    Released weights lose their values, which the next version restores. An adapter cannot restore
+    its base model, so with adapters the weights stay.
     """
     if not config.rollout.colocate:
         return []
@@ -197,7 +257,8 @@ def to_options(options: dict[str, object]) -> list[str]:
 
 
 class EngineClient(Client):
-    """Client for the control calls of one engine, sent directly because the router does not forward them.
+    """Client for the control calls of one engine, sent directly because the router does not forward
+    them.
 
     `changing` is held while the agent loads weights and may therefore have paused the engine.
     """
@@ -209,20 +270,28 @@ class EngineClient(Client):
         """The kinds of memory that the engine has released."""
 
     async def weight_version(self) -> str:
-        return str(_field(await self.request("GET", "/model_info", deadline_s=30), "weight_version"))
+        return str(
+            _field(await self.request("GET", "/model_info", deadline_s=30), "weight_version")
+        )
 
-    async def load(self, directory: Path, version: str, timeout_s: float, whole: bool = True) -> None:
-        """Replaces the weights; running requests pause and continue with the new weights. A sleeping engine wakes up.
+    async def load(
+        self, directory: Path, version: str, timeout_s: float, whole: bool = True
+    ) -> None:
+        """Replaces the weights; running requests pause and continue with the new weights. A
+        sleeping engine wakes up.
 
-        Raises LoadFailed or ServiceError when the engine does not confirm the version. Before that it resumes with the
-        old weights, unless it holds only part of a version (`whole` false) or was asleep.
+        Raises LoadFailed or ServiceError when the engine does not confirm the version. Before that
+        it resumes with the old weights, unless it holds only part of a version (`whole` false) or
+        was asleep.
         """
         try:
             if not self.asleep:
                 await self.pause()
             await self._wake("weights", timeout_s)
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
-            response = await self.request("POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s)
+            response = await self.request(
+                "POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s
+            )
             if _field(response, "success") is not True:
                 reason = f"the engine did not load weights {version}: {shorten(response.text)}"
                 raise LoadFailed(reason, field="/update_weights_from_disk", remedy=OTHER_ENGINE)
@@ -247,13 +316,17 @@ class EngineClient(Client):
         self.asleep = list(memory)
 
     async def _wake(self, memory: str, timeout_s: float) -> None:
-        """Makes the engine allocate one kind of memory again, if released: SGLang would crash if asked twice."""
+        """Makes the engine allocate one kind of memory again, if released: SGLang would crash if
+        asked twice.
+        """
         if memory in self.asleep:
             await self._once("/resume_memory_occupation", {"tags": [memory]}, timeout_s)
             self.asleep.remove(memory)
 
     async def is_paused(self) -> bool:
-        """Whether the engine answers but is not ready to generate: both engines return 503 while paused."""
+        """Whether the engine answers but is not ready to generate: both engines return 503 while
+        paused.
+        """
         try:
             return (await self.http.get("/ready", timeout=5)).status_code == 503
         except (httpx.TransportError, OSError):
@@ -282,8 +355,12 @@ class EngineClient(Client):
         return response
 
     async def checksums(self, timeout_s: float) -> list[dict[str, str]]:
-        """Returns, for each GPU, the checksums of all tensors by their names in the engine. Raises ServiceError."""
-        response = await self.request("POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s)
+        """Returns, for each GPU, the checksums of all tensors by their names in the engine. Raises
+        ServiceError.
+        """
+        response = await self.request(
+            "POST", "/weights_checker", json={"action": "checksum"}, deadline_s=timeout_s
+        )
         try:
             return [dict(rank["checksums"]) for rank in response.json()["ranks"]]
         except (ValueError, KeyError, TypeError):
@@ -297,13 +374,17 @@ class EngineClient(Client):
             reason = f"the engine serves weights {served} instead of {version}"
             raise LoadFailed(reason, field="weight_version", value=served, remedy=OTHER_ENGINE)
 
-    async def load_adapter(self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float) -> None:
-        """Loads the adapter in `directory` without a pause, and unloads all but the newest `keep` of its run.
+    async def load_adapter(
+        self, directory: Path, manifest: WeightManifest, keep: int, timeout_s: float
+    ) -> None:
+        """Loads the adapter in `directory` without a pause, and unloads all but the newest `keep`
+        of its run.
 
-        An adapter's name contains its run and version, so it never refers to other weights: a request keeps its adapter
-        to the end, and a request for an unloaded adapter is refused (400). The engine's version label stays that of the
-        model it started with. Unloading waits for requests that use the adapter. Raises LoadFailed or ServiceError when
-        the engine refuses.
+        An adapter's name contains its run and version, so it never refers to other weights: a
+        request keeps its adapter to the end, and a request for an unloaded adapter is refused
+        (400). The engine's version label stays that of the model it started with. Unloading waits
+        for requests that use the adapter. Raises LoadFailed or ServiceError when the engine
+        refuses.
         """
         if self.asleep:
             await self._wake("kv_cache", timeout_s)
@@ -318,9 +399,13 @@ class EngineClient(Client):
                 raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
         own = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
         for other in sorted(loaded.keys() - {name, *own[-keep:]}):
-            await self._change_adapters("/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False)
+            await self._change_adapters(
+                "/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False
+            )
 
-    async def _change_adapters(self, path: str, body: dict[str, str], timeout_s: float, wanted: bool) -> dict[str, str]:
+    async def _change_adapters(
+        self, path: str, body: dict[str, str], timeout_s: float, wanted: bool
+    ) -> dict[str, str]:
         """Returns the adapters after a call.
 
         A refusal is not an error if an earlier attempt, whose response was lost, worked.
@@ -336,11 +421,15 @@ class EngineClient(Client):
     async def adapters(self) -> dict[str, str]:
         """Returns the directories of the loaded LoRA adapters by name."""
         listed = (await self.request("GET", "/v1/models", deadline_s=30)).json()["data"]
-        return {str(card["id"]): str(card["root"]) for card in listed if card.get("parent") is not None}
+        return {
+            str(card["id"]): str(card["root"]) for card in listed if card.get("parent") is not None
+        }
 
 
 def _refused(path: str, response: httpx.Response) -> LoadFailed:
-    return LoadFailed(f"the engine refused {path}: {shorten(response.text)}", field=path, remedy=OTHER_ENGINE)
+    return LoadFailed(
+        f"the engine refused {path}: {shorten(response.text)}", field=path, remedy=OTHER_ENGINE
+    )
 
 
 def _field(response: httpx.Response, name: str) -> object:

@@ -1,4 +1,6 @@
-"""Supervised child processes. Each is a process group, logs to a file and to stderr, and ends with this process."""
+"""Supervised child processes. Each is a process group, logs to a file and to stderr, and ends with
+this process.
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +33,9 @@ _PROBE_S = 5.0
 
 
 class ChildFailed(ServiceError):
-    """A child process failed several times in a row: at its start, or soon after it with an error of its own."""
+    """A child process failed several times in a row: at its start, or soon after it with an error
+    of its own.
+    """
 
     code = "child_failed"
 
@@ -39,7 +43,9 @@ class ChildFailed(ServiceError):
 class Child:
     """A running process group, made by `start`; a task copies its output."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log_file: Path, shown: bool) -> None:
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log_file: Path, shown: bool
+    ) -> None:
         self.name, self._process, self._shown_too = name, process, shown
         self.pid = process.pid
         self._tail = b""
@@ -47,8 +53,12 @@ class Child:
         self._pump = asyncio.create_task(self._copy_output())
 
     @classmethod
-    async def start(cls, name: str, words: list[str], env: Mapping[str, str], log_file: Path, shown: bool = True) -> Self:
-        """Starts `words` with `env` added to the environment; its output is appended to `log_file`, and `shown` on stderr."""
+    async def start(
+        cls, name: str, words: list[str], env: Mapping[str, str], log_file: Path, shown: bool = True
+    ) -> Self:
+        """Starts `words` with `env` added to the environment; its output is appended to `log_file`,
+        and `shown` on stderr.
+        """
         log_file.parent.mkdir(parents=True, exist_ok=True)
         process = await asyncio.create_subprocess_exec(
             *child.command(words),
@@ -76,7 +86,12 @@ class Child:
             if not lines or not self._shown_too:
                 continue
             with contextlib.suppress(OSError):  # stderr is closed; the log file has everything
-                print(*(self._shown(line.decode("utf-8", "replace")) for line in lines), sep="\n", file=sys.stderr, flush=True)
+                print(
+                    *(self._shown(line.decode("utf-8", "replace")) for line in lines),
+                    sep="\n",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _shown(self, line: str) -> str:
         """Formats a line of output like this process's log; JSON lines are unchanged."""
@@ -89,19 +104,24 @@ class Child:
         return formatter.line(self.name, _COLOURS.sub("", line))
 
     def _append(self, chunk: bytes) -> None:
-        """Writes to the log file. A full disk must not stop the reading, or the child would block on its output."""
+        """Writes to the log file. A full disk must not stop the reading, or the child would block
+        on its output.
+        """
         try:
             self._log.write(chunk)
             self._log.flush()
         except OSError as error:
             if not self._log_failed:
-                log.error("the output of %s is no longer written to its log file: %s", self.name, error)
+                log.error(
+                    "the output of %s is no longer written to its log file: %s", self.name, error
+                )
             self._log_failed = True
 
     async def wait(self) -> int:
         """Waits for the command and returns its exit status, 128 + n when signal n ended it.
 
-        It polls, because asyncio's own `wait` may block until the last grandchild has closed the output.
+        It polls, because asyncio's own `wait` may block until the last grandchild has closed the
+        output.
         """
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -111,16 +131,22 @@ class Child:
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:
-        """Ends the group: sends SIGTERM to the command, and SIGKILL to what is left after `grace_s` seconds."""
+        """Ends the group: sends SIGTERM to the command, and SIGKILL to what is left after `grace_s`
+        seconds.
+        """
         if grace_s > 0 and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wait(), grace_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # PermissionError: macOS, only zombies left
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # PermissionError: macOS, only zombies left
             os.killpg(self.pid, signal.SIGKILL)
         await self.wait()
-        with contextlib.suppress(TimeoutError):  # a process that left the group may still hold the pipe
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a process that left the group may still hold the pipe
             await asyncio.wait_for(self._pump, 2)
         with contextlib.suppress(OSError):
             self._log.close()
@@ -142,15 +168,17 @@ class Timing:
     max_failed_starts: int = 5
     """Failed starts in a row that are fatal."""
     max_crashes: int = 5
-    """Errors of the child's own in a row that are fatal: it ended by itself before it was stable."""
+    """Errors of the child's own in a row that are fatal: it ended by itself before it was
+    stable."""
 
 
 class Supervised:
     """A supervised child: started, probed, killed when it hangs, and restarted with growing pauses.
 
-    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or None. An error in
-    `on_up` counts as a failed start; `on_down` gets the reason for the end. If `shown`, the output also goes to stderr. A
-    child that a signal ended, or that hung, is started again however often that happens.
+    `launch` returns the command before every start; `probe` returns why the child is unhealthy, or
+    None. An error in `on_up` counts as a failed start; `on_down` gets the reason for the end. If
+    `shown`, the output also goes to stderr. A child that a signal ended, or that hung, is started
+    again however often that happens.
     """
 
     def __init__(
@@ -182,17 +210,20 @@ class Supervised:
         self._restart_reason = reason
 
     async def run(self) -> None:
-        """Keeps the child running until cancelled; then sends SIGTERM, and SIGKILL after 10 seconds.
+        """Keeps the child running until cancelled; then sends SIGTERM, and SIGKILL after 10
+        seconds.
 
-        Raises ChildFailed, with the end of the output, after several failures in a row, and ConfigError at once when the
-        child ends with `WRONG_SETTING`.
+        Raises ChildFailed, with the end of the output, after several failures in a row, and
+        ConfigError at once when the child ends with `WRONG_SETTING`.
         """
         while True:
             tail, reason = await self._run_once()
             log.error("%s: %s", self.name, reason)
             if self._status == WRONG_SETTING:
                 said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
-                raise ConfigError(f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}")
+                raise ConfigError(
+                    f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}"
+                )
             what = ""
             if self._failed_starts >= self._timing.max_failed_starts:
                 what = f"failed to start {self._failed_starts} times"
@@ -203,7 +234,10 @@ class Supervised:
                     f"{self.name} {what} in a row, most recently: {reason}\nthe end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )
-            pause = min(self._timing.max_backoff_s, self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1))
+            pause = min(
+                self._timing.max_backoff_s,
+                self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1),
+            )
             await asyncio.sleep(pause)
 
     async def _run_once(self) -> tuple[str, str]:
@@ -244,14 +278,18 @@ class Supervised:
         silent_s = 0.0
         try:
             while True:
-                await asyncio.wait({ended}, timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s))
+                await asyncio.wait(
+                    {ended},
+                    timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s),
+                )
                 if ended.done():
                     self._status = ended.result()
                     return f"the process ended with status {self._status}"
                 if self._restart_reason is not None:
                     return self._restart_reason
                 problem, now = await self._probe(), time.monotonic()
-                # If a round took longer, this process was stopped or starved, which says nothing about the child.
+                # If a round took longer, this process was stopped or starved, which says nothing
+                # about the child.
                 silent_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
                 before = now
                 if problem is None:

@@ -14,8 +14,9 @@ from services.rollout.keyed import run_module
 
 _MODULES = {"sglang-router": "sglang_router", "smg": "smg"}
 _SMG_OPTIONS = [
-    # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch of groups is
-    # hundreds of requests at once, each as long as its longest completion, and weight updates pause all of them.
+    # By default smg skips an engine with 8 waiting requests, or with none finished for 3 s. A batch
+    # of groups is hundreds of requests at once, each as long as its longest completion, and weight
+    # updates pause all of them.
     "--disable-worker-overload-protection",
     "--worker-wedge-secs=1000000",
     "--disable-tokenizer-autoload",  # it would query the hub; requests contain token ids anyway
@@ -27,14 +28,16 @@ _SMG_OPTIONS = [
 def router_command(config: Config, topology: Topology) -> list[str]:
     """Returns the command line of a router without workers: agents register their engines.
 
-    The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker that is back on its
-    URL. Raises ConfigError when the router is not installed.
+    The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker
+    that is back on its URL. Raises ConfigError when the router is not installed.
     """
     name = config.rollout.router
     if importlib.util.find_spec(_MODULES[name]) is None:
         extra = "rollout" if name == "sglang-router" else "rollout,smg"
         remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{extra}]', or set another rollout.router"
-        raise ConfigError(f"{name} is not installed", field="rollout.router", value=name, remedy=remedy)
+        raise ConfigError(
+            f"{name} is not installed", field="rollout.router", value=name, remedy=remedy
+        )
     host, port = topology.bind(ROLLOUT, config.rollout.router_port)
     metrics_host, metrics_port = topology.bind(ROLLOUT, config.rollout.router_metrics_port)
     options: dict[str, object] = {
@@ -58,7 +61,12 @@ def router_command(config: Config, topology: Topology) -> list[str]:
     if (files := tls()).certificate:
         options |= {"tls-cert-path": files.certificate, "tls-key-path": files.key}
     module = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
-    return [*module, *to_options(options), "--disable-circuit-breaker", *(_SMG_OPTIONS if name == "smg" else ())]
+    return [
+        *module,
+        *to_options(options),
+        "--disable-circuit-breaker",
+        *(_SMG_OPTIONS if name == "smg" else ()),
+    ]
 
 
 def router_env() -> dict[str, str]:
@@ -73,13 +81,17 @@ class RouterClient(Client):
     """Client for the router's list of workers."""
 
     async def reconcile(self, url: str, wanted: bool) -> bool:
-        """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or removed.
+        """Adds or removes the engine at `url`. Returns True once it is listed as healthy, or
+        removed.
 
-        The router needs a moment, so call it again until then. Raises ServiceError for an unexpected response.
+        The router needs a moment, so call it again until then. Raises ServiceError for an
+        unexpected response.
         """
         try:
             workers = (await self.request("GET", "/workers", deadline_s=3)).json()["workers"]
-            own = [worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")]
+            own = [
+                worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")
+            ]
             mine = {str(worker["id"]): bool(worker["is_healthy"]) for worker in own}
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(
@@ -97,7 +109,9 @@ class RouterClient(Client):
             await self._send("POST", "/workers", accepted=409, json={"url": url} | key)
         return any(mine.values())
 
-    async def _send(self, method: str, path: str, accepted: int, json: dict[str, str] | None = None) -> None:
+    async def _send(
+        self, method: str, path: str, accepted: int, json: dict[str, str] | None = None
+    ) -> None:
         try:
             await self.request(method, path, json=json, deadline_s=3)
         except ServiceError as error:

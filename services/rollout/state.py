@@ -1,4 +1,6 @@
-"""The state of a node's engine and the decisions that follow. Pure: no processes, no HTTP, no clock."""
+"""The state of a node's engine and the decisions that follow. Pure: no processes, no HTTP, no
+clock.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +16,8 @@ _MAX_BACKOFF_S = 30.0
 class NodeState:
     """The engine, the weights it serves, and the weights it should serve.
 
-    An engine that (re)started or failed an update gets no traffic until it serves the newest known weights. An updating
-    engine keeps its traffic; the requests wait.
+    An engine that (re)started or failed an update gets no traffic until it serves the newest known
+    weights. An updating engine keeps its traffic; the requests wait.
     """
 
     engine: Literal["starting", "up", "failed"] = "starting"
@@ -32,8 +34,8 @@ class NodeState:
     detail: str = ""
     draining: bool = False
     asleep: bool = False
-    """Whether the trainer has the shared GPUs and the engine holds no memory there: it sleeps or waits to be
-    started."""
+    """Whether the trainer has the shared GPUs and the engine holds no memory there: it sleeps or
+    waits to be started."""
 
     def engine_up(self, serves: WeightId | None) -> None:
         self.engine, self.serves, self.failed_loads = "up", serves, 0
@@ -42,7 +44,13 @@ class NodeState:
 
     def engine_down(self, reason: str) -> None:
         """Records that the engine has ended; it is being restarted."""
-        self.engine, self.serves, self.admitted, self.updating, self.detail = "failed", None, False, False, reason
+        self.engine, self.serves, self.admitted, self.updating, self.detail = (
+            "failed",
+            None,
+            False,
+            False,
+            reason,
+        )
         self.asleep = False
 
     def update_done(self, serves: WeightId) -> None:
@@ -92,4 +100,6 @@ class NodeState:
         if self.in_traffic:
             return None
         target = "the base model" if self.wanted is None else f"weights {self.wanted.version}"
-        return f"the engine is {self.worker_state}, wanted: {target}" + (f": {self.detail}" if self.detail else "")
+        return f"the engine is {self.worker_state}, wanted: {target}" + (
+            f": {self.detail}" if self.detail else ""
+        )

@@ -10,10 +10,12 @@ from typing import Any, Literal
 from common.errors import InvalidInput
 from services.sandbox.values import decoded
 
-CaseStatus = Literal["passed", "wrong", "error", "timeout", "memory", "output", "died", "starved", "skipped"]
-"""`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a limit. `died`: its
-process ended before the test. `starved`: it got too little CPU to use its time. `skipped`: not run, because the score
-was decided or the time for all cases was used up."""
+CaseStatus = Literal[
+    "passed", "wrong", "error", "timeout", "memory", "output", "died", "starved", "skipped"
+]
+"""`wrong`: another output or value. `error`: it raised. `timeout`, `memory`, `output`: over a
+limit. `died`: its process ended before the test. `starved`: it got too little CPU to use its time.
+`skipped`: not run, because the score was decided or the time for all cases was used up."""
 
 _RELATIVE = 1e-9
 
@@ -31,12 +33,15 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One test case: the request that enters the sandbox, and the expected value that stays outside."""
+    """One test case: the request that enters the sandbox, and the expected value that stays
+    outside.
+    """
 
     request: dict[str, Any]
     expected: Any = None
     exact: bool = True
-    """Compare with Python's `==`; otherwise floats may differ by a relative 1e-9, and any iterable matches a list."""
+    """Compare with Python's `==`; otherwise floats may differ by a relative 1e-9, and any iterable
+    matches a list."""
     equal: bool = True
     """False for `assert … != literal`."""
 
@@ -55,7 +60,14 @@ class Case:
                 value = decoded(json.loads(done["value"]))
                 same = value == self.expected if self.exact else _close(value, self.expected)
                 right = bool(same) == self.equal
-            except (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError):
+            except (
+                ValueError,
+                TypeError,
+                LookupError,
+                AttributeError,
+                RecursionError,
+                MemoryError,
+            ):
                 right = False  # the program forged the report
         return CaseResult("passed" if right else "wrong", seconds, detail)
 
@@ -64,9 +76,10 @@ def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
     """Returns the test cases of one problem.
 
     Args:
-        cases: the column of the data set: a list, or JSON text of one, or one text of Python tests. Each is
-            `{"input": text, "output": text}` (or `expected_output`): a program that reads standard input;
-            `{"function": name, "args": [...], "kwargs": {...}, "output": value}`: a call;
+        cases: the column of the data set: a list, or JSON text of one, or one text of Python tests.
+            Each is `{"input": text, "output": text}` (or `expected_output`): a program that reads
+            standard input; `{"function": name, "args": [...], "kwargs": {...}, "output": value}`: a
+            call;
             or a text: Python tests, usually one `assert` line.
         where: the field, for errors.
 
@@ -81,7 +94,12 @@ def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
     if isinstance(cases, dict):
         cases = [cases]
     if not isinstance(cases, (list, tuple)) or not cases:
-        raise InvalidInput("there are no test cases", field=where, value=cases, remedy="give a list of at least one case")
+        raise InvalidInput(
+            "there are no test cases",
+            field=where,
+            value=cases,
+            remedy="give a list of at least one case",
+        )
     return [_parsed(case, f"{where}[{i}]") for i, case in enumerate(cases)]
 
 
@@ -93,7 +111,12 @@ def _parsed(case: Any, where: str) -> Case:
         expected = case.get(key)
         name = case.get("function", case.get("fn_name"))
         if isinstance(name, str) and key and isinstance(case.get("args", []), list):
-            request = {"kind": "call", "function": name, "args": case.get("args", []), "kwargs": case.get("kwargs", {})}
+            request = {
+                "kind": "call",
+                "function": name,
+                "args": case.get("args", []),
+                "kwargs": case.get("kwargs", {}),
+            }
             return Case(request, expected, exact=False)
         if name is None and isinstance(expected, str) and isinstance(case.get("input", ""), str):
             return Case({"kind": "stdin", "input": case.get("input", "")}, expected)
@@ -106,18 +129,32 @@ def _parsed(case: Any, where: str) -> Case:
 
 
 def _from_python(text: str, where: str) -> Case:
-    """Parses a test in Python. `assert f(…) == literal` is compared outside; the sandbox never sees the literal."""
+    """Parses a test in Python. `assert f(…) == literal` is compared outside; the sandbox never sees
+    the literal.
+    """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidInput(
-            f"the test is not valid Python: {error}", field=where, value=text, remedy="correct the test"
+            f"the test is not valid Python: {error}",
+            field=where,
+            value=text,
+            remedy="correct the test",
         ) from None
     if not tree.body:
         raise InvalidInput("the test is empty", field=where, value=text, remedy="remove the test")
-    test = tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
-    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], (ast.Eq, ast.NotEq, ast.Is)):
-        for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+    test = (
+        tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
+    )
+    if (
+        isinstance(test, ast.Compare)
+        and len(test.ops) == 1
+        and isinstance(test.ops[0], (ast.Eq, ast.NotEq, ast.Is))
+    ):
+        for expression, literal in (
+            (test.left, test.comparators[0]),
+            (test.comparators[0], test.left),
+        ):
             try:
                 expected = ast.literal_eval(literal)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -130,17 +167,23 @@ def _from_python(text: str, where: str) -> Case:
 
 
 def _is_call(expression: ast.expr) -> bool:
-    """Whether an expression only calls a function of the program. Anything else is evaluated in the test's process."""
+    """Whether an expression only calls a function of the program. Anything else is evaluated in the
+    test's process.
+    """
     if not isinstance(expression, ast.Call) or (
         isinstance(expression.func, ast.Name) and hasattr(builtins, expression.func.id)
     ):
         return False
     arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
-    return not any(isinstance(node, ast.Call) for argument in arguments for node in ast.walk(argument))
+    return not any(
+        isinstance(node, ast.Call) for argument in arguments for node in ast.walk(argument)
+    )
 
 
 def _close(value: Any, expected: Any) -> bool:
-    """Compares with a value from JSON: any iterable matches a list, text matches keys, floats match to 9 digits."""
+    """Compares with a value from JSON: any iterable matches a list, text matches keys, floats match
+    to 9 digits.
+    """
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, (int, float)) and isinstance(value, (int, float)):
@@ -151,12 +194,21 @@ def _close(value: Any, expected: Any) -> bool:
         except OverflowError:
             return False
     if isinstance(expected, list) and isinstance(value, (list, tuple)):
-        return len(value) == len(expected) and all(_close(a, b) for a, b in zip(value, expected, strict=True))
+        return len(value) == len(expected) and all(
+            _close(a, b) for a, b in zip(value, expected, strict=True)
+        )
     if isinstance(expected, list) and isinstance(value, (set, frozenset)):  # in any order
-        return len(value) == len(expected) and _close(sorted(value, key=_order), sorted(expected, key=_order))
+        return len(value) == len(expected) and _close(
+            sorted(value, key=_order), sorted(expected, key=_order)
+        )
     if isinstance(expected, dict) and isinstance(value, dict):
-        keyed = {key if isinstance(key, str) else json.dumps(key, default=repr): item for key, item in value.items()}
-        return keyed.keys() == expected.keys() and all(_close(keyed[key], item) for key, item in expected.items())
+        keyed = {
+            key if isinstance(key, str) else json.dumps(key, default=repr): item
+            for key, item in value.items()
+        }
+        return keyed.keys() == expected.keys() and all(
+            _close(keyed[key], item) for key, item in expected.items()
+        )
     return type(value) is type(expected) and bool(value == expected)
 
 

@@ -38,7 +38,12 @@ _CLONE_THREAD = 0x00010000
 _AF_UNIX = 1
 _F_SETPIPE_SZ = 1031
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-_BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF, 32, 33)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
+_BUFFER_SIZES = (
+    socket.SO_SNDBUF,
+    socket.SO_RCVBUF,
+    32,
+    33,
+)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
 _FORBIDDEN = {
     "keys, tracing, kernel interfaces with a history of holes": "add_key keyctl request_key bpf perf_event_open "
     "io_uring_setup io_uring_enter io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise "
@@ -61,7 +66,8 @@ class Interpreter:
     folders: tuple[str, ...]
     """Folders outside `/usr` that the interpreter needs."""
     packages: bool
-    """Whether programs may import its installed packages: only if the operator named the interpreter."""
+    """Whether programs may import its installed packages: only if the operator named the
+    interpreter."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,17 @@ class Variant:
     proc: bool
     """Mount a new `/proc`, which a container with a masked `/proc` cannot do."""
     disable_userns: bool
-    """Use the kernel's switch against nested user namespaces; the seccomp filter forbids them in any case."""
+    """Use the kernel's switch against nested user namespaces; the seccomp filter forbids them in
+    any case."""
 
 
 VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (True, False))
 """Best first."""
 
 
-def unavailable(reason: str, remedy: str, field: str = "reward.functions", value: object = "code") -> ConfigError:
+def unavailable(
+    reason: str, remedy: str, field: str = "reward.functions", value: object = "code"
+) -> ConfigError:
     """Returns the error for a machine on which programs cannot run."""
     return ConfigError(f"programs cannot run: {reason}", field=field, value=value, remedy=remedy)
 
@@ -98,26 +107,45 @@ def interpreters(named: str) -> list[Interpreter]:
     """
     own = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
     candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
-    found = [python for path in dict.fromkeys(candidates) if (python := _inspected(path, bool(named))) is not None]
+    found = [
+        python
+        for path in dict.fromkeys(candidates)
+        if (python := _inspected(path, bool(named))) is not None
+    ]
     if not found:
         remedy = "name an interpreter, for example /usr/bin/python3 (apt-get install python3)"
-        raise unavailable("there is no Python interpreter for them", remedy, "reward.code_python", named or candidates)
+        raise unavailable(
+            "there is no Python interpreter for them",
+            remedy,
+            "reward.code_python",
+            named or candidates,
+        )
     return found
 
 
 def _inspected(path: str, packages: bool) -> Interpreter | None:
     script = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2] >= (3, 8)]))"
     try:
-        done = subprocess.run([path, "-I", "-c", script], capture_output=True, text=True, timeout=30, env={"PATH": os.defpath})
+        done = subprocess.run(
+            [path, "-I", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            env={"PATH": os.defpath},
+        )
         prefix, base, modern = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     needed = {Path(prefix), Path(base), Path(path).resolve().parent.parent} - {Path("/")}
-    folders = sorted(str(folder) for folder in needed if not any(map(folder.is_relative_to, _SYSTEM)))
+    folders = sorted(
+        str(folder) for folder in needed if not any(map(folder.is_relative_to, _SYSTEM))
+    )
     return Interpreter(path, tuple(folders), packages) if modern else None
 
 
-def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool) -> list[str]:
+def bwrap_command(
+    bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool
+) -> list[str]:
     """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
     words = [bwrap, *_OPTIONS.split()]
     if variant.disable_userns:
@@ -136,9 +164,15 @@ def bwrap_command(bwrap: str, python: Interpreter, variant: Variant, filter_fd: 
 
 
 def inside_command(python: Interpreter, tests: bool) -> list[str]:
-    """Returns the command line of Python with the program that runs test cases; `tests`: some are written in Python."""
+    """Returns the command line of Python with the program that runs test cases; `tests`: some are
+    written in Python.
+    """
     site = [] if python.packages else ["-S"]
-    files = {name: Path(__file__).with_name(file) for name, file in _SOURCES.items() if tests or file not in _FOR_TESTS}
+    files = {
+        name: Path(__file__).with_name(file)
+        for name, file in _SOURCES.items()
+        if tests or file not in _FOR_TESTS
+    }
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     script = (
         f"import sys, types\nfor name, source in {sources!r}.items():\n"
@@ -149,21 +183,30 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
 
 @cache
 def base_filter() -> bytes:
-    """Returns the BPF filter of the whole sandbox. Raises ConfigError when pyseccomp or libseccomp is missing."""
+    """Returns the BPF filter of the whole sandbox. Raises ConfigError when pyseccomp or libseccomp
+    is missing.
+    """
     arg, equal, differs = _seccomp().Arg, _seccomp().MASKED_EQ, _seccomp().NE
     rules: list[tuple[Any, ...]] = [(name,) for name in " ".join(_FORBIDDEN.values()).split()]
-    rules += [("clone", arg(0, equal, flag, flag)) for flag in (1 << bit for bit in range(32)) if _CLONE_NEW & flag]
+    rules += [
+        ("clone", arg(0, equal, flag, flag))
+        for flag in (1 << bit for bit in range(32))
+        if _CLONE_NEW & flag
+    ]
     rules.append(("socket", arg(0, differs, _AF_UNIX)))
     rules += [("setsockopt", arg(2, equal, 0xFFFFFFFF, name)) for name in _BUFFER_SIZES]
     rules.append(("fcntl", arg(1, equal, 0xFFFFFFFF, _F_SETPIPE_SZ)))
     rules += [("ioctl", arg(1, equal, 0xFFFFFFFF, request)) for request in _TERMINAL_INPUT]
-    # clone3 takes its flags from memory, which a filter cannot read; if it is missing, the C library uses clone.
+    # clone3 takes its flags from memory, which a filter cannot read; if it is missing, the C
+    # library uses clone.
     return _compiled(rules, missing="clone3")
 
 
 @cache
 def threads_only_filter() -> bytes:
-    """Returns a program's filter: it may start threads but no processes. Raises ConfigError like `base_filter`."""
+    """Returns a program's filter: it may start threads but no processes. Raises ConfigError like
+    `base_filter`.
+    """
     new_process = _seccomp().Arg(0, _seccomp().MASKED_EQ, _CLONE_THREAD, 0)
     return _compiled([("fork",), ("vfork",), ("clone", new_process)])
 
@@ -178,17 +221,23 @@ def _seccomp() -> Any:
 
 
 def _compiled(rules: list[tuple[Any, ...]], missing: str = "") -> bytes:
-    """Returns a filter that denies the calls in `rules` (name, arguments) and pretends the kernel lacks `missing`."""
+    """Returns a filter that denies the calls in `rules` (name, arguments) and pretends the kernel
+    lacks `missing`.
+    """
     seccomp = _seccomp()
     compiled = seccomp.SyscallFilter(seccomp.ALLOW)
     if missing:
         rules = [*rules, (missing,)]
     for name, *arguments in rules:
         try:
-            compiled.add_rule(seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM), name, *arguments)
+            compiled.add_rule(
+                seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM), name, *arguments
+            )
         except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
             if name in ("clone", "socket", "ptrace", "unshare"):
-                raise unavailable(f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2") from None
+                raise unavailable(
+                    f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2"
+                ) from None
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as program, os.fdopen(writer, "wb") as into:
         compiled.export_bpf(into)  # a few kilobytes, which fit into a pipe

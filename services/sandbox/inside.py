@@ -1,9 +1,13 @@
-"""Runs one program inside the sandbox, with a process for each of its test cases. The server never imports it.
+"""Runs one program inside the sandbox, with a process for each of its test cases. The server never
+imports it.
 
-A bare Python gets its source with `-c`, so it uses only the standard library and reads no files. It is process 1 of its
-PID namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It writes `ready`, reads a
-job as a line of JSON, and writes a line of JSON for every case. It does not know the expected outputs: the server
-compares them. When its standard input ends it exits, and with it everything in the namespace.
+A bare Python gets its source with `-c`, so it uses only the standard library and reads no files. It
+is process 1 of its
+PID namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It
+writes `ready`, reads a
+job as a line of JSON, and writes a line of JSON for every case. It does not know the expected
+outputs: the server compares them. When its standard input ends it exits, and with it everything in
+the namespace.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -36,7 +40,13 @@ _LOOK_S = 0.05
 
 def _prctl(*arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(*(ctypes.c_void_p(value) for value in arguments), *([ctypes.c_void_p(0)] * (5 - len(arguments)))) != 0:
+    if (
+        libc.prctl(
+            *(ctypes.c_void_p(value) for value in arguments),
+            *([ctypes.c_void_p(0)] * (5 - len(arguments))),
+        )
+        != 0
+    ):
         raise OSError(ctypes.get_errno(), "prctl")
 
 
@@ -77,16 +87,18 @@ def _callee(expression: str, namespace: dict[str, Any]) -> Any:
     """Returns the function that a case names; a method of `Solution` needs no prefix."""
     if expression.isidentifier() and expression not in namespace and "Solution" in namespace:
         return getattr(namespace["Solution"](), expression)
-    return eval(expression, namespace)  # noqa: S307 - this is the sandbox
+    return eval(expression, namespace)  # noqa: S307
 
 
-def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503 - serve does not return
-    """Runs the program of a case, in its own process, and returns a dictionary for the result pipe."""
+def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
+    """Runs the program of a case, in its own process, and returns a dictionary for the result
+    pipe.
+    """
     kind, module = case["kind"], types.ModuleType("solution")
     module.__name__ = module.__dict__["__name__"] = "__main__" if kind == "stdin" else "solution"
     sys.modules[module.__name__] = module
     try:
-        exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102 - this is the sandbox
+        exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102
     except SystemExit as error:
         if error.code not in (None, 0):
             return {"status": "error", "detail": f"SystemExit: {error.code}"}
@@ -99,7 +111,7 @@ def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503 - serve d
         return {"status": "done", "value": encoded(function(*case["args"], **case["kwargs"]))}
     if kind == "value":
         test = compile(case["expression"], "<test>", "eval")
-        return {"status": "done", "value": encoded(eval(test, module.__dict__))}  # noqa: S307 - as above
+        return {"status": "done", "value": encoded(eval(test, module.__dict__))}  # noqa: S307
     from services.sandbox.program import serve
 
     serve(module.__dict__, *_CHANNEL)
@@ -108,7 +120,9 @@ def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503 - serve d
 def _verdict(job: Json, case: Json) -> dict[str, Any]:
     """Runs the test of a case, in a separate process from the program's."""
     text = None
-    while text is None:  # the test of an earlier case may still be there, whole or cut, when its process was killed
+    while (
+        text is None
+    ):  # the test of an earlier case may still be there, whole or cut, when its process was killed
         line = b""
         while not line.endswith(b"\n"):
             line += os.read(0, _CHUNK) or sys.exit("the server has ended")
@@ -121,8 +135,12 @@ def _verdict(job: Json, case: Json) -> dict[str, Any]:
     return {"status": "done"}
 
 
-def _forked(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]) -> int:
-    """Starts a process of a case with `fds` as its descriptors 0, 1, 2, …; it writes what `work` returns to 3."""
+def _forked(
+    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
+) -> int:
+    """Starts a process of a case with `fds` as its descriptors 0, 1, 2, …; it writes what `work`
+    returns to 3.
+    """
     if pid := os.fork():
         return pid
     try:
@@ -131,7 +149,9 @@ def _forked(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, J
         os._exit(2)
 
 
-def _child(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]) -> NoReturn:
+def _child(
+    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
+) -> NoReturn:
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     os.closerange(len(fds), 256)
@@ -166,12 +186,24 @@ def _child(job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Js
 
 
 def _late(meter: Meter, job: Json, limit_s: float) -> str | None:
-    """Returns `timeout` for a process that used up its time, `starved` for one that got too little CPU, else None."""
-    return "timeout" if meter.read() >= limit_s else "starved" if meter.wall_s >= WALL_TIMES * job["timeout_s"] else None
+    """Returns `timeout` for a process that used up its time, `starved` for one that got too little
+    CPU, else None.
+    """
+    return (
+        "timeout"
+        if meter.read() >= limit_s
+        else "starved"
+        if meter.wall_s >= WALL_TIMES * job["timeout_s"]
+        else None
+    )
 
 
-def _exchange(job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit_s: float) -> tuple[str | None, bytes, bytes]:
-    """Feeds and drains a case's process until its pipes end, and returns its status or None, its output and its result."""
+def _exchange(
+    job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit_s: float
+) -> tuple[str | None, bytes, bytes]:
+    """Feeds and drains a case's process until its pipes end, and returns its status or None, its
+    output and its result.
+    """
     write_in, read_out, read_result = pipes
     given = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
     got = {read_out: bytearray(), read_result: bytearray()}
@@ -215,12 +247,20 @@ def _exchange(job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit
 
 
 def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
-    """Runs one case; returns its result and the time that counts towards all cases, at most its own limit."""
-    (read_in, write_in), (read_out, write_out), (read_result, write_result) = os.pipe(), os.pipe(), os.pipe()
+    """Runs one case; returns its result and the time that counts towards all cases, at most its own
+    limit.
+    """
+    (read_in, write_in), (read_out, write_out), (read_result, write_result) = (
+        os.pipe(),
+        os.pipe(),
+        os.pipe(),
+    )
     null, inside = os.open(os.devnull, os.O_RDWR), [read_in, write_out, write_result]
     if case["kind"] == "code":
         (program_in, test_out), (test_in, program_out) = os.pipe(), os.pipe()
-        pids = [_forked(job, case, (read_in, write_out, null, null, program_in, program_out), _outcome)]
+        pids = [
+            _forked(job, case, (read_in, write_out, null, null, program_in, program_out), _outcome)
+        ]
         print('"test"', flush=True)  # only now: no process that runs the program has ever held it
         pids.append(_forked(job, case, (0, null, null, write_result, test_in, test_out), _verdict))
         inside += [program_in, test_out, test_in, program_out]
@@ -238,7 +278,9 @@ def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], flo
     result = {"seconds": meter.wall_s, "detail": "", "status": status or late}
     if not result["status"]:
         result.update(_finished(case, ended, output, raw))
-    return result, min(meter.read(), limit_s)  # a slow look at the meter must not cost the next cases their time
+    return result, min(
+        meter.read(), limit_s
+    )  # a slow look at the meter must not cost the next cases their time
 
 
 def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, Any]:
@@ -254,12 +296,17 @@ def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, An
         else:
             return {"status": "died", "detail": f"ended with status {code}"}
     if said != "done":
-        return {"status": said if said in ("error", "memory") else "died", "detail": str(outcome.get("detail", ""))[:200]}
+        return {
+            "status": said if said in ("error", "memory") else "died",
+            "detail": str(outcome.get("detail", ""))[:200],
+        }
     return {"status": "done", "output": output.decode("utf-8", "replace"), "value": value}
 
 
 def _give_up() -> NoReturn:
-    """Ends this process, and as process 1 all others, because the server has closed the connection."""
+    """Ends this process, and as process 1 all others, because the server has closed the
+    connection.
+    """
     os.killpg(0, signal.SIGKILL) if os.getpid() != 1 else os._exit(0)
     raise AssertionError
 
@@ -296,7 +343,9 @@ def main() -> None:
     """Writes `ready`, reads a job and runs its cases until its total time is used up."""
     if sys.platform == "linux":
         _prctl(_PR_SET_DUMPABLE, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Python's own handler would let a program interrupt process 1
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Python's own handler would let a program interrupt process 1
     out = sys.stdout.buffer
     out.write(b"ready\n")
     out.flush()

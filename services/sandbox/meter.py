@@ -10,14 +10,20 @@ WALL_TIMES = 10
 
 
 class Meter:
-    """Counts the time that processes use: CPU time, and the time in which all of their threads wait.
+    """Counts the time that processes use: CPU time, and the time in which all of their threads
+    wait.
 
-    So a busy machine or other processes cost them no time, but a process cannot wait forever. Without `/proc` all time
-    counts.
+    So a busy machine or other processes cost them no time, but a process cannot wait forever.
+    Without `/proc` all time counts.
     """
 
     def __init__(self, *pids: int) -> None:
-        self._pids, self._started, self._used_s, self._processor_s = pids, time.monotonic(), 0.0, 0.0
+        self._pids, self._started, self._used_s, self._processor_s = (
+            pids,
+            time.monotonic(),
+            0.0,
+            0.0,
+        )
         self._seen, self._processor_s = self._started, self._look()[0]
 
     @property
@@ -41,7 +47,7 @@ class Meter:
                 ticks += int(numbers[10]) + int(numbers[11])
                 waits = waits and state not in "RD"
             for pid in self._pids if waits else ():
-                for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib would slow every start
+                for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
                     waits = waits and self._stat(f"/proc/{pid}/task/{thread}/stat")[0] not in "RD"
         except (OSError, ValueError, IndexError):
             return self._processor_s, True
@@ -49,5 +55,5 @@ class Meter:
 
     @staticmethod
     def _stat(path: str) -> list[str]:
-        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as above
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
             return file.read().rpartition(")")[2].split()

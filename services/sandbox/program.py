@@ -1,7 +1,8 @@
-"""The program's side of a test in another process. Source for the Python of the sandbox, like `inside`.
+"""The program's side of a test in another process. Source for the Python of the sandbox, like
+`inside`.
 
-The program's process executes the requests of `remote` in the test's process: it looks up names, calls functions, and
-uses objects, to which the test holds references.
+The program's process executes the requests of `remote` in the test's process: it looks up names,
+calls functions, and uses objects, to which the test holds references.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -29,15 +30,20 @@ PURE = (
     "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator random re "
     "statistics string typing"
 )
-"""Modules whose functions a test may find among the program's names; the test's process imports them itself."""
+"""Modules whose functions a test may find among the program's names; the test's process imports
+them itself."""
 BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
 COMPARED = "lt le gt ge eq ne"
 UNARY = "neg pos invert abs"
 # The operations of a test on an object of the program.
 ACTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name) for name in f"{BINARY} {COMPARED} {UNARY} getitem setitem delitem contains".split()
+    name: getattr(operator, name)
+    for name in f"{BINARY} {COMPARED} {UNARY} getitem setitem delitem contains".split()
 }
-ACTIONS.update((function.__name__, function) for function in (iter, next, len, bool, str, repr, format, isinstance))
+ACTIONS.update(
+    (function.__name__, function)
+    for function in (iter, next, len, bool, str, repr, format, isinstance)
+)
 ACTIONS.update((function.__name__, function) for function in (getattr, setattr, delattr))
 ACTIONS.update(
     call=lambda function, *args, **kwargs: function(*args, **kwargs),
@@ -71,7 +77,9 @@ class Program:
         self._locals: dict[int, _Local] = {}
 
     def serve(self, until: str = "") -> Any:
-        """Answers until the test's process ends or sends a message of the kind `until`, which is returned."""
+        """Answers until the test's process ends or sends a message of the kind `until`, which is
+        returned.
+        """
         while line := self._in.readline():
             kind, *content = json.loads(line)
             if kind == until:
@@ -96,21 +104,42 @@ class Program:
     def _done(self, kind: str, content: list[Any]) -> list[Any]:
         try:
             if kind == "names":
-                return ["ok", {name: self._named(self._namespace[name]) for name in content[0] if name in self._namespace}]
+                return [
+                    "ok",
+                    {
+                        name: self._named(self._namespace[name])
+                        for name in content[0]
+                        if name in self._namespace
+                    },
+                ]
             args, kwargs = self._loads(content[1])
-            before = [(i, arg, self._encoded(arg)) for i, arg in enumerate(args) if type(arg) in MUTABLE]
+            before = [
+                (i, arg, self._encoded(arg)) for i, arg in enumerate(args) if type(arg) in MUTABLE
+            ]
             value = ACTIONS[content[0]](*args, **kwargs)
             changed = [[i, now] for i, arg, was in before if (now := self._encoded(arg)) != was]
             return ["ok", self._encoded(value), changed]
         except BaseException as error:
-            return ["raise", self._encoded(type(error)), [encoded(arg) for arg in error.args if isinstance(arg, (str, int))]]
+            return [
+                "raise",
+                self._encoded(type(error)),
+                [encoded(arg) for arg in error.args if isinstance(arg, (str, int))],
+            ]
 
     def _named(self, value: Any) -> list[Any]:
         if isinstance(value, types.ModuleType):
             return ["import", value.__name__, ""]
         module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-        if isinstance(module, str) and module in sys.modules and getattr(sys.modules[module], str(name), None) is value:
-            return ["import", module, name] if module.lstrip("_") in PURE.split() else self._encoded(value)
+        if (
+            isinstance(module, str)
+            and module in sys.modules
+            and getattr(sys.modules[module], str(name), None) is value
+        ):
+            return (
+                ["import", module, name]
+                if module.lstrip("_") in PURE.split()
+                else self._encoded(value)
+            )
         return self._encoded(value)
 
     def _encoded(self, value: Any, depth: int = 0) -> list[Any]:
@@ -121,8 +150,15 @@ class Program:
         self._objects[id(value)] = value
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(kind for kind in value.__mro__ if kind.__module__ == "builtins")
-            return ["exception", id(value) if base is not value else 0, value.__name__, base.__name__]
-        plain = isinstance(value, _PLAIN) or any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
+            return [
+                "exception",
+                id(value) if base is not value else 0,
+                value.__name__,
+                base.__name__,
+            ]
+        plain = isinstance(value, _PLAIN) or any(
+            hasattr(type(value), name) for name in ("tolist", "__index__", "__float__")
+        )
         return ["object", id(value), encoded(value) if plain else None]
 
     def _loads(self, content: str) -> Any:
@@ -130,7 +166,11 @@ class Program:
 
     def referred(self, kind: str, key: int) -> Any:
         """Returns an object of the program, or a stand-in for an object of the test."""
-        return self._objects[key] if kind == "object" else self._locals.setdefault(key, _Local(self, key))
+        return (
+            self._objects[key]
+            if kind == "object"
+            else self._locals.setdefault(key, _Local(self, key))
+        )
 
 
 class _Unpickler(pickle.Unpickler):

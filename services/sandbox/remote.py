@@ -1,8 +1,10 @@
-"""Runs a test in a different process from the tested program. Source for the Python of the sandbox, like `inside`.
+"""Runs a test in a different process from the tested program. Source for the Python of the sandbox,
+like `inside`.
 
-The test's process was forked before the program ran, so it contains nothing that the program patches or reads. It
-reaches the program's functions and objects by messages. It receives only data: plain values, which it compares itself,
-and references to objects, whose methods run in the program's process.
+The test's process was forked before the program ran, so it contains nothing that the program
+patches or reads. It reaches the program's functions and objects by messages. It receives only data:
+plain values, which it compares itself, and references to objects, whose methods run in the
+program's process.
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -38,7 +40,9 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind is Remote:
             return "object", _key(value)
-        if kind.__module__ == _TEST or (getattr(value, "__module__", None) == _TEST and callable(value)):
+        if kind.__module__ == _TEST or (
+            getattr(value, "__module__", None) == _TEST and callable(value)
+        ):
             self._test.locals[id(value)] = value
             return "local", id(value)
         return None
@@ -48,10 +52,16 @@ class _Pickler(pickle.Pickler):
 
 
 class Test:
-    """The test's side: runs the test, and requests what the program defines from the program's process."""
+    """The test's side: runs the test, and requests what the program defines from the program's
+    process.
+    """
 
     def __init__(self, read_fd: int, write_fd: int, limit: int) -> None:
-        self._in, self._out, self._limit = os.fdopen(read_fd, "rb"), os.fdopen(write_fd, "wb"), limit
+        self._in, self._out, self._limit = (
+            os.fdopen(read_fd, "rb"),
+            os.fdopen(write_fd, "wb"),
+            limit,
+        )
         self._remotes: dict[int, Any] = {}
         self.locals: dict[int, Any] = {}
 
@@ -59,15 +69,22 @@ class Test:
         """Runs a test. Raises whatever the test raises."""
         code = compile(text, "<test>", "exec")
         names = sorted(_names(code) - set(dir(builtins)))
-        found = self._request(["names", names], lambda reply: {name: self._decoded(value) for name, value in reply[0].items()})
+        found = self._request(
+            ["names", names],
+            lambda reply: {name: self._decoded(value) for name, value in reply[0].items()},
+        )
         module = types.ModuleType("solution")
-        namespace = {name: value for name, value in found.items() if name in names and value is not _ABSENT}
+        namespace = {
+            name: value for name, value in found.items() if name in names and value is not _ABSENT
+        }
         module.__dict__.update(namespace)
         sys.modules["solution"] = module
-        exec(code, {**namespace, "__name__": _TEST})  # noqa: S102 - this is the sandbox
+        exec(code, {**namespace, "__name__": _TEST})  # noqa: S102
 
     def do(self, action: str, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of an action in the program's process; mutable arguments get the program's changes."""
+        """Returns the result of an action in the program's process; mutable arguments get the
+        program's changes.
+        """
 
         def result(reply: list[Any]) -> Any:
             for i, content in reply[1]:
@@ -78,7 +95,9 @@ class Test:
         return self._request(["do", action, self._dumps((args, kwargs))], result)
 
     def operate(self, action: str, *args: Any) -> Any:
-        """Returns the result of an operator; for plain values it is computed here. The program's objects equal none."""
+        """Returns the result of an operator; for plain values it is computed here. The program's
+        objects equal none.
+        """
         plain = [_plain(arg) for arg in args]
         if action in ("eq", "ne") and args[0] is args[1]:
             return action == "eq"
@@ -88,8 +107,12 @@ class Test:
         if mine and action in ("eq", "ne"):
             return action == "ne"
         result = self.do(action, *args)
-        if (mine or len(args) == 1) and (type(result) is not Remote or _plain(result) is not _ABSENT):
-            raise TypeError(f"an object of the program and a value of the test do not support {action}")
+        if (mine or len(args) == 1) and (
+            type(result) is not Remote or _plain(result) is not _ABSENT
+        ):
+            raise TypeError(
+                f"an object of the program and a value of the test do not support {action}"
+            )
         return result
 
     def _request(self, message: Any, result: Callable[[list[Any]], Any]) -> Any:
@@ -105,11 +128,15 @@ class Test:
             if kind == "raise":
                 kind, args = self._decoded(reply[0]), [decoded(arg) for arg in reply[1]]
                 raise kind(*args) if issubclass(kind, Exception) else RuntimeError(kind.__name__)
-            self._out.write(json.dumps(["answer", self._dumps(self._asked(*reply))]).encode() + b"\n")
+            self._out.write(
+                json.dumps(["answer", self._dumps(self._asked(*reply))]).encode() + b"\n"
+            )
             self._out.flush()
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
-        """Executes the program's request on an object of the test: a call, or access to a public attribute."""
+        """Executes the program's request on an object of the test: a call, or access to a public
+        attribute.
+        """
         try:
             target, args = self.locals[key], [self._decoded(arg) for arg in content]
             if action == "call":
@@ -148,7 +175,9 @@ class Test:
         if key not in self._remotes:
             if kind == "exception":
                 base = self._other(kind, 0, content[1])
-                self._remotes[key] = type(str(content[0]), (base if issubclass(base, Exception) else Exception,), {})
+                self._remotes[key] = type(
+                    str(content[0]), (base if issubclass(base, Exception) else Exception,), {}
+                )
             else:
                 self._remotes[key] = Remote(self, int(key), _ABSENT)
         found = self._remotes[key]
@@ -161,12 +190,16 @@ _ABSENT: Any = object()
 
 
 def _names(code: types.CodeType) -> set[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    inner = [
+        _names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
+    ]
     return set(code.co_names).union(*inner)
 
 
 def _imported(module: str, name: str) -> Any:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or (name and module.lstrip("_") not in PURE.split()):
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or (
+        name and module.lstrip("_") not in PURE.split()
+    ):
         return _ABSENT
     try:
         found = importlib.import_module(module)
@@ -228,7 +261,9 @@ def _key(remote: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Returns the plain value of an object: a subclass of int or list, an array; `_ABSENT` for any other."""
+    """Returns the plain value of an object: a subclass of int or list, an array; `_ABSENT` for any
+    other.
+    """
     return object.__getattribute__(value, "_Remote__plain") if type(value) is Remote else value
 
 
@@ -263,7 +298,9 @@ def _method(action: str, how: str) -> Callable[..., Any]:
             raise TypeError(f"an object of the program does not support {action}")
         return getattr(builtins, action)(plain, *args)
 
-    return {"operated": operated, "reflected": reflected, "asked": asked, "converted": converted}[how]
+    return {"operated": operated, "reflected": reflected, "asked": asked, "converted": converted}[
+        how
+    ]
 
 
 for _how, _actions in (
@@ -276,5 +313,7 @@ for _how, _actions in (
 for _action in BINARY.split():
     setattr(Remote, f"__r{_action.rstrip('_')}__", _method(_action, "reflected"))
 for _action in ("next", "setitem", "delitem", "enter"):
-    setattr(Remote, f"__{_action}__", lambda self, *args, _action=_action: _do(_action, self, *args))
+    setattr(
+        Remote, f"__{_action}__", lambda self, *args, _action=_action: _do(_action, self, *args)
+    )
 Remote.__index__ = _method("int", "converted")  # type: ignore[attr-defined]

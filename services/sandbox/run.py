@@ -55,7 +55,8 @@ class Limits:
     """Resources of one program."""
 
     timeout_s: float
-    """Seconds for one case, as counted by `Meter`; all cases of a program share five times as much."""
+    """Seconds for one case, as counted by `Meter`; all cases of a program share five times as
+    much."""
     memory_mb: int
     """Address space of a program, which is a single process."""
     output_kb: int = 64
@@ -72,16 +73,23 @@ class Sandbox:
         python: the interpreter for programs; when empty, one is found.
 
     Raises:
-        ConfigError: the sandbox, which is tested with programs that try to break out, does not work here.
+        ConfigError: the sandbox, which is tested with programs that try to break out, does not work
+        here.
     """
 
-    def __init__(self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = "") -> None:
+    def __init__(
+        self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = ""
+    ) -> None:
         self.limits, self.kind = limits, kind
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(slots):
             self._slots.put(slot)
         self._filter, self._bwrap, self._variant = b"", "", VARIANTS[0]
-        self._threads = _THREADS if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace()) else None
+        self._threads = (
+            _THREADS
+            if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace())
+            else None
+        )
         candidates = interpreters(python)
         self._python = candidates[0]
         if kind == "none":
@@ -90,9 +98,13 @@ class Sandbox:
             self._filter = base_filter()
             self._bwrap = find_bwrap()
             self._choose(candidates)
-            log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
+            log.info(
+                "programs run in bubblewrap with %s, %s", self._python.executable, self._variant
+            )
 
-    def run(self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False) -> list[CaseResult]:
+    def run(
+        self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False
+    ) -> list[CaseResult]:
         """Returns the result of each case; waits for a free slot.
 
         Args:
@@ -115,7 +127,9 @@ class Sandbox:
             time.sleep(0.1 * 2**attempt)
         raise SandboxFault(str(fault))
 
-    def _run_in(self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool) -> list[CaseResult]:
+    def _run_in(
+        self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool
+    ) -> list[CaseResult]:
         results: list[CaseResult] = []
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
         longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
@@ -129,7 +143,10 @@ class Sandbox:
             process.stdin.flush()
             while len(results) < len(cases) and (line := process.stdout.readline(longest)):
                 if line == b'"test"\n':
-                    test = json.dumps([len(results), cases[len(results)].request["code"]]).encode() + b"\n"
+                    test = (
+                        json.dumps([len(results), cases[len(results)].request["code"]]).encode()
+                        + b"\n"
+                    )
                     threading.Thread(target=_send, args=(process, test), daemon=True).start()
                     continue
                 if not line.endswith(b"\n"):
@@ -145,22 +162,31 @@ class Sandbox:
     def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
         job = {
             "source": source,
-            "cases": [{name: value for name, value in case.request.items() if name != "code"} for case in cases],
+            "cases": [
+                {name: value for name, value in case.request.items() if name != "code"}
+                for case in cases
+            ],
             "timeout_s": self.limits.timeout_s,
             "total_s": total_s,
             "memory_bytes": self.limits.memory_mb << 20,
             "output_bytes": self.limits.output_kb << 10,
             "threads": self._threads,
-            "filter": base64.b64encode(threads_only_filter()).decode() if self.kind == "bubblewrap" else "",
+            "filter": base64.b64encode(threads_only_filter()).decode()
+            if self.kind == "bubblewrap"
+            else "",
         }
         return json.dumps(job).encode() + b"\n"
 
     @contextmanager
     def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
-        """Starts a sandbox and kills it after `limit_s`; on exit everything in it is dead and its pipes are closed."""
+        """Starts a sandbox and kills it after `limit_s`; on exit everything in it is dead and its
+        pipes are closed.
+        """
         user = None
         if self.kind == "bubblewrap" and os.geteuid() == 0:
-            user = _FIRST_UID + slot  # the kernel counts processes per user and exempts root from the limit
+            user = (
+                _FIRST_UID + slot
+            )  # the kernel counts processes per user and exempts root from the limit
         filter_fd, writer = os.pipe()
         with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
             into.write(self._filter)  # fits into a pipe
@@ -174,7 +200,10 @@ class Sandbox:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=() if bare else (filter_fd,),
-                env={"PATH": os.defpath, "LANG": "C.UTF-8"},  # not this process's: programs may read /proc/1/environ
+                env={
+                    "PATH": os.defpath,
+                    "LANG": "C.UTF-8",
+                },  # not this process's: programs may read /proc/1/environ
                 cwd="/",
                 process_group=0,
                 user=user,
@@ -196,12 +225,18 @@ class Sandbox:
                 _kill(process)
 
     def _choose(self, candidates: Sequence[Interpreter]) -> None:
-        """Chooses the first interpreter and variant in which all probes pass. Raises ConfigError."""
+        """Chooses the first interpreter and variant in which all probes pass. Raises
+        ConfigError.
+        """
         problems = []
         for self._python, self._variant in itertools.product(candidates, VARIANTS):
             try:
                 results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
-                failed = [name for name, result in zip(PROBES, results, strict=True) if result.status != "passed"]
+                failed = [
+                    name
+                    for name, result in zip(PROBES, results, strict=True)
+                    if result.status != "passed"
+                ]
                 if not failed:
                     return
                 problems.append(f"{self._python.executable}: not contained: {', '.join(failed)}")
@@ -216,7 +251,9 @@ class Sandbox:
 
 
 def _counts_per_namespace() -> bool:
-    """Whether the kernel counts a user's processes separately in every user namespace (since Linux 5.14)."""
+    """Whether the kernel counts a user's processes separately in every user namespace (since Linux
+    5.14).
+    """
     return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
 
 
@@ -232,7 +269,9 @@ def _stderr(process: subprocess.Popen[bytes]) -> str:
     """Returns the beginning of the process's standard error."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
-    return (process.stderr.read(_STDERR_BYTES) or b"").decode("utf-8", "replace").strip() or "no message"
+    return (process.stderr.read(_STDERR_BYTES) or b"").decode(
+        "utf-8", "replace"
+    ).strip() or "no message"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

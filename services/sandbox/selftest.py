@@ -62,4 +62,6 @@ def identity():
 PROBES = re.findall(r"^def (\w+)\(\):", PROBE_SOURCE, re.MULTILINE)
 """Functions of `PROBE_SOURCE`, in order; each returns whether its attempt was contained."""
 
-PROBE_CASES = [Case({"kind": "call", "function": name, "args": [], "kwargs": {}}, True) for name in PROBES]
+PROBE_CASES = [
+    Case({"kind": "call", "function": name, "args": [], "kwargs": {}}, True) for name in PROBES
+]

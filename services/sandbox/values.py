@@ -1,4 +1,6 @@
-"""Encodes a program's values as tagged JSON, for the server. Source for the Python of the sandbox, like `inside`."""
+"""Encodes a program's values as tagged JSON, for the server. Source for the Python of the sandbox,
+like `inside`.
+"""
 
 from __future__ import annotations  # its Python may be older than the server's
 
@@ -16,8 +18,12 @@ _COLLECTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-def encoded(value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] | None = None) -> list[Any]:
-    """Converts a value to tagged JSON; a value not consisting of Python literals becomes the name of its type."""
+def encoded(
+    value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] | None = None
+) -> list[Any]:
+    """Converts a value to tagged JSON; a value not consisting of Python literals becomes the name
+    of its type.
+    """
     inner = inner or encoded
     if depth > _MAX_DEPTH:
         raise RecursionError("the result is nested too deeply")
@@ -46,13 +52,17 @@ def encoded(value: Any, depth: int = 0, inner: Callable[[Any, int], list[Any]] |
         return ["int", hex(operator.index(value))]
     if hasattr(type(value), "__float__"):
         return ["float", float.__repr__(float(value))]
-    if hasattr(type(value), "__iter__"):  # a range, a deque, a generator, the values of a dictionary
+    if hasattr(
+        type(value), "__iter__"
+    ):  # a range, a deque, a generator, the values of a dictionary
         return ["iterable", [inner(item, depth + 1) for item in value]]
     return ["other", type(value).__name__]
 
 
 class Iterable_(list):  # type: ignore[type-arg]
-    """The items of a range, a deque, a generator, …, which are equal to no literal under Python's `==`."""
+    """The items of a range, a deque, a generator, …, which are equal to no literal under Python's
+    `==`.
+    """
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -72,7 +82,8 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 
 
 def decoded(tagged: Any, other: Callable[..., Any] | None = None) -> Any:
-    """Decodes a value from tagged JSON. A program may have forged it, so any error about types or values is possible.
+    """Decodes a value from tagged JSON. A program may have forged it, so any error about types or
+    values is possible.
 
     `other` decodes the tags of non-literals.
     """

@@ -22,13 +22,22 @@ def test_processes_are_awaited_and_ended(tmp_path: Path) -> None:
 @pytest.mark.integration
 def test_a_process_that_ends_is_not_awaited() -> None:
     command = ["-c", "raise SystemExit(3)"]
-    with pytest.raises(RuntimeError, match="ended with status 3"), processes([command], [f"http://127.0.0.1:{free_port()}"]):
+    with (
+        pytest.raises(RuntimeError, match="ended with status 3"),
+        processes([command], [f"http://127.0.0.1:{free_port()}"]),
+    ):
         pass
 
 
 @pytest.mark.integration
 def test_a_run_that_fails_says_its_last_lines(tmp_path: Path) -> None:
-    run(tmp_path / "log" / "good.txt", sys.executable, "-c", "import os; print(os.environ['A'])", A="1")
+    run(
+        tmp_path / "log" / "good.txt",
+        sys.executable,
+        "-c",
+        "import os; print(os.environ['A'])",
+        A="1",
+    )
     assert (tmp_path / "log" / "good.txt").read_text() == "1\n"
     with pytest.raises(ConfigError, match="ValueError: of the run"):
         run(tmp_path / "bad.txt", sys.executable, "-c", "raise ValueError('of the run')")

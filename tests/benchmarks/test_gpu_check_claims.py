@@ -1,4 +1,5 @@
-"""The claims of single sections of `benchmarks.gpu_check`: they hold for the real parts and fail for broken ones."""
+"""The claims of single sections of `benchmarks.gpu_check`: they hold for the real parts and fail
+for broken ones."""
 
 import asyncio
 import importlib.util
@@ -28,7 +29,9 @@ from common.settings.sections import ModelSection, RolloutSection
 from services.rollout.engine_client import EngineClient
 from tests.support.engines import engine_process, write_model
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +54,24 @@ def test_without_sglang_a_model_and_data_their_sections_are_not_reached(tmp_path
     given.sglang(found, on_cpu(tmp_path))
     given.grpo(found, Setting("cpu", small=False, scratch=tmp_path, model_path=tmp_path))
     assert [claim.verdict for claim in found.claims] == ["not reached", "not reached"]
-    assert ["--sglang" in found.claims[0].measured, "--data" in found.claims[1].measured] == [True, True]
+    assert ["--sglang" in found.claims[0].measured, "--data" in found.claims[1].measured] == [
+        True,
+        True,
+    ]
     assert "--model" not in found.claims[1].measured
 
 
 def test_what_a_person_gives_reaches_the_section(tmp_path: Path) -> None:
     options = parse(["--out", "x", "--model", str(tmp_path), "--sglang", sys.executable])
-    words = command("grpo", "cpu", True, tmp_path, Given(options.model, options.data, options.sglang))
+    words = command(
+        "grpo", "cpu", True, tmp_path, Given(options.model, options.data, options.sglang)
+    )
     assert words[-4:] == [str(tmp_path), str(tmp_path), "", sys.executable]
 
 
-def test_a_path_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(["--out", "x", "--data", str(tmp_path / "nothing")])
     assert "does not exist" in capsys.readouterr().err
@@ -70,7 +80,9 @@ def test_a_path_that_does_not_exist_is_refused(tmp_path: Path, capsys: pytest.Ca
 def test_the_flops_of_a_mixture_are_those_of_its_products(mixture: Path) -> None:
     """The attention's own products, which torch counts apart, are left out on both sides."""
     config = AutoConfig.from_pretrained(mixture)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").train()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, experts_implementation="eager"
+    ).train()
     prompt = list(range(10, 40))
     group = random_group("a", prompt, [90], np.random.default_rng(0), vocabulary=config.vocab_size)
     ids = torch.tensor([[*prompt, *group.completions[0].token_ids.tolist()]])
@@ -78,7 +90,9 @@ def test_the_flops_of_a_mixture_are_those_of_its_products(mixture: Path) -> None
         states = model.get_decoder()(ids, use_cache=False).last_hidden_state
         model.lm_head(states[:, len(prompt) :]).sum().backward()
     counted = counter.get_flop_counts()["Global"]
-    products = sum(counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    products = sum(
+        counted.get(operator, 0) for operator in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    )
 
     pairs = len(prompt) ** 2 // 2 + 90 * len(prompt) + 90**2 // 2
     width = config.num_attention_heads * config.head_dim
@@ -88,7 +102,9 @@ def test_the_flops_of_a_mixture_are_those_of_its_products(mixture: Path) -> None
 
 
 def test_the_flops_of_experts_are_those_of_the_loop_over_them(mixture: Path) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(mixture), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(mixture), dtype=torch.float32
+    )
     block: Any = model.get_decoder().layers[0].mlp
     states = torch.randn(40, block.experts.hidden_dim, requires_grad=True)
     _, scores, chosen = block.gate(states.detach())
@@ -99,13 +115,19 @@ def test_the_flops_of_experts_are_those_of_the_loop_over_them(mixture: Path) -> 
 
 def by_definition(block: Any, states: Tensor, chosen: Tensor, scores: Tensor) -> Tensor:
     experts = block.experts
-    return moe.by_definition(states, experts.gate_up_proj, experts.down_proj, chosen=chosen, scores=scores)
+    return moe.by_definition(
+        states, experts.gate_up_proj, experts.down_proj, chosen=chosen, scores=scores
+    )
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.03])
-def test_experts_that_compute_something_else_fail(mixture: Path, tmp_path: Path, factor: float) -> None:
+def test_experts_that_compute_something_else_fail(
+    mixture: Path, tmp_path: Path, factor: float
+) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(mixture), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(mixture), dtype=torch.bfloat16
+    )
     block: Any = model.get_decoder().layers[0].mlp
     forward = block.experts.forward
     block.experts.forward = lambda *given: forward(*given) * factor
@@ -136,12 +158,16 @@ def test_a_kernel_of_the_head_that_is_slightly_wrong_fails(apart: float) -> None
     assert len(failed(found)) == (1 if apart else 0)
 
 
-def test_every_length_fits_into_a_micro_batch_and_most_differ(mixture: Path, tmp_path: Path) -> None:
+def test_every_length_fits_into_a_micro_batch_and_most_differ(
+    mixture: Path, tmp_path: Path
+) -> None:
     config = on_cpu(tmp_path).config(mixture, "--trainer.micro_batch_tokens", "512")
     sizes = []
     for number in range(12):
         groups = lengths._groups(config, number)
-        sizes.append(sum(len(group.prompt_token_ids) + lengths._completed(group) for group in groups))
+        sizes.append(
+            sum(len(group.prompt_token_ids) + lengths._completed(group) for group in groups)
+        )
     assert max(sizes) <= 512
     assert len(set(sizes)) > 9
 
@@ -157,7 +183,9 @@ def test_an_engine_sleeps_and_wakes_up_with_the_weights_it_is_given(tmp_path: Pa
         rollout = RolloutSection(engine="embedded", engine_port=int(url.rpartition(":")[2]))
         config = Config(model=ModelSection(name=str(model)), rollout=rollout)
         weights = load_file(model / "model.safetensors")
-        run = sglang_calls._Run(found, on_cpu(tmp_path), config, model=model, weights=weights, other=other, changed={})
+        run = sglang_calls._Run(
+            found, on_cpu(tmp_path), config, model=model, weights=weights, other=other, changed={}
+        )
         asyncio.run(_sleep(run))
     assert [claim.text for claim in found.claims if claim.verdict == "holds"] == [
         "checksums of the weights that SGLang got after sleep",
@@ -177,4 +205,9 @@ async def _sleep(run: sglang_calls._Run) -> None:
 def test_sections_import_no_web_server() -> None:
     modules = "broadcast, checksums, given, head_kernels, lengths, moe, publishing"
     code = f"import sys; from benchmarks.gpu_check import {modules}; print(*{{'fastapi', 'uvicorn'}}.intersection(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == ""
+    )

@@ -47,7 +47,9 @@ importlib.machinery.PathFinder.find_spec = staticmethod(find_visible)
 
 
 def packages_of_the_machine() -> dict[str, Version]:
-    return {str(canonicalize_name(name)): Version(metadata.version(name)) for name in PRESENT.split()}
+    return {
+        str(canonicalize_name(name)): Version(metadata.version(name)) for name in PRESENT.split()
+    }
 
 
 def _hide_other_packages(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,14 +80,18 @@ def test_sections_run_as_processes(tmp_path: Path) -> None:
     found = lines(tmp_path / "out", "--only", "varlen", "resume")
     assert list(found) == ["varlen", "resume"]
     assert all(outcome.findings.claims for outcome in found.values())
-    assert "200 tensors of weights and optimiser, bit by bit" in (tmp_path / "out" / "gpu-check.md").read_text()
+    assert (
+        "200 tensors of weights and optimiser, bit by bit"
+        in (tmp_path / "out" / "gpu-check.md").read_text()
+    )
 
 
 @pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the packages of a machine for machine learning and those that the bundle adds, and no others."""
+    """With the packages of a machine for machine learning and those that the bundle adds, and no
+    others."""
     _hide_other_packages(tmp_path, monkeypatch)
     found = lines(tmp_path / "out", "--minutes", "60")
     assert list(found) == list(SECTIONS)
@@ -96,7 +102,12 @@ def test_every_section_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_the_update_alone_needs_no_service() -> None:
     code = "import sys, benchmarks.update; print(*{'fastapi', 'datasets', 'math_verify'}.intersection(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == ""
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -107,7 +118,8 @@ def test_without_a_gpu_the_error_names_the_options_for_a_cpu(tmp_path: Path) -> 
 
 
 def test_the_bundle_holds_what_the_machine_lacks() -> None:
-    """The first list was read off that machine, where these packages were not found; the demo needs the others."""
+    """The first list was read off that machine, where these packages were not found; the demo needs
+    the others."""
     installed = packages_of_the_machine()
     absent = """
     annotated-types fastapi httptools httpx-aiohttp msgspec opentelemetry-api orjson pydantic pydantic-core

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["kill", "stop", "cut", "preempt"]
-"""`kill -9` of one process; SIGSTOP, SIGCONT after `hold_s`; its TCP connections shut down; `kill -9` of a whole node."""
+"""`kill -9` of one process; SIGSTOP, SIGCONT after `hold_s`; its TCP connections shut down; `kill
+-9` of a whole node."""
 
 PROCESSES = (
     *("data-server", "reward-server", "grader", "replay-buffer", "router"),
@@ -46,12 +47,16 @@ class Fault:
 
 
 def schedule(
-    seed: int, steps: int, count: int, hold_s: tuple[float, float], choices: tuple[Choice, ...] = EVERYTHING
+    seed: int,
+    steps: int,
+    count: int,
+    hold_s: tuple[float, float],
+    choices: tuple[Choice, ...] = EVERYTHING,
 ) -> list[Fault]:
     """Returns `count` faults spread over the first `steps` - 1 steps of a run, in order.
 
-    The next fault is always the one that occurred least often so far, by kind and target. `hold_s` is the range of a
-    stop's seconds. This is a pure function of its arguments.
+    The next fault is always the one that occurred least often so far, by kind and target. `hold_s`
+    is the range of a stop's seconds. This is a pure function of its arguments.
     """
     rng = random.Random(f"chaos {seed}")
     done: list[Choice] = []
@@ -62,10 +67,14 @@ def schedule(
     for i, (kind, target) in enumerate(done):
         first, last = 1 + i * (steps - 2) / count, 1 + (i + 1) * (steps - 2) / count
         held = round(rng.uniform(*hold_s), 2) if kind == "stop" else 0.0
-        faults.append(Fault(int(rng.uniform(first, last)), round(rng.uniform(0, 0.6), 2), kind, target, held))
+        faults.append(
+            Fault(int(rng.uniform(first, last)), round(rng.uniform(0, 0.6), 2), kind, target, held)
+        )
     return faults
 
 
 def _rank(done: list[Choice], choice: Choice) -> tuple[int, int]:
     """Counts the earlier faults of exactly this choice, and those of its kind or target."""
-    return done.count(choice), sum((kind == choice[0]) + (target == choice[1]) for kind, target in done)
+    return done.count(choice), sum(
+        (kind == choice[0]) + (target == choice[1]) for kind, target in done
+    )

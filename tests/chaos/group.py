@@ -1,4 +1,5 @@
-"""The local job group for chaos runs: short limits, unlimited restarts, everything in one folder."""
+"""The local job group for chaos runs: short limits, unlimited restarts, everything in one
+folder."""
 
 import os
 import re
@@ -68,8 +69,11 @@ class Group:
         return found
 
     def left(self) -> list[str]:
-        """Describes the live processes of this run, including known ones that no longer show the mark."""
-        found = {(process.pid, process.started): " ".join(process.argv) for process in self.processes()}
+        """Describes the live processes of this run, including known ones that no longer show the
+        mark."""
+        found = {
+            (process.pid, process.started): " ".join(process.argv) for process in self.processes()
+        }
         for pid, started in self._met - set(found):
             if start_of(pid) == started:
                 found[pid, started] = "seen before"
@@ -90,7 +94,9 @@ class Group:
         done = threading.Event()
         follower = threading.Thread(target=self._follow, args=(done,), daemon=True)
         with (self.folder / "output.txt").open("wb") as log:
-            self.process = subprocess.Popen(self._command(), cwd=ROOT, env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                self._command(), cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
         follower.start()
         try:
             yield self
@@ -103,12 +109,22 @@ class Group:
 
     def _command(self) -> list[str]:
         yaml = self.folder / "jobgroup.yaml"
-        # Chaos kills more often than operators would tolerate, so the number of restarts is unlimited.
+        # Chaos kills more often than operators would tolerate, so the number of restarts is
+        # unlimited.
         episodes = "RLHF_ENVIRONMENT__NAME" in self.settings
         yaml.write_text(
-            (TOOLS_YAML if episodes else YAML).read_text().replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000")
+            (TOOLS_YAML if episodes else YAML)
+            .read_text()
+            .replace("max_restarts_on_errors: 3", "max_restarts_on_errors: 1000")
         )
-        command = [sys.executable, "-m", "jobgroup.local", str(yaml), "--log-dir", str(self.folder / "logs")]
+        command = [
+            sys.executable,
+            "-m",
+            "jobgroup.local",
+            str(yaml),
+            "--log-dir",
+            str(self.folder / "logs"),
+        ]
         if episodes:
             command += ["--num-nodes", "environment-server=2"]
         settings = {

@@ -26,11 +26,12 @@ class Injected:
     cut: int = 0
     """Connections."""
     healthy_s: float | None = None
-    """Seconds from the fault until its target (a new process after a kill) was running and healthy; None if it was not
-    before the run ended."""
+    """Seconds from the fault until its target (a new process after a kill) was running and healthy;
+    None if it was not before the run ended."""
 
     def next_step_s(self, group: Group) -> float | None:
-        """Returns the seconds from the fault to the end of the next training step; None if there was none."""
+        """Returns the seconds from the fault to the end of the next training step; None if there
+        was none."""
         return min((when - self.at for when, _ in group.step_times if when > self.at), default=None)
 
     def as_json(self, group: Group) -> dict[str, Any]:
@@ -39,7 +40,8 @@ class Injected:
 
 
 def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Injected]:
-    """Injects every fault at its moment; returns when the group has ended, at the latest after `limit_s` seconds.
+    """Injects every fault at its moment; returns when the group has ended, at the latest after
+    `limit_s` seconds.
 
     Faults whose moment has not come by then are left out.
     """
@@ -59,7 +61,11 @@ def inject(group: Group, faults: Sequence[Fault], limit_s: float) -> list[Inject
                 if target is not None:
                     fault, due = waiting.pop(0), None
                     done.append(_strike(group, fault, target, stops))
-                    watchers.append(threading.Thread(target=_watch, args=(group, done[-1], target, over), daemon=True))
+                    watchers.append(
+                        threading.Thread(
+                            target=_watch, args=(group, done[-1], target, over), daemon=True
+                        )
+                    )
                     watchers[-1].start()
             time.sleep(_LOOK_S)
     finally:

@@ -1,8 +1,9 @@
-"""`python -m tests.chaos.run` runs the whole job group under seeded faults, once per seed, and reports recovery times.
+"""`python -m tests.chaos.run` runs the whole job group under seeded faults, once per seed, and
+reports recovery times.
 
-Options are `--seeds 0,1,2 --steps 60 --faults 30 --json FILE`. `--episodes` trains on episodes, with two
-environment-server nodes, and hits the processes they need. The exit status is 1 if an invariant was violated. `make
-chaos` runs it.
+Options are `--seeds 0,1,2 --steps 60 --faults 30 --json FILE`. `--episodes` trains on episodes,
+with two environment-server nodes, and hits the processes they need. The exit status is 1 if an
+invariant was violated. `make chaos` runs it.
 """
 
 import argparse
@@ -56,7 +57,8 @@ class Outcome:
 
 
 def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0) -> dict[str, str]:
-    """Returns settings for one epoch of the built-in task, with limits that a stop of half a minute exceeds."""
+    """Returns settings for one epoch of the built-in task, with limits that a stop of half a minute
+    exceeds."""
     return {
         "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
         "MODEL_NAME": str(base_model),
@@ -80,11 +82,14 @@ def settings(base_model: Path, steps: int, seed: int = 0, max_staleness: int = 0
 
 
 def episode_settings() -> dict[str, str]:
-    """Returns the extra settings of a run on episodes. They teach nothing, so nobody checks whether the run learned."""
+    """Returns the extra settings of a run on episodes. They teach nothing, so nobody checks whether
+    the run learned."""
     return {"RLHF_ENVIRONMENT__NAME": PONDERS, "RLHF_ENVIRONMENT__DEADLINE_S": "120"}
 
 
-def chaos(folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: int, limit_s: float) -> Outcome:
+def chaos(
+    folder: Path, values: dict[str, str], faults: Sequence[Fault], seed: int, limit_s: float
+) -> Outcome:
     """Runs the group in `folder` under these faults and checks the invariants."""
     group, began = Group(folder, values), time.monotonic()
     with group.running():
@@ -122,7 +127,9 @@ def report(outcomes: Sequence[Outcome], console: Console) -> None:
             chosen = [fault for fault in faults if value in ("all", fault[key])]
             well = [fault["healthy_s"] for fault in chosen if fault["healthy_s"] is not None]
             steps = [fault["next_step_s"] for fault in chosen if fault["next_step_s"] is not None]
-            recovered = sum(None not in (fault["healthy_s"], fault["next_step_s"]) for fault in chosen)
+            recovered = sum(
+                None not in (fault["healthy_s"], fault["next_step_s"]) for fault in chosen
+            )
             table.add_row(value, str(len(chosen)), str(recovered), _seconds(well), _seconds(steps))
         console.print(table)
     restarts = sum((Counter(outcome.restarts) for outcome in outcomes), Counter[str]())
@@ -146,14 +153,20 @@ def _seconds(values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.run", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--faults", type=int, default=30, help="faults per run")
-    parser.add_argument("--episodes", action="store_true", help="train on episodes and hit the processes they need")
+    parser.add_argument(
+        "--episodes", action="store_true", help="train on episodes and hit the processes they need"
+    )
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
     parser.add_argument("--limit", type=float, default=2400, help="time limit of a run in seconds")
-    parser.add_argument("--keep", type=Path, help="keep all run folders here (default: only failed runs)")
+    parser.add_argument(
+        "--keep", type=Path, help="keep all run folders here (default: only failed runs)"
+    )
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args(argv)
     console, outcomes = Console(width=120, highlight=False), []
@@ -170,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.keep is None and not outcomes[-1].violations:
             shutil.rmtree(folder)
         if options.json:
-            options.json.write_text(json.dumps([outcome.__dict__ for outcome in outcomes], indent=1) + "\n")
+            options.json.write_text(
+                json.dumps([outcome.__dict__ for outcome in outcomes], indent=1) + "\n"
+            )
     if len(outcomes) > 1:
         report(outcomes, console)
     return int(any(outcome.violations for outcome in outcomes))

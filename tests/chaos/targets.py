@@ -52,7 +52,8 @@ class Process:
 
     @property
     def is_launcher(self) -> bool:
-        """Whether this process runs a node, as init runs a pod: its end is the end of the whole node."""
+        """Whether this process runs a node, as init runs a pod: its end is the end of the whole
+        node."""
         return len(self.argv) > 3 and self.argv[3].endswith("jobgroup/local/launcher.py")
 
     @property
@@ -63,8 +64,8 @@ class Process:
 def processes(mark: str) -> list[Process]:
     """Returns the live processes that inherited CHAOS_MARK=`mark`, and all their descendants.
 
-    A process that changes its title (the router) overwrites its environment. It is found through its parent, whose
-    inherited values it gets.
+    A process that changes its title (the router) overwrites its environment. It is found through
+    its parent, whose inherited values it gets.
     """
     found: list[Process] = []
     others: list[Process] = []
@@ -73,14 +74,24 @@ def processes(mark: str) -> list[Process]:
         if not directory.name.isdigit():
             continue
         with contextlib.suppress(OSError):  # the process ended meanwhile
-            state, parent, *more = (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            state, parent, *more = (
+                (directory / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            )
             environ = (directory / "environ").read_bytes().split(b"\0")
-            argv = (directory / "cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+            argv = (
+                (directory / "cmdline")
+                .read_bytes()
+                .decode(errors="replace")
+                .rstrip("\0")
+                .split("\0")
+            )
             if state == "Z" or not argv[0]:
                 continue
             pairs = (item.decode(errors="replace").partition("=") for item in environ)
             env = {name: value for name, _, value in pairs} if wanted in environ else {}
-            process = Process(int(directory.name), int(more[_START]), int(parent), state, tuple(argv), env)
+            process = Process(
+                int(directory.name), int(more[_START]), int(parent), state, tuple(argv), env
+            )
             (found if env else others).append(process)
     by_pid = {process.pid: process for process in found}
     for process in sorted(others, key=lambda process: process.started):  # parents before children
@@ -92,24 +103,34 @@ def processes(mark: str) -> list[Process]:
 def start_of(pid: int) -> int | None:
     """Returns the start of this process as `Process.started`, or None if it has ended."""
     try:
-        state, _, *more = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        state, _, *more = (
+            Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        )
     except OSError:
         return None
     return None if state == "Z" else int(more[_START])
 
 
 def find(target: str, running: list[Process]) -> Process | None:
-    """Finds the process for a name in `faults.PROCESSES`, or the launcher of a node in `faults.NODES`."""
+    """Finds the process for a name in `faults.PROCESSES`, or the launcher of a node in
+    `faults.NODES`."""
     if target == "grader":
         servers = {process.pid for process in running if process.is_grader}
-        return next((process for process in running if process.is_grader and process.parent in servers), None)
+        return next(
+            (process for process in running if process.is_grader and process.parent in servers),
+            None,
+        )
     if target == "router":
         return next((process for process in running if process.argv[0] == _ROUTER), None)
     name, _, rank = target.rpartition("-")
     if (words := _MODULES.get(target) or _MODULES.get(name)) is None:
-        return next((process for process in running if process.is_launcher and process.node == target), None)
+        return next(
+            (process for process in running if process.is_launcher and process.node == target), None
+        )
     fitting = [process for process in running if process.argv[1 : 1 + len(words)] == words]
-    if target not in _MODULES:  # one of several; trainer ranks have the node's number, with one process per node
+    if (
+        target not in _MODULES
+    ):  # one of several; trainer ranks have the node's number, with one process per node
         fitting = [process for process in fitting if process.node.endswith(f"-{rank}")]
     if name == "environment":  # not the process that keeps it alive
         fitting = [process for process in fitting if "ENVIRONMENT_SUPERVISED" in process.env]
@@ -117,7 +138,8 @@ def find(target: str, running: list[Process]) -> Process | None:
 
 
 def health_url(target: str, config: Config, running: list[Process]) -> str | None:
-    """Returns the target's health URL; None for a grader and for a trainer rank that serves nothing."""
+    """Returns the target's health URL; None for a grader and for a trainer rank that serves
+    nothing."""
     rollout = config.rollout
     places = {
         "data-server": ("data-server", config.data.port),
@@ -148,7 +170,7 @@ def health_url(target: str, config: Config, running: list[Process]) -> str | Non
 def healthy(url: str) -> bool:
     """Returns whether the URL answers 200 within two seconds."""
     try:
-        with urllib.request.urlopen(url, timeout=_PROBE_S) as answer:  # noqa: S310 - an http URL of this run
+        with urllib.request.urlopen(url, timeout=_PROBE_S) as answer:  # noqa: S310
             return bool(answer.status == 200)
     except (OSError, ValueError):
         return False
@@ -169,8 +191,13 @@ def cut_connections(pid: int) -> int:
                     continue
                 copy = call(_PIDFD_GETFD, handle, int(link.name), 0)
                 if copy < 0:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "pidfd_getfd")
-                with socket.socket(fileno=copy) as connection, contextlib.suppress(OSError):  # it may have just ended
+                    raise OSError(
+                        ctypes.get_errno(), os.strerror(ctypes.get_errno()), "pidfd_getfd"
+                    )
+                with (
+                    socket.socket(fileno=copy) as connection,
+                    contextlib.suppress(OSError),
+                ):  # it may have just ended
                     connection.shutdown(socket.SHUT_RDWR)
                     number += 1
     finally:

@@ -27,25 +27,45 @@ def group(step: int, i: int, attempt: str = "a") -> dict[str, Any]:
 
 @pytest.fixture
 def good() -> Evidence:
-    """Returns a run whose third step was undone once: it was trained in attempt a and again in attempt b."""
+    """Returns a run whose third step was undone once: it was trained in attempt a and again in
+    attempt b."""
     lineage: list[dict[str, Any]] = [
         {"step": step, "groups": [group(step, i, "b" if step >= 3 else "a") for i in range(BATCH)]}
         for step in range(1, STEPS + 1)
     ]
     undone = [group(3, i) for i in range(BATCH)]
-    seen = [lineage[0]["groups"], lineage[1]["groups"], undone, lineage[2]["groups"], lineage[3]["groups"]]
-    stored = {each["id"]: ("consumed", each["position"], each["prompt_id"]) for groups in seen for each in groups}
+    seen = [
+        lineage[0]["groups"],
+        lineage[1]["groups"],
+        undone,
+        lineage[2]["groups"],
+        lineage[3]["groups"],
+    ]
+    stored = {
+        each["id"]: ("consumed", each["position"], each["prompt_id"])
+        for groups in seen
+        for each in groups
+    }
     return Evidence(
         steps=STEPS,
         batch=BATCH,
         max_staleness=0,
         prompts=STEPS * BATCH,
         target_accuracy=0.6,
-        metrics=[{"step": step, "update": {"delta_logprob_current": 1e-6}} for step in range(1, STEPS + 1)],
+        metrics=[
+            {"step": step, "update": {"delta_logprob_current": 1e-6}}
+            for step in range(1, STEPS + 1)
+        ],
         groups=lineage,
         seen=seen,
         stored=stored,
-        counters={"added": len(stored) + 1, "evicted": 0, "removed": 0, "dropped": 1, "duplicates": 3},
+        counters={
+            "added": len(stored) + 1,
+            "evicted": 0,
+            "removed": 0,
+            "dropped": 1,
+            "duplicates": 3,
+        },
         cursor=STEPS * BATCH,
         evaluations=[{"step": 0, "accuracy": 0.2}, {"step": STEPS, "accuracy": 0.7}],
     )
@@ -143,7 +163,11 @@ def _left_behind(run: Evidence) -> None:
         (_line_lost, "steps", "metrics.jsonl has the steps"),
         (_small_batch, "steps", "step 4 has 1 groups"),
         (_trained_twice, "exactly_once", "position 0 was trained on 2 times"),
-        (_next_epoch_instead, "exactly_once", "never trained on, and nobody says why: positions [2"),
+        (
+            _next_epoch_instead,
+            "exactly_once",
+            "never trained on, and nobody says why: positions [2",
+        ),
         (_prompt_twice, "exactly_once", "prompt p0 2 times in epoch 0"),
         (_prompts_moved, "exactly_once", "position 4 was that of ['p4', 'p9']"),
         (_cursor_lost, "exactly_once", "the data-server handed out 3 prompts"),
@@ -161,7 +185,9 @@ def _left_behind(run: Evidence) -> None:
         (_left_behind, "ended", "still there: 77"),
     ],
 )
-def test_a_broken_history_is_found(good: Evidence, damage: Callable[[Evidence], None], check: str, words: str) -> None:
+def test_a_broken_history_is_found(
+    good: Evidence, damage: Callable[[Evidence], None], check: str, words: str
+) -> None:
     damage(good)
     found = violations(good)
     assert any(each.startswith(f"{check}: ") and words in each for each in found), found
@@ -201,7 +227,9 @@ def played(good: Evidence) -> Evidence:
     good.group_size = 2
     for name, (_, position, prompt) in good.stored.items():
         ids = np.array([1], np.int32)
-        good.episodes[name] = Group(name, prompt, "", "", ids, [episode(0), episode(1)], position=position)
+        good.episodes[name] = Group(
+            name, prompt, "", "", ids, [episode(0), episode(1)], position=position
+        )
     return good
 
 
@@ -214,12 +242,20 @@ def test_good_run_on_episodes_has_no_violations(played: Evidence) -> None:
     [
         ([episode(0)], "has the episodes [0] instead of 2"),
         ([episode(0), episode(1), episode(1)], "has the episodes [0, 1, 1] instead of 2"),
-        ([episode(0), episode(1, turns=4)], "episode 1 of group b6 has 4 turns, and its environment has seen 3"),
-        ([episode(0), episode(1, turns=2)], "episode 1 of group b6 has 2 turns, and its environment has seen 3"),
+        (
+            [episode(0), episode(1, turns=4)],
+            "episode 1 of group b6 has 4 turns, and its environment has seen 3",
+        ),
+        (
+            [episode(0), episode(1, turns=2)],
+            "episode 1 of group b6 has 2 turns, and its environment has seen 3",
+        ),
         ([episode(0), episode(1, observed=1)], "its mask is not its turns"),
     ],
 )
-def test_an_episode_that_is_not_whole_is_found(played: Evidence, completions: list[Completion], words: str) -> None:
+def test_an_episode_that_is_not_whole_is_found(
+    played: Evidence, completions: list[Completion], words: str
+) -> None:
     played.episodes["b6"].completions = completions
     found = violations(played)
     assert any(each.startswith("episodes: ") and words in each for each in found), found

@@ -1,4 +1,5 @@
-"""The whole local job group under seeded faults of every kind finishes as if nothing had happened, only later."""
+"""The whole local job group under seeded faults of every kind finishes as if nothing had happened,
+only later."""
 
 from pathlib import Path
 
@@ -19,17 +20,25 @@ def test_every_invariant_holds_after_faults_of_every_kind(base_model: Path, tmp_
     outcome = chaos(tmp_path, settings(base_model, STEPS), faults, SEED, limit_s=800)
     report([outcome], Console(width=120))
     assert outcome.violations == [], (tmp_path / "output.txt").read_text()[-8000:]
-    assert [(fault["kind"], fault["target"]) for fault in outcome.faults] == [(fault.kind, fault.target) for fault in faults]
+    assert [(fault["kind"], fault["target"]) for fault in outcome.faults] == [
+        (fault.kind, fault.target) for fault in faults
+    ]
     assert {fault["kind"] for fault in outcome.faults} == {"kill", "stop", "cut", "preempt"}
-    assert all(fault["cut"] > 0 for fault in outcome.faults if fault["kind"] == "cut"), "there were connections to cut"
+    assert all(fault["cut"] > 0 for fault in outcome.faults if fault["kind"] == "cut"), (
+        "there were connections to cut"
+    )
 
 
 def test_every_invariant_holds_for_episodes_on_two_nodes(base_model: Path, tmp_path: Path) -> None:
     steps, count = 16, 5
     faults = schedule(SEED, steps, count, HOLD_S, EPISODES)
-    outcome = chaos(tmp_path, settings(base_model, steps) | episode_settings(), faults, SEED, limit_s=800)
+    outcome = chaos(
+        tmp_path, settings(base_model, steps) | episode_settings(), faults, SEED, limit_s=800
+    )
     report([outcome], Console(width=120))
     assert outcome.violations == [], (tmp_path / "output.txt").read_text()[-8000:]
     assert len(outcome.faults) == count
     assert outcome.episodes == steps * 16 * 8
-    assert outcome.dropped.get("episode", 0) == 0, "an episode that was lost is played again under the same request"
+    assert outcome.dropped.get("episode", 0) == 0, (
+        "an episode that was lost is played again under the same request"
+    )

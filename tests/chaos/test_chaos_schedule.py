@@ -26,7 +26,10 @@ def test_faults_come_in_order_within_the_run_and_only_stops_last(seed: int) -> N
     faults = schedule(seed, 40, 12, HOLD_S)
     assert [fault.step for fault in faults] == sorted(fault.step for fault in faults)
     assert all(1 <= fault.step < 40 for fault in faults)
-    assert all(HOLD_S[0] <= fault.hold_s <= HOLD_S[1] if fault.kind == "stop" else fault.hold_s == 0 for fault in faults)
+    assert all(
+        HOLD_S[0] <= fault.hold_s <= HOLD_S[1] if fault.kind == "stop" else fault.hold_s == 0
+        for fault in faults
+    )
     assert {fault.kind for fault in faults} == {"kill", "stop", "cut", "preempt"}
 
 
@@ -34,7 +37,9 @@ def test_every_fault_occurs_once_before_any_occurs_twice() -> None:
     faults = schedule(3, 400, len(EVERYTHING), HOLD_S)
     assert Counter((fault.kind, fault.target) for fault in faults) == dict.fromkeys(EVERYTHING, 1)
     assert {fault.target for fault in faults} == {*PROCESSES, *NODES}
-    assert len({fault.target for fault in faults[:11]}) >= 10, "one target is not hit again and again at first"
+    assert len({fault.target for fault in faults[:11]}) >= 10, (
+        "one target is not hit again and again at first"
+    )
 
 
 def test_chaos_of_episodes_hits_every_process_they_need() -> None:
@@ -52,21 +57,51 @@ def test_the_environment_server_is_not_the_process_that_keeps_it_alive() -> None
 
 
 def process(pid: int, *argv: str, parent: int = 1, task: str = "", rank: int = 0) -> Process:
-    env = {"SKYPILOT_TASK_ID": f"local-1_rlhf-math_{task}", "SKYPILOT_NODE_RANK": str(rank)} if task else {}
+    env = (
+        {"SKYPILOT_TASK_ID": f"local-1_rlhf-math_{task}", "SKYPILOT_NODE_RANK": str(rank)}
+        if task
+        else {}
+    )
     return Process(pid, pid, parent, "S", argv, env)
 
 
 def test_names_stand_for_the_processes_that_do_the_work() -> None:
-    launched = ("python", "-I", "-S", "/x/jobgroup/local/launcher.py", "10.0", "exec .venv/bin/python -m services.rollout")
+    launched = (
+        "python",
+        "-I",
+        "-S",
+        "/x/jobgroup/local/launcher.py",
+        "10.0",
+        "exec .venv/bin/python -m services.rollout",
+    )
     running = [
         process(1, "python", "-m", "jobgroup.local"),
         process(2, *launched, task="rollout-server", rank=1),
         process(3, "python", "-m", "services.rollout", task="rollout-server", rank=0),
         process(4, "python", "-m", "services.rollout", task="rollout-server", rank=1),
-        process(5, "python", "-I", "-S", "child.py", "python", "-m", "services.engine", task="rollout-server", rank=1),
+        process(
+            5,
+            "python",
+            "-I",
+            "-S",
+            "child.py",
+            "python",
+            "-m",
+            "services.engine",
+            task="rollout-server",
+            rank=1,
+        ),
         process(6, "python", "-m", "services.engine", "--port", "1", task="rollout-server", rank=1),
         process(7, "python", "-P", "/x/services/reward/worker.py", "serve", task="reward-server"),
-        process(8, "python", "-P", "/x/services/reward/worker.py", "serve", parent=7, task="reward-server"),
+        process(
+            8,
+            "python",
+            "-P",
+            "/x/services/reward/worker.py",
+            "serve",
+            parent=7,
+            task="reward-server",
+        ),
         process(10, "sglang::router", task="rollout-server"),
         process(9, "python", "-u", "-m", "trainer", task="ppo-trainer", rank=1),
     ]
@@ -86,7 +121,12 @@ def test_names_stand_for_the_processes_that_do_the_work() -> None:
 def test_processes_are_found_by_their_mark_and_only_those() -> None:
     mark = str(uuid.uuid4())
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
-    environment = {**os.environ, "CHAOS_MARK": mark, "SKYPILOT_TASK_ID": "run_group_reward-server", "SKYPILOT_NODE_RANK": "2"}
+    environment = {
+        **os.environ,
+        "CHAOS_MARK": mark,
+        "SKYPILOT_TASK_ID": "run_group_reward-server",
+        "SKYPILOT_NODE_RANK": "2",
+    }
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as child:
         [found] = processes(mark)
         assert (found.pid, found.parent, found.node) == (child.pid, os.getpid(), "reward-server-2")
@@ -110,7 +150,10 @@ def test_cutting_ends_the_connections_of_a_process_and_nothing_else() -> None:
             socket.create_connection(("127.0.0.1", port)) as other,
             server.accept()[0] as accepted,
             subprocess.Popen(
-                [sys.executable, "-c", program, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-c", program, str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             ) as child,
             server.accept()[0] as connection,
         ):
@@ -120,7 +163,9 @@ def test_cutting_ends_the_connections_of_a_process_and_nothing_else() -> None:
                 assert cut_connections(child.pid) == 1
             except PermissionError:
                 child.kill()
-                pytest.skip("this machine does not let a process take a copy of another one's sockets (pidfd_getfd)")
+                pytest.skip(
+                    "this machine does not let a process take a copy of another one's sockets (pidfd_getfd)"
+                )
             assert child.stdout.readline() == "b''\n", "the process sees that its peer has gone"
             assert connection.recv(1) == b"", "and the peer that the process has"
             assert child.poll() is None

@@ -26,7 +26,9 @@ from tests.support.ports import free_port
 
 
 def in_process(app: FastAPI, deadline_s: float = 20, service: str = "thing") -> Client:
-    return Client(service, "http://thing", transport=httpx.ASGITransport(app), deadline_s=deadline_s)
+    return Client(
+        service, "http://thing", transport=httpx.ASGITransport(app), deadline_s=deadline_s
+    )
 
 
 @pytest.fixture
@@ -63,7 +65,8 @@ async def test_unreachable_names_the_service_and_the_reason() -> None:
     port = free_port()
     async with DataClient("data-server", f"http://127.0.0.1:{port}", deadline_s=1) as client:
         with pytest.raises(
-            Unreachable, match="data-server did not answer GET /stats in time: Cannot connect to host"
+            Unreachable,
+            match="data-server did not answer GET /stats in time: Cannot connect to host",
         ) as caught:
             await client.total()
     assert caught.value.value == f"http://127.0.0.1:{port}"
@@ -80,17 +83,28 @@ async def test_an_attempt_cut_off_by_the_deadline_does_not_hide_the_reason_befor
         await asyncio.sleep(request.extensions["timeout"]["read"])
         raise httpx.ReadTimeout("", request=request)
 
-    async with Client("thing", "http://thing", transport=httpx.MockTransport(answer), deadline_s=1) as client:
-        with pytest.raises(Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"):
+    async with Client(
+        "thing", "http://thing", transport=httpx.MockTransport(answer), deadline_s=1
+    ) as client:
+        with pytest.raises(
+            Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"
+        ):
             await client.request("GET", "/work")
     assert len(attempts) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning")
 async def test_a_service_that_stops_reading_a_large_body_is_given_up_at_the_deadline() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stopped:  # accepts connections, and reads nothing
-        async with Client("thing", f"http://127.0.0.1:{stopped.getsockname()[1]}", deadline_s=0.5) as client:
-            ways: list[dict[str, Any]] = [{"content": bytes(64 << 20), "headers": {}}, {"content": bytes(64 << 20)}]
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as stopped:  # accepts connections, and reads nothing
+        async with Client(
+            "thing", f"http://127.0.0.1:{stopped.getsockname()[1]}", deadline_s=0.5
+        ) as client:
+            ways: list[dict[str, Any]] = [
+                {"content": bytes(64 << 20), "headers": {}},
+                {"content": bytes(64 << 20)},
+            ]
             for arguments in ways:
                 with pytest.raises(Unreachable, match="thing did not answer POST /large in time"):
                     await asyncio.wait_for(client.request("POST", "/large", **arguments), 400)
@@ -135,19 +149,29 @@ async def test_a_service_that_never_recovers_is_named_with_its_last_answer() -> 
         return Response("disk full", 503)
 
     async with in_process(app, deadline_s=0.3) as client:
-        with pytest.raises(Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"):
+        with pytest.raises(
+            Unreachable, match="thing did not answer GET /work in time: HTTP 503: disk full"
+        ):
             await client.request("GET", "/work")
 
 
-@pytest.mark.parametrize(("asked", "attempts"), [("60", 1), ("soon", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 3), ("²", 3)])
+@pytest.mark.parametrize(
+    ("asked", "attempts"), [("60", 1), ("soon", 3), ("Wed, 21 Oct 2026 07:28:00 GMT", 3), ("²", 3)]
+)
 async def test_retry_after_is_respected(asked: str, attempts: int) -> None:
     app, calls = create_app("thing"), list[int]()
 
     @app.get("/work")
     def work() -> Response:
         calls.append(1)
-        headers = {} if len(calls) > 2 else {"retry-after": asked.encode("latin-1", "replace").decode("latin-1")}
-        return Response("done" if len(calls) > 2 else "later", 200 if len(calls) > 2 else 503, headers)
+        headers = (
+            {}
+            if len(calls) > 2
+            else {"retry-after": asked.encode("latin-1", "replace").decode("latin-1")}
+        )
+        return Response(
+            "done" if len(calls) > 2 else "later", 200 if len(calls) > 2 else 503, headers
+        )
 
     async with in_process(app, deadline_s=2 if attempts == 1 else 30) as client:
         if attempts == 1:
@@ -182,7 +206,9 @@ async def test_a_refusal_is_not_retried_and_keeps_its_parts() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("content", ["<html>teapot</html>", "[]", '{"error": "text"}', '{"error": {}}'])
+@pytest.mark.parametrize(
+    "content", ["<html>teapot</html>", "[]", '{"error": "text"}', '{"error": {}}']
+)
 async def test_a_refusal_of_unknown_shape_is_shown(content: str) -> None:
     app = create_app("thing")
 
@@ -204,7 +230,9 @@ async def test_an_unexpected_answer_is_an_error() -> None:
     def grade() -> dict[str, Any]:
         return {"rewards": [1.0]}
 
-    async with RewardClient("reward-server", "http://r", transport=httpx.ASGITransport(app), deadline_s=5) as client:
+    async with RewardClient(
+        "reward-server", "http://r", transport=httpx.ASGITransport(app), deadline_s=5
+    ) as client:
         with pytest.raises(ServiceError, match="reward-server: unexpected answer to /batch_reward"):
             await client.batch_reward([RewardItem(response="#### 1", ground_truth="1")])
 
@@ -232,7 +260,10 @@ def test_a_completion_keeps_what_training_needs() -> None:
     assert completion.logprobs.tolist() == [-0.5, -1.0]
     assert completion.weight_versions == [(3, 0, 2)]
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
-    assert completion_from_answer(answer(weight_versions=spans)).weight_versions == [(3, 0, 1), (4, 1, 2)]
+    assert completion_from_answer(answer(weight_versions=spans)).weight_versions == [
+        (3, 0, 1),
+        (4, 1, 2),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -260,18 +291,29 @@ async def test_many_calls_waiting_for_one_service_log_one_line(
     start = time.monotonic()
     async with Client("reward-server", f"http://127.0.0.1:{free_port()}", deadline_s=1.5) as client:
         waits = [client.request("GET", "/stats") for _ in range(20)]
-        assert all(isinstance(each, base.Unreachable) for each in await asyncio.gather(*waits, return_exceptions=True))
+        assert all(
+            isinstance(each, base.Unreachable)
+            for each in await asyncio.gather(*waits, return_exceptions=True)
+        )
     said = [record.getMessage() for record in caplog.records if "so far for" in record.getMessage()]
     assert 1 <= len(said) <= (time.monotonic() - start) / 0.3  # for all 20 calls
     assert "for reward-server to answer GET /stats" in said[0]
 
 
 async def test_byte_requests_behave_like_others_over_real_sockets() -> None:
-    """They bypass httpx, but retries, headers, errors, deadlines, redirects and compressed answers must be the same."""
+    """They bypass httpx, but retries, headers, errors, deadlines, redirects and compressed answers
+    must be the same."""
     seen: list[web.Request] = []
     answers = {
-        "/late": [web.Response(status=503, headers={"retry-after": "0"}), web.Response(text="done")],
-        "/bad": [web.json_response({"error": {"message": "no", "field": "n", "value": 3, "code": "bad"}}, status=422)],
+        "/late": [
+            web.Response(status=503, headers={"retry-after": "0"}),
+            web.Response(text="done"),
+        ],
+        "/bad": [
+            web.json_response(
+                {"error": {"message": "no", "field": "n", "value": 3, "code": "bad"}}, status=422
+            )
+        ],
         "/zip": [web.Response(body=gzip.compress(b"x"), headers={"content-encoding": "gzip"})],
         "/moved": [web.Response(status=302, headers={"location": "/late"})],
     }
@@ -291,12 +333,19 @@ async def test_byte_requests_behave_like_others_over_real_sockets() -> None:
     await site.start()
     port = runner.addresses[0][1]
     sent: dict[str, Any] = {"content": b"body", "headers": {"content-type": "x/y"}}
-    async with Client("service", f"http://127.0.0.1:{port}/", headers={"authorization": "Bearer t"}) as client:
+    async with Client(
+        "service", f"http://127.0.0.1:{port}/", headers={"authorization": "Bearer t"}
+    ) as client:
         with logs.request("the-id"):
             assert (await client.request("POST", "/late", **sent)).text == "done"
         for request in seen:
             names = ("authorization", "content-type", "accept-encoding", logs.REQUEST_HEADER)
-            assert [request.headers[name] for name in names] == ["Bearer t", "x/y", "identity", "the-id"]
+            assert [request.headers[name] for name in names] == [
+                "Bearer t",
+                "x/y",
+                "identity",
+                "the-id",
+            ]
         with pytest.raises(ServiceError, match="service: no") as error:
             await client.request("POST", "/bad", **sent)
         assert (error.value.status, error.value.field, error.value.code) == (422, "n", "bad")

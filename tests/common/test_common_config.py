@@ -25,7 +25,11 @@ def in_file(folder: Path, text: str) -> list[str]:
 
 def test_defaults_are_what_the_job_group_promises() -> None:
     config = load([], {})
-    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == ("Qwen/Qwen2.5-0.5B-Instruct", 3, 4)
+    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == (
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        3,
+        4,
+    )
     assert (config.data.port, config.reward.port, config.replay.port) == (8000, 8002, 8003)
     assert (config.rollout.router_port, config.rollout.engine_port) == (30000, 30001)
 
@@ -35,7 +39,12 @@ def test_later_places_win(tmp_path: Path) -> None:
     env = {"RLHF_TRAINER__BATCH_SIZE": "12", "RLHF_TRAINER__NUM_EPOCHS": "12"}
     config = load([*file, "--trainer.batch_size", "13"], env)
     trainer = config.trainer
-    assert (trainer.batch_size, trainer.num_epochs, trainer.max_steps, config.seed) == (13, 12, 11, 1)
+    assert (trainer.batch_size, trainer.num_epochs, trainer.max_steps, config.seed) == (
+        13,
+        12,
+        11,
+        1,
+    )
     assert trainer.eval_samples == Config().trainer.eval_samples
     assert load(["--seed=2", *file], {}).seed == 2
     assert load([], {"RUN_CONFIG": file[1]}).seed == 1
@@ -43,9 +52,19 @@ def test_later_places_win(tmp_path: Path) -> None:
 
 
 def test_short_names_set_their_settings() -> None:
-    env = {"MODEL_NAME": "tiny", "NUM_EPOCHS": "5", "BATCH_SIZE": "6", "MAX_STEPS": "7", "SEED": "8"}
+    env = {
+        "MODEL_NAME": "tiny",
+        "NUM_EPOCHS": "5",
+        "BATCH_SIZE": "6",
+        "MAX_STEPS": "7",
+        "SEED": "8",
+    }
     config = load([], env | {"STATE_DIR": "here", "RUN_DIR": "there"})
-    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == ("tiny", 5, 6)
+    assert (config.model.name, config.trainer.num_epochs, config.trainer.batch_size) == (
+        "tiny",
+        5,
+        6,
+    )
     assert (config.trainer.max_steps, config.seed) == (7, 8)
     assert (config.state_dir, config.trainer.run_dir) == (Path("here"), Path("there"))
     assert load([], {"MODEL_NAME": ""}).model.name == Config().model.name
@@ -57,8 +76,13 @@ def test_the_long_name_wins_over_the_short_one() -> None:
 
 
 def test_lists_and_unset_values(tmp_path: Path) -> None:
-    assert load([], {"RLHF_ROLLOUT__ENGINE_ARGS": '["--a", "b c"]'}).rollout.engine_args == ["--a", "b c"]
-    assert load(in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}).trainer.adam_betas == (0.8, 0.9)
+    assert load([], {"RLHF_ROLLOUT__ENGINE_ARGS": '["--a", "b c"]'}).rollout.engine_args == [
+        "--a",
+        "b c",
+    ]
+    assert load(
+        in_file(tmp_path, "trainer: {adam_betas: [0.8, 0.9], max_steps: null}"), {}
+    ).trainer.adam_betas == (0.8, 0.9)
     assert load(in_file(tmp_path, ""), {}) == load([], {})
 
 
@@ -67,7 +91,10 @@ def test_a_typo_is_refused_wherever_it_stands(tmp_path: Path) -> None:
     assert refused(in_file(tmp_path, "trainr: {batch_size: 4}")).field == "trainr"
     assert refused(env={"RLHF_TRAINER__BACH_SIZE": "4"}).field == "RLHF_TRAINER__BACH_SIZE"
     assert refused(env={"RLHF_TRAINR__BATCH_SIZE": "4"}).field == "RLHF_TRAINR__BATCH_SIZE"
-    assert refused(env={"RLHF_TRAINER__BATCH_SIZE__MORE": "4"}).field == "RLHF_TRAINER__BATCH_SIZE__MORE"
+    assert (
+        refused(env={"RLHF_TRAINER__BATCH_SIZE__MORE": "4"}).field
+        == "RLHF_TRAINER__BATCH_SIZE__MORE"
+    )
     assert "--trainer.bach_size" in str(refused(["--trainer.bach_size", "4"]))
     assert "extra" in str(refused(["extra"]))
 
@@ -95,13 +122,22 @@ def test_a_wrong_value_is_named(argv: list[str], field: str) -> None:
     assert refused(env={name: argv[1]}).field == field
 
 
-@pytest.mark.parametrize("text", ["trainer: {learning_rate: .nan}", "trainer: {learning_rate: .inf}", "max_body_mb: [1]"])
+@pytest.mark.parametrize(
+    "text", ["trainer: {learning_rate: .nan}", "trainer: {learning_rate: .inf}", "max_body_mb: [1]"]
+)
 def test_a_wrong_value_in_a_file_is_named(tmp_path: Path, text: str) -> None:
     assert refused(in_file(tmp_path, text)).field in ("trainer.learning_rate", "max_body_mb")
 
 
 def test_conflicting_settings_are_refused() -> None:
-    argv = ["--rollout.engine", "embedded", "--rollout.max_context_tokens", "64", "--sampling.max_new_tokens", "64"]
+    argv = [
+        "--rollout.engine",
+        "embedded",
+        "--rollout.max_context_tokens",
+        "64",
+        "--sampling.max_new_tokens",
+        "64",
+    ]
     assert "leaves no room for a prompt" in str(refused(argv))
 
 
@@ -127,11 +163,24 @@ def shown(capsys: pytest.CaptureFixture[str], option: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_shows_the_settings_that_matter_and_where_the_others_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_settings_that_matter_and_where_the_others_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     text = shown(capsys, "--help")
     listed = {name for name in names() if f"--{name} " in text}
-    assert {"seed", "model.name", "algorithm.name", "trainer.batch_size", "sampling.group_size"} <= listed
-    assert {"environment.name", "teacher.url", "sampling.chat_template_kwargs", "trainer.activation_checkpointing"} <= listed
+    assert {
+        "seed",
+        "model.name",
+        "algorithm.name",
+        "trainer.batch_size",
+        "sampling.group_size",
+    } <= listed
+    assert {
+        "environment.name",
+        "teacher.url",
+        "sampling.chat_template_kwargs",
+        "trainer.activation_checkpointing",
+    } <= listed
     assert 35 <= len(listed) <= 45
     assert f"{len(names()) - len(listed)} more settings: --help-all" in text
     assert "usage: python -m anything [--config FILE]" in text
@@ -145,7 +194,12 @@ def test_help_all_lists_every_setting_with_its_meaning(capsys: pytest.CaptureFix
 
 @pytest.mark.integration
 def test_every_program_has_help() -> None:
-    done = subprocess.run([sys.executable, "-m", "services.data", "--help"], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-m", "services.data", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert (done.returncode, "--help-all" in done.stdout) == (0, True), done.stderr
 
 
@@ -167,8 +221,14 @@ def test_the_configuration_survives_the_round_trip_as_json() -> None:
 def test_an_option_keeps_the_rest_of_its_section_from_file_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("trainer: {learning_rate: 0.25, weight_decay: 0.5}\n")
-    config = load(["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"})
-    assert (config.trainer.learning_rate, config.trainer.weight_decay, config.trainer.max_steps) == (0.25, 0.75, 3)
+    config = load(
+        ["--config", str(path), "--trainer.max_steps", "3"], {"RLHF_TRAINER__WEIGHT_DECAY": "0.75"}
+    )
+    assert (
+        config.trainer.learning_rate,
+        config.trainer.weight_decay,
+        config.trainer.max_steps,
+    ) == (0.25, 0.75, 3)
 
 
 def test_the_state_directory_is_in_the_run_directory_unless_set() -> None:

@@ -1,4 +1,5 @@
-"""With several nodes, the environment client spreads episodes and replays those of a lost node on another."""
+"""With several nodes, the environment client spreads episodes and replays those of a lost node on
+another."""
 
 import asyncio
 from collections import Counter
@@ -22,7 +23,8 @@ from tests.support.own_environments import INSISTS
 
 
 class Road(httpx.AsyncBaseTransport):
-    """The connection to a node. When it is shut, pending and new calls fail, or hang as with a stopped process."""
+    """The connection to a node. When it is shut, pending and new calls fail, or hang as with a
+    stopped process."""
 
     def __init__(self, inner: httpx.ASGITransport) -> None:
         self._inner, self.shut, self.hangs = inner, asyncio.Event(), False
@@ -71,9 +73,13 @@ async def serving(count: int) -> AsyncIterator[Nodes]:
 
     stop = engine.tokenizer.eos_token_id
     async with AsyncExitStack() as stack:
-        router = await stack.enter_async_context(RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(waits)))
+        router = await stack.enter_async_context(
+            RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(waits))
+        )
         for _ in range(count):
-            service = EpisodeService(EnvironmentSection(name=INSISTS), Template(engine.tokenizer, [stop]), router, [stop])
+            service = EpisodeService(
+                EnvironmentSection(name=INSISTS), Template(engine.tokenizer, [stop]), router, [stop]
+            )
             served = create_environment_app(service, nodes=count)
             await stack.enter_async_context(served.router.lifespan_context(served))
             nodes.services.append(service)
@@ -109,7 +115,9 @@ async def test_episodes_are_spread_over_the_nodes() -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_episodes_of_a_lost_node_move_to_another(
+    lost: int, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(environment, "_PROBE_S", 0.01)
     monkeypatch.setattr(Client, "unhealthy_reason", _quick)
     async with serving(2) as nodes:
@@ -120,7 +128,9 @@ async def test_episodes_of_a_lost_node_move_to_another(lost: int, hangs: bool, m
         nodes.roads[lost].shut.set()
         await until(lambda: kept.stats()["running"] == 8)
         nodes.roads[lost].refusals = 1
-        nodes.roads[lost].shut.clear()  # the node is back, and ends the episodes that nobody waits for
+        nodes.roads[
+            lost
+        ].shut.clear()  # the node is back, and ends the episodes that nobody waits for
         await until(lambda: not nodes.services[lost].stats()["running"])
         later = asyncio.create_task(nodes.client.episodes(numbered(9)))
         await until(lambda: nodes.services[lost].stats()["running"] == 2)
@@ -146,7 +156,9 @@ async def test_the_client_waits_when_all_nodes_are_lost(monkeypatch: pytest.Monk
         assert [episode.status for episode in await call] == ["ok", "ok"]
 
 
-async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_repeated_while_its_node_is_healthy_and_then_deleted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Episodes may wait for a slot longer than the client's deadline."""
     health = [None, None, "it is ending"]
 

@@ -1,4 +1,5 @@
-"""A disk that is really full: the error is named, stored data survives, and the service resumes once there is room."""
+"""A disk that is really full: the error is named, stored data survives, and the service resumes
+once there is room."""
 
 import asyncio
 import logging
@@ -32,7 +33,10 @@ from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, n
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk"),
+]
 
 
 class Disk:
@@ -58,7 +62,9 @@ class Disk:
 def disk(tmp_path: Path) -> Iterator[Disk]:
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], capture_output=True
+    )
     if mounted.returncode != 0:
         pytest.skip("no file system may be mounted here")
     yield Disk(place)
@@ -74,7 +80,10 @@ def group(name: str, tokens: int = 3) -> Group:
 async def test_the_replay_buffer(disk: Disk) -> None:
     app = create_replay_app(ReplaySection(), disk.path)
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), ReplayClient("replay-buffer", "http://r", transport=transport) as client:
+    async with (
+        app.router.lifespan_context(app),
+        ReplayClient("replay-buffer", "http://r", transport=transport) as client,
+    ):
         await client.add([group("a")])
         disk.fill()
         with pytest.raises(ServiceError, match="HTTP 507") as caught:
@@ -82,7 +91,9 @@ async def test_the_replay_buffer(disk: Disk) -> None:
         for text in ("nothing was changed", "replay.db", "free disk space"):
             assert text in str(caught.value)
         assert (await client.stats())["groups"] == 1
-        adding = asyncio.create_task(client.add([group("big", 100_000)]))  # the client keeps retrying
+        adding = asyncio.create_task(
+            client.add([group("big", 100_000)])
+        )  # the client keeps retrying
         await asyncio.sleep(0.3)
         assert not adding.done()
         disk.free()
@@ -103,7 +114,10 @@ async def test_a_replay_buffer_starts_on_a_full_disk_while_leases_are_out(disk: 
     disk.fill()
     app = create_replay_app(ReplaySection(), disk.path)
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), ReplayClient("replay-buffer", "http://r", transport=transport) as client:
+    async with (
+        app.router.lifespan_context(app),
+        ReplayClient("replay-buffer", "http://r", transport=transport) as client,
+    ):
         stats = await client.stats()
         assert (stats["fresh"], stats["leased"]) == (1, 1)
         assert (await client.group("a")).id == "a"
@@ -127,7 +141,9 @@ async def refused(client: ReplayClient) -> None:
 async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
     train = [Prompt(id=f"t/{i}", prompt=f"{i}", ground_truth=f"{i}") for i in range(3000)]
     app = create_data_app(Config(state_dir=disk.path), train, [])
-    async with DataClient("data-server", "http://d", transport=httpx.ASGITransport(app), deadline_s=60) as client:
+    async with DataClient(
+        "data-server", "http://d", transport=httpx.ASGITransport(app), deadline_s=60
+    ) as client:
         served = [prompt.id for prompt in (await client.prompts(2, "first")).prompts]
         disk.fill()
         number = 0
@@ -146,7 +162,9 @@ async def test_the_cursor_of_the_prompts(disk: Disk) -> None:
         served += [prompt.id for prompt in (await client.prompts(5, "last")).prompts]
     assert len(served) == len(set(served))
     again = create_data_app(Config(state_dir=disk.path), train, [])
-    async with DataClient("data-server", "http://d", transport=httpx.ASGITransport(again)) as client:
+    async with DataClient(
+        "data-server", "http://d", transport=httpx.ASGITransport(again)
+    ) as client:
         assert (await client.prompts(1, "more")).position == len(served)
 
 
@@ -156,7 +174,9 @@ def test_weights_of_the_trainer(disk: Disk) -> None:
     with pytest.raises(StorageFailed, match="weights 2 cannot be written") as caught:
         write_version({"w": torch.zeros(3000, 500)}.items(), [], disk.path, "run", 2)
     assert (caught.value.code, caught.value.field) == ("disk_full", "trainer.run_dir")
-    assert [path.name for path in disk.path.iterdir()] == ["v000001"]  # no partial file of version 2 fills the disk
+    assert [path.name for path in disk.path.iterdir()] == [
+        "v000001"
+    ]  # no partial file of version 2 fills the disk
     assert (disk.path / "v000001" / written.files[0].name).stat().st_size == written.files[0].size
     write_version({"w": torch.zeros(100, 500)}.items(), [], disk.path, "run", 2)
 
@@ -185,13 +205,19 @@ async def test_weights_of_a_rollout_node(disk: Disk, tmp_path: Path) -> None:
 def test_a_checkpoint(disk: Disk) -> None:
     def save(step: int, rows: int) -> Path:
         tensors = {name: torch.full((rows, 500), float(step)) for name in ("weight", "moment")}
-        snapshot = Snapshot({"config.json": "{}"}, {"model.safetensors": {"w": tensors["weight"]}}, {"m": tensors["moment"]})
+        snapshot = Snapshot(
+            {"config.json": "{}"},
+            {"model.safetensors": {"w": tensors["weight"]}},
+            {"m": tensors["moment"]},
+        )
         return checkpoints.save(RunState(step, step, "run", 0.0), {".": snapshot})
 
     with Checkpoints(disk.path, Ranks(), 3) as checkpoints:
         first = save(1, 400)
         save(2, 900)
-        with pytest.raises(CheckpointFailed, match=r"could not be written: .*(No space left|disk|write)") as caught:
+        with pytest.raises(
+            CheckpointFailed, match=r"could not be written: .*(No space left|disk|write)"
+        ) as caught:
             checkpoints.wait()
         assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(disk.path))
         assert list(disk.path.iterdir()) == [first]  # no partial file of step 2 fills the disk
@@ -208,7 +234,10 @@ def test_the_run_directory(disk: Disk) -> None:
     disk.fill()
     with pytest.raises(StorageFailed, match=r"metrics\.jsonl cannot be written") as caught:
         recorder._append("metrics", {"step": 2, "text": "x" * 10_000})
-    assert (caught.value.field, caught.value.value) == ("trainer.run_dir", str(run / "metrics.jsonl"))
+    assert (caught.value.field, caught.value.value) == (
+        "trainer.run_dir",
+        str(run / "metrics.jsonl"),
+    )
     assert "newest checkpoint" in (caught.value.remedy or "")
     assert read_lines(run / "metrics.jsonl") == [{"step": 1}]
     disk.free()
@@ -217,7 +246,9 @@ def test_the_run_directory(disk: Disk) -> None:
     assert [line["step"] for line in read_lines(run / "metrics.jsonl")] == [1, 2]
 
 
-def test_logging_continues_without_its_file_and_warns_once(disk: Disk, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logging_continues_without_its_file_and_warns_once(
+    disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     try:
@@ -242,6 +273,8 @@ def test_logging_continues_without_its_file_and_warns_once(disk: Disk, capsys: p
 def test_a_truncated_manifest_is_not_used(disk: Disk) -> None:
     version = disk.path / "v000001"
     version.mkdir()
-    whole = WeightManifest(version=1, run_id="r", files=[WeightFile(name="a", size=1, xxh3="0" * 32)]).model_dump_json()
+    whole = WeightManifest(
+        version=1, run_id="r", files=[WeightFile(name="a", size=1, xxh3="0" * 32)]
+    ).model_dump_json()
     (version / ".manifest.json").write_text(whole[: len(whole) // 2])
     assert WeightStore(disk.path)._stored == []

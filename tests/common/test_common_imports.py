@@ -22,7 +22,9 @@ def modules_of(package: str) -> list[str]:
     return [package, *(info.name for info in pkgutil.walk_packages(found.__path__, f"{package}."))]
 
 
-@pytest.mark.parametrize("package", ["common", "services.data", "services.reward", "services.replay"])
+@pytest.mark.parametrize(
+    "package", ["common", "services.data", "services.reward", "services.replay"]
+)
 def test_light_packages_import_no_torch(package: str) -> None:
     modules = [*modules_of(package), "services.http.app"]
     script = (
@@ -30,7 +32,9 @@ def test_light_packages_import_no_torch(package: str) -> None:
         f"for name in {modules!r}: importlib.import_module(name)\n"
         f"print([name for name in {HEAVY!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
     assert len(modules) > 2

@@ -47,7 +47,10 @@ def own_logging() -> Iterator[None]:
 
 
 def test_a_line_has_everything_and_no_secret(
-    monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    own_logging: None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("LOG_FORMAT", "json")
     monkeypatch.setenv("HF_TOKEN", 'secret"with\\quotes')
@@ -64,15 +67,26 @@ def test_a_line_has_everything_and_no_secret(
     assert written == capfd.readouterr().err
     failed, ended = (json.loads(line) for line in written.splitlines())
     assert datetime.fromisoformat(failed.pop("time")).utcoffset() is not None
-    assert failed.pop("exception").splitlines()[-2:] == ["ValueError: first [secret]", "second line"]
-    expected = {"level": "ERROR", "logger": "thing-3", "message": "it failed: ä\nö?", "service": "thing"}
+    assert failed.pop("exception").splitlines()[-2:] == [
+        "ValueError: first [secret]",
+        "second line",
+    ]
+    expected = {
+        "level": "ERROR",
+        "logger": "thing-3",
+        "message": "it failed: ä\nö?",
+        "service": "thing",
+    }
     assert failed == expected | {"node": 0, "rank": 2, "run": "run-1", "request": "r-1"}
     assert (ended["level"], ended["message"]) == ("CRITICAL", "error: the end")
     assert "request" not in ended
 
 
 def test_text_already_shown_goes_only_to_the_file(
-    monkeypatch: pytest.MonkeyPatch, own_logging: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    own_logging: None,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("LOG_FORMAT", raising=False)
     log = setup_logging("thing", tmp_path)
@@ -88,7 +102,9 @@ def test_text_already_shown_goes_only_to_the_file(
 
 
 @pytest.mark.parametrize(("name", "value"), [("LOG_FORMAT", "yaml"), ("LOG_LEVEL", "loud")])
-def test_a_wrong_log_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_a_wrong_log_setting_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"field: {name} · value: {value} · remedy: set"):
         setup_logging("thing")
@@ -97,7 +113,9 @@ def test_a_wrong_log_setting_is_named(monkeypatch: pytest.MonkeyPatch, name: str
 def run_data_server(tmp_path: Path, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "services.data", "--state_dir", str(tmp_path), *arguments]
     env = {**os.environ, "LOG_FORMAT": "json", **environment}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 @pytest.mark.integration
@@ -109,7 +127,8 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
         lines: list[dict[str, Any]] = []
 
         def logged(*phrases: str) -> dict[str, Any]:
-            """Returns the next line with all the phrases; without one the test runs into its time limit."""
+            """Returns the next line with all the phrases; without one the test runs into its time
+            limit."""
             for line in process.stderr or ():
                 lines.append(json.loads(line))
                 if all(phrase in lines[-1]["message"] for phrase in phrases):
@@ -118,7 +137,11 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
 
         logged("loading tiny")
         logged("loaded tiny", "training")
-        logged(f"data-server {VERSION} listens on {url}: source=tiny", "curriculum=none", f"state_dir={tmp_path}")
+        logged(
+            f"data-server {VERSION} listens on {url}: source=tiny",
+            "curriculum=none",
+            f"state_dir={tmp_path}",
+        )
         headers = {"x-request-id": "call-1", "x-run-id": "run-7"}
         with httpx.Client(base_url=url, trust_env=False, headers=headers, timeout=60) as client:
             for path in ("/health", "/metrics", "/stats"):
@@ -133,14 +156,19 @@ def test_a_real_service_logs_its_start_and_its_requests_in_json(tmp_path: Path) 
         process.send_signal(signal.SIGTERM)
         lines += map(json.loads, process.stderr)
         assert all((line["service"], line["node"]) == ("data-server", 0) for line in lines)
-        assert not any(path in line["message"] for line in lines for path in ("/health", "/metrics", "/stats"))
+        assert not any(
+            path in line["message"] for line in lines for path in ("/health", "/metrics", "/stats")
+        )
         assert process.stdout is not None
         assert process.stdout.read() == ""
 
 
 @pytest.mark.integration
 def test_a_failed_start_is_logged_as_json(tmp_path: Path) -> None:
-    for argument, phrase in (("--data.source=/absent", "/absent"), ("--data.no_such", "there is no setting")):
+    for argument, phrase in (
+        ("--data.source=/absent", "/absent"),
+        ("--data.no_such", "there is no setting"),
+    ):
         with run_data_server(tmp_path, argument) as process:
             _, errors = process.communicate()
         last = json.loads(errors.splitlines()[-1])
@@ -162,8 +190,12 @@ class Chain:
         self.front = create_app("front")
         self.back.get("/things/{name}")(self.thing)
         self.front.get("/through/{name}")(self.through)
-        self.to_back = Client("back", "http://back", transport=self.transport(self.back), deadline_s=20)
-        self.to_front = Client("front", "http://front", transport=self.transport(self.front), deadline_s=20)
+        self.to_back = Client(
+            "back", "http://back", transport=self.transport(self.back), deadline_s=20
+        )
+        self.to_front = Client(
+            "front", "http://front", transport=self.transport(self.front), deadline_s=20
+        )
 
     def transport(self, app: FastAPI) -> httpx.ASGITransport:
         return httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -207,7 +239,11 @@ class Caught(logging.Handler):
         self.lines.append(json.loads(self.format(record)))
 
     def of(self, identifier: str) -> list[str]:
-        return [f"{line['logger']}: {line['message']}" for line in self.lines if line.get("request") == identifier]
+        return [
+            f"{line['logger']}: {line['message']}"
+            for line in self.lines
+            if line.get("request") == identifier
+        ]
 
 
 @pytest.fixture
@@ -226,7 +262,14 @@ async def test_an_id_survives_retries_threads_and_services(chain: Chain, caught:
     assert chain.arrived == [("story", "run-1")] * 3
     assert answer.headers["x-request-id"] == "story"
     told = "\n".join(caught.of("story"))
-    for phrase in ("/things/x: 503", "not yet", "back: work in a thread", "/things/x: 200", "/through/x: 200", "200 of front"):
+    for phrase in (
+        "/things/x: 503",
+        "not yet",
+        "back: work in a thread",
+        "/things/x: 200",
+        "/through/x: 200",
+        "200 of front",
+    ):
         assert phrase in told
     assert logs.request_id() == ""
 
@@ -245,7 +288,9 @@ async def test_an_error_names_the_id_found_in_both_logs(chain: Chain, caught: Ca
         await chain.to_back.request("GET", "/things/absent")
     assert raised.value.request
     assert f"request: {raised.value.request}" in str(raised.value)
-    assert any("404" in line and "there is none" in line for line in caught.of(raised.value.request))
+    assert any(
+        "404" in line and "there is none" in line for line in caught.of(raised.value.request)
+    )
     with pytest.raises(Unreachable) as lost:
         await chain.to_back.request("GET", "/things/busy", deadline_s=0.2)
     assert lost.value.request
@@ -262,9 +307,13 @@ async def test_a_crash_is_logged_and_answered_with_its_id(chain: Chain, caught: 
 
 @pytest.mark.parametrize("given", ["", "with space", 'q"uote', "x" * 129, "line\tend", "ü"])
 async def test_an_invalid_id_is_replaced(chain: Chain, given: str) -> None:
-    async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
+    async with httpx.AsyncClient(
+        transport=chain.transport(chain.back), base_url="http://back"
+    ) as plain:
         answer = await plain.get("/things/x", headers=[(b"X-Request-Id", given.encode())])
-        twice = await plain.get("/things/x", headers=[("x-request-id", "one"), ("x-request-id", "two")])
+        twice = await plain.get(
+            "/things/x", headers=[("x-request-id", "one"), ("x-request-id", "two")]
+        )
     for each, (arrived, _) in zip((answer, twice), chain.arrived, strict=True):
         assert each.headers["x-request-id"] == arrived
         assert logs.usable_id(arrived)
@@ -272,11 +321,17 @@ async def test_an_invalid_id_is_replaced(chain: Chain, given: str) -> None:
 
 
 async def test_errors_do_not_flood_the_log(chain: Chain, caught: Caught) -> None:
-    async with httpx.AsyncClient(transport=chain.transport(chain.back), base_url="http://back") as plain:
+    async with httpx.AsyncClient(
+        transport=chain.transport(chain.back), base_url="http://back"
+    ) as plain:
         for _ in range(50):
             await plain.post("/things/x%0aforged", headers={"Content-Type": "application/json"})
             await plain.get("/things/busy")
-    said = [line["message"] for line in caught.lines if line["logger"] == "services.http.tracing" and line["level"] != "DEBUG"]
+    said = [
+        line["message"]
+        for line in caught.lines
+        if line["logger"] == "services.http.tracing" and line["level"] != "DEBUG"
+    ]
     assert sum("405" in message for message in said) == 10
     assert sum("503" in message for message in said) == 10
     assert not any("\n" in message for message in said)

@@ -1,4 +1,5 @@
-"""The event loop beside the training loop: whatever ends a task or the loop, nobody waits for it."""
+"""The event loop beside the training loop: whatever ends a task or the loop, nobody waits for
+it."""
 
 import asyncio
 import sys

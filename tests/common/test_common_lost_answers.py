@@ -1,4 +1,5 @@
-"""When the answer to a call is lost after the work is done, the call is repeated, but the work is done only once."""
+"""When the answer to a call is lost after the work is done, the call is repeated, but the work is
+done only once."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +17,16 @@ from common.clients.reward import RewardClient
 from common.process.metrics import Metrics
 from common.settings.config import Config
 from common.settings.sections import ReplaySection, RewardSection
-from common.wire.schemas import Completion, Group, Prompt, RewardItem, SampleRequest, TakeRequest, WeightManifest, WorkerReport
+from common.wire.schemas import (
+    Completion,
+    Group,
+    Prompt,
+    RewardItem,
+    SampleRequest,
+    TakeRequest,
+    WeightManifest,
+    WorkerReport,
+)
 from services.data.app import create_data_app
 from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
@@ -30,7 +40,8 @@ _C = TypeVar("_C", bound=Client)
 
 @asynccontextmanager
 async def lossy(app: FastAPI, kind: Callable[..., _C]) -> AsyncIterator[tuple[_C, LossyProxy]]:
-    """Yields a client of a service on a real socket, connected through a proxy that loses answers."""
+    """Yields a client of a service on a real socket, connected through a proxy that loses
+    answers."""
     async with AsyncExitStack() as stack:
         proxy = LossyProxy(stack.enter_context(BackgroundServer(app, "127.0.0.1", 0)).port)
         url = await stack.enter_async_context(proxy.running())
@@ -77,9 +88,18 @@ async def test_data(tmp_path: Path, curriculum: str) -> None:
 
 @pytest.mark.integration
 async def test_reward() -> None:
-    async with lossy(create_reward_app(RewardSection(workers=1), 1 << 20), RewardClient) as (client, proxy):
-        items = [RewardItem(response="#### 1", ground_truth="1"), RewardItem(response="#### 2", ground_truth="1")]
-        assert [result.reward for result in (await client.batch_reward(items)).rewards] == [1.0, 0.0]
+    async with lossy(create_reward_app(RewardSection(workers=1), 1 << 20), RewardClient) as (
+        client,
+        proxy,
+    ):
+        items = [
+            RewardItem(response="#### 1", ground_truth="1"),
+            RewardItem(response="#### 2", ground_truth="1"),
+        ]
+        assert [result.reward for result in (await client.batch_reward(items)).rewards] == [
+            1.0,
+            0.0,
+        ]
         assert proxy.forwarded["POST /batch_reward"] == 2
 
 
@@ -90,21 +110,32 @@ async def test_replay(tmp_path: Path) -> None:
         assert (await client.stats())["added"] == 4
         taken = await client.take(TakeRequest(count=2, request_id="r"))
         assert [each.id for each in taken.groups] == ["a", "b"]
-        assert [each.id for each in (await client.take(TakeRequest(count=2, request_id="s"))).groups] == ["c", "d"]
+        assert [
+            each.id for each in (await client.take(TakeRequest(count=2, request_id="s"))).groups
+        ] == ["c", "d"]
         await client.ack(["a", "b", "c"])
         await client.set_priorities({"a": 5.0})
         stats = await client.stats()
-        assert (stats["fresh"], stats["leased"], stats["consumed"], stats["max_priority"]) == (0, 1, 3, 5.0)
+        assert (stats["fresh"], stats["leased"], stats["consumed"], stats["max_priority"]) == (
+            0,
+            1,
+            3,
+            5.0,
+        )
         request = SampleRequest(count=2, max_times_sampled=1, seed=1, request_id="x")
         sampled = await client.sample(request)
         assert proxy.forwarded["POST /groups/sample"] == 2
         assert len(sampled.groups) == len(sampled.weights) == 2
         listed = (await client.request("GET", "/groups")).json()["groups"]
-        assert {each["id"]: each["times_sampled"] for each in listed if each["times_sampled"]} == dict.fromkeys(
-            (each.id for each in sampled.groups), 1
-        )
+        assert {
+            each["id"]: each["times_sampled"] for each in listed if each["times_sampled"]
+        } == dict.fromkeys((each.id for each in sampled.groups), 1)
         left = await client.sample(request.model_copy(update={"request_id": "y"}))
-        assert {each.id for each in sampled.groups} | {each.id for each in left.groups} == {"a", "b", "c"}
+        assert {each.id for each in sampled.groups} | {each.id for each in left.groups} == {
+            "a",
+            "b",
+            "c",
+        }
         await client.reset_fresh()
         assert proxy.forwarded["POST /groups/reset_fresh"] == 2
         assert (await client.stats())["dropped"] == 1
@@ -113,13 +144,18 @@ async def test_replay(tmp_path: Path) -> None:
 
 
 async def test_evictions_reported_by_an_empty_take_are_not_lost(tmp_path: Path) -> None:
-    """Without it the collector would never free the slots of these groups, and a run would wait forever."""
+    """Without it the collector would never free the slots of these groups, and a run would wait
+    forever."""
     app = create_replay_app(ReplaySection(capacity=100), tmp_path, 1 << 20)
     async with lossy(app, ReplayClient) as (client, proxy):
         await client.add([group(name) for name in "ab"])
-        assert (await client.take(TakeRequest(count=1, min_version=1, request_id="r-1"))).evicted == 2
+        assert (
+            await client.take(TakeRequest(count=1, min_version=1, request_id="r-1"))
+        ).evicted == 2
         assert proxy.forwarded["POST /groups/take"] == 2
-        assert (await client.take(TakeRequest(count=1, min_version=1, request_id="r-2"))).evicted == 0
+        assert (
+            await client.take(TakeRequest(count=1, min_version=1, request_id="r-2"))
+        ).evicted == 0
 
 
 async def test_a_sample_is_remembered_through_a_restart(tmp_path: Path) -> None:
@@ -139,8 +175,13 @@ async def test_a_sample_is_remembered_through_a_restart(tmp_path: Path) -> None:
 async def test_weights(tmp_path: Path) -> None:
     board = WeightBoard(tmp_path / "weights")
     board.announce(WeightManifest(version=3, run_id="run", files=[]))
-    report = WorkerReport(name="rollout-server-0", url="http://n", num_nodes=1, state="ready", version=3, run_id="run")
-    async with lossy(create_trainer_app(board, Metrics("trainer")), TrainerClient) as (client, proxy):
+    report = WorkerReport(
+        name="rollout-server-0", url="http://n", num_nodes=1, state="ready", version=3, run_id="run"
+    )
+    async with lossy(create_trainer_app(board, Metrics("trainer")), TrainerClient) as (
+        client,
+        proxy,
+    ):
         latest = await client.latest(None, 0, 60)
         assert latest is not None
         assert latest.version == 3

@@ -1,4 +1,5 @@
-"""Memory estimates: shapes are compared with published sizes, bytes with numbers calculated by hand."""
+"""Memory estimates: shapes are compared with published sizes, bytes with numbers calculated by
+hand."""
 
 import pytest
 
@@ -13,8 +14,15 @@ def test_parameters_are_those_of_the_published_models() -> None:
     assert QWEN_7B.parameters == 7_615_616_512
     # A layer of 0.5B: q, o 2·896², k, v 2·896·128, MLP 3·896·4864, biases 896 + 2·128, norms 2·896.
     assert QWEN_05B.layer_parameters == 1_605_632 + 229_376 + 13_074_432 + 1_152 + 1_792
-    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    llama_8b = ModelShape.of({"model_type": "llama", **llama, "num_key_value_heads": 8, "vocab_size": 128256})
+    llama = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+    llama_8b = ModelShape.of(
+        {"model_type": "llama", **llama, "num_key_value_heads": 8, "vocab_size": 128256}
+    )
     assert llama_8b.parameters == 8_030_261_248
 
 
@@ -24,18 +32,21 @@ def test_a_trainer_of_7b_on_eight_gpus() -> None:
     share = 7_615_616_512 // 8
     assert (memory.weights, memory.gradients, memory.optimizer) == (4 * share, 4 * share, 8 * share)
     assert (memory.reference, memory.critic) == (4 * share, 0)
-    # The peak is the backward pass of the head. Gathered in bfloat16: a layer (233,057,792 parameters), embedding and
-    # head (2 · 152,064 · 3,584), and the last norm.
+    # The peak is the backward pass of the head. Gathered in bfloat16: a layer (233,057,792
+    # parameters), embedding and head (2 · 152,064 · 3,584), and the last norm.
     assert memory.gathered == 2 * (233_057_792 + 1_089_998_336)
     assert memory.reducing == 4 * 544_997_376  # the gradient of the head in float32
-    # The inputs of 28 layers, the output of the embedding in float32, and four states of the head in bfloat16.
+    # The inputs of 28 layers, the output of the embedding in float32, and four states of the head
+    # in bfloat16.
     assert memory.activations == 16_384 * (28 * 3584 * 2 + 3584 * (4 + 4 * 2))
     # The gradients of all logits and of the head in bfloat16.
     assert memory.logits == 2 * (16_384 * 152_064 + 544_997_376)
     # Per token in a layer: norms 2·3584·(4 + 4), attention 2·128·(56 + 16), MLP 4·2·18944.
     assert QWEN_7B.activation_bytes(2) == 57_344 + 18_432 + 151_552
     assert memory.held == 20 * share
-    assert memory.total == memory.held + sum((memory.gathered, memory.reducing, memory.activations, memory.logits, 3 << 30))
+    assert memory.total == memory.held + sum(
+        (memory.gathered, memory.reducing, memory.activations, memory.logits, 3 << 30)
+    )
     kept = trainer_memory(QWEN_7B, load([], {}), 8)
     assert kept.activations == 16_384 * (28 * 227_328 + 3584 * (4 + 4 * 2))
     assert kept.reference == 0
@@ -69,27 +80,45 @@ def test_lora_holds_the_model_in_bfloat16_and_trains_the_adapter() -> None:
         8 * adapter,
     )
     assert trainer_host_bytes(QWEN_7B, config, 1, 1) == 12 * adapter + (4 << 30)
-    only = load(["--lora.rank", "16", "--lora.target_modules", '["q_proj","v_proj"]', "--rollout.engine", "embedded"], {})
+    only = load(
+        [
+            "--lora.rank",
+            "16",
+            "--lora.target_modules",
+            '["q_proj","v_proj"]',
+            "--rollout.engine",
+            "embedded",
+        ],
+        {},
+    )
     assert trainer_memory(QWEN_7B, only, 1).optimizer == 8 * 28 * 16 * (2 * 3584 + 3584 + 512)
 
 
 def test_host_memory_of_a_trainer_node() -> None:
     settings = ["--trainer.weight_sync", "distributed", "--trainer.max_staleness", "1"]
-    assert trainer_host_bytes(QWEN_7B, load(settings, {}), 8, 8) == (12 + 2 + 2) * 7_615_616_512 + 8 * (4 << 30)
+    assert trainer_host_bytes(QWEN_7B, load(settings, {}), 8, 8) == (
+        12 + 2 + 2
+    ) * 7_615_616_512 + 8 * (4 << 30)
     offloaded = load(["--trainer.offload_optimizer", "true"], {})
-    # Pinned blocks up to 16 MiB are powers of two: one eighth of q and o, of k and v, of the bias of q and of a norm.
+    # Pinned blocks up to 16 MiB are powers of two: one eighth of q and o, of k and v, of the bias
+    # of q and of a norm.
     layer = 2 * ((8 << 20) - 6_422_528) + 2 * ((1 << 20) - 917_504) + 3 * (2048 - 1792)
     rounded = 2 * (28 * layer + 2048 - 1792)  # weights and gradients
-    assert trainer_host_bytes(QWEN_7B, offloaded, 8, 4) == (12 + 16 // 2) * 7_615_616_512 + 4 * rounded + 4 * (4 << 30)
+    assert trainer_host_bytes(QWEN_7B, offloaded, 8, 4) == (
+        12 + 16 // 2
+    ) * 7_615_616_512 + 4 * rounded + 4 * (4 << 30)
     # Parked: 12 bytes per parameter, and a copy of the published weights.
     together = load(["--rollout.colocate", "true"], {})
-    assert trainer_host_bytes(QWEN_7B, together, 8, 8) == (12 + 2 + 12) * 7_615_616_512 + 8 * (4 << 30)
+    assert trainer_host_bytes(QWEN_7B, together, 8, 8) == (12 + 2 + 12) * 7_615_616_512 + 8 * (
+        4 << 30
+    )
 
 
 def test_an_offloaded_adapter_takes_the_frozen_model_with_it() -> None:
     words = ["--lora.rank", "16", "--rollout.engine", "embedded"]
     there, away = (
-        trainer_host_bytes(QWEN_7B, load([*words, *more], {}), 1, 1) for more in ([], ["--trainer.offload_optimizer", "true"])
+        trainer_host_bytes(QWEN_7B, load([*words, *more], {}), 1, 1)
+        for more in ([], ["--trainer.offload_optimizer", "true"])
     )
     assert 2 * 7_615_616_512 < away - there < 2.2 * 7_615_616_512
 
@@ -102,7 +131,10 @@ def test_gradients_of_the_whole_model_are_kept_where_they_are_small() -> None:
 
 
 def test_memory_of_the_engine_cache() -> None:
-    one, two = (engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", str(size)], {}), GPU) for size in (1, 2))
+    one, two = (
+        engine_memory(QWEN_7B, load(["--rollout.tensor_parallel_size", str(size)], {}), GPU)
+        for size in (1, 2)
+    )
     assert one.kv_bytes_per_token == 2 * 28 * 4 * 128 * 2 == 57_344
     assert one.kv_tokens == (68 * 10**9 - 15_231_233_024) // 57_344
     assert (two.weights, two.kv_bytes_per_token) == (7_615_616_512, 28_672)

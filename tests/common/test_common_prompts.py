@@ -13,7 +13,10 @@ from common.wire.schemas import Prompt
 
 PROMPT = Prompt(id="p1", prompt="2 + 3?", ground_truth="5", columns={"level": 5})
 CHAT = Prompt(
-    id="p2", prompt="3 + 4?", ground_truth="7", chat=[{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}]
+    id="p2",
+    prompt="3 + 4?",
+    ground_truth="7",
+    chat=[{"role": "system", "content": "S"}, {"role": "user", "content": "3 + 4?"}],
 )
 THINKING = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
@@ -24,21 +27,32 @@ SYSTEM, KWARGS = "sampling__system_prompt", "sampling__chat_template_kwargs"
 
 
 def tokenizer(chat_template: str | None = None, end: bool = False) -> Any:
-    """A byte tokenizer that puts <s> before a text, like Llama's, and with `end` also puts </s> after it."""
+    """A byte tokenizer that puts <s> before a text, like Llama's, and with `end` also puts </s>
+    after it."""
     made = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}, merges=[])
+        models.BPE(
+            vocab={
+                c: i
+                for i, c in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
+            },
+            merges=[],
+        )
     )
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<s>", "</s>"])
     pattern = "<s> $A </s>" if end else "<s> $A"
-    made.post_processor = processors.TemplateProcessing(single=pattern, special_tokens=[("<s>", 0), ("</s>", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single=pattern, special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=chat_template, **special)
 
 
 def style(**settings: Any) -> PromptStyle:
-    return PromptStyle.of(from_mapping({name.replace("__", "."): value for name, value in settings.items()}))
+    return PromptStyle.of(
+        from_mapping({name.replace("__", "."): value for name, value in settings.items()})
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +60,11 @@ def style(**settings: Any) -> PromptStyle:
     [
         (None, {}, "2 + 3?"),
         (None, {"data__prompt_template": "L{level} {question}\nA:"}, "L5 2 + 3?\nA:"),
-        (None, {"data__prompt_template": "plain", "sampling__prefill": " <think>"}, "Question: 2 + 3?\nAnswer: <think>"),
+        (
+            None,
+            {"data__prompt_template": "plain", "sampling__prefill": " <think>"},
+            "Question: 2 + 3?\nAnswer: <think>",
+        ),
         (THINKING, {}, "<user>2 + 3?</s><assistant>"),
         (THINKING, {"sampling__system_prompt": "S"}, "<system>S</s><user>2 + 3?</s><assistant>"),
         (
@@ -54,10 +72,22 @@ def style(**settings: Any) -> PromptStyle:
             {"sampling__chat_template_kwargs": {"enable_thinking": "false"}},
             "<user>2 + 3?</s><assistant><think></think>",
         ),
-        (THINKING, {"sampling__chat_template_kwargs": {"enable_thinking": True}}, "<user>2 + 3?</s><assistant>"),
+        (
+            THINKING,
+            {"sampling__chat_template_kwargs": {"enable_thinking": True}},
+            "<user>2 + 3?</s><assistant>",
+        ),
         (THINKING, {"sampling__prefill": "<think>\n"}, "<user>2 + 3?</s><assistant><think>\n"),
-        (THINKING, {"data__prompt_template": "{question}!"}, "2 + 3?!"),  # instead of the chat template
-        (THINKING, {"data__prompt_template": "{question}!", "model__chat_template": "own"}, "<user>2 + 3?!</s><assistant>"),
+        (
+            THINKING,
+            {"data__prompt_template": "{question}!"},
+            "2 + 3?!",
+        ),  # instead of the chat template
+        (
+            THINKING,
+            {"data__prompt_template": "{question}!", "model__chat_template": "own"},
+            "<user>2 + 3?!</s><assistant>",
+        ),
     ],
 )
 def test_prompt_text(template: str | None, settings: dict[str, Any], text: str) -> None:
@@ -65,13 +95,21 @@ def test_prompt_text(template: str | None, settings: dict[str, Any], text: str) 
 
 
 def test_a_template_fills_the_last_message_of_a_chat() -> None:
-    settings = {"data__prompt_template": "{question}!", "model__chat_template": "own", "sampling__system_prompt": "unread"}
-    assert prompt_text(CHAT, style(**settings), tokenizer(THINKING)) == "<system>S</s><user>3 + 4?!</s><assistant>"
+    settings = {
+        "data__prompt_template": "{question}!",
+        "model__chat_template": "own",
+        "sampling__system_prompt": "unread",
+    }
+    assert (
+        prompt_text(CHAT, style(**settings), tokenizer(THINKING))
+        == "<system>S</s><user>3 + 4?!</s><assistant>"
+    )
 
 
 @pytest.mark.parametrize("end", [False, True])
 def test_a_plain_prompt_has_one_start_token_and_no_end_token(end: bool) -> None:
-    """A tokenizer may append an end token to every text, and after it a model generates nothing useful."""
+    """A tokenizer may append an end token to every text, and after it a model generates nothing
+    useful."""
     made = tokenizer(end=end)
     plain, marked = (
         prompt_ids([PROMPT], style(), made)[0],
@@ -88,21 +126,36 @@ def test_a_chat_has_only_the_special_tokens_of_its_template() -> None:
 @pytest.mark.parametrize(
     ("template", "settings", "field", "words"),
     [
-        (None, {"sampling__system_prompt": "S"}, "sampling.system_prompt", ("no chat template", "data.prompt_template")),
+        (
+            None,
+            {"sampling__system_prompt": "S"},
+            "sampling.system_prompt",
+            ("no chat template", "data.prompt_template"),
+        ),
         (
             THINKING,
             {"sampling__system_prompt": "S", "data__prompt_template": "plain"},
             "sampling.system_prompt",
             ("model.chat_template",),
         ),
-        (None, {"sampling__chat_template_kwargs": {"a": 1}}, "sampling.chat_template_kwargs", ("no chat template",)),
+        (
+            None,
+            {"sampling__chat_template_kwargs": {"a": 1}},
+            "sampling.chat_template_kwargs",
+            ("no chat template",),
+        ),
         (
             THINKING,
             {"sampling__chat_template_kwargs": {"enable_thinkng": False}},
             "sampling.chat_template_kwargs",
             ("did you mean enable_thinking",),
         ),
-        (None, {"model__chat_template": "own"}, "model__chat_template", ("the model has no chat template",)),
+        (
+            None,
+            {"model__chat_template": "own"},
+            "model__chat_template",
+            ("the model has no chat template",),
+        ),
     ],
 )
 def test_a_style_that_the_tokenizer_cannot_follow_is_refused(
@@ -115,9 +168,7 @@ def test_a_style_that_the_tokenizer_cannot_follow_is_refused(
 
 
 def test_a_template_that_refuses_a_role_is_named() -> None:
-    refuses = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
-    )
+    refuses = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0]['content'] }}"
     with pytest.raises(ConfigError, match="no system role"):
         prompt_text(PROMPT, style(sampling__system_prompt="S"), tokenizer(refuses))
 

@@ -27,7 +27,9 @@ with RunLock(Path(sys.argv[1]), "first"): print("held", flush=True); sys.stdin.r
 def another(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock until it is killed."""
     command = [sys.executable, "-c", HOLDER, str(directory)]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     try:
@@ -43,7 +45,9 @@ def test_a_second_run_is_refused_at_once_and_names_the_first(tmp_path: Path, sto
     with another(tmp_path / "run") as process:
         if stopped:  # alive, but unable to answer
             process.send_signal(signal.SIGSTOP)
-        with pytest.raises(ConfigError, match=rf"run first \(process {process.pid} on .*, since 2.* is using") as error:
+        with pytest.raises(
+            ConfigError, match=rf"run first \(process {process.pid} on .*, since 2.* is using"
+        ) as error:
             RunLock(tmp_path / "run", "second").__enter__()
     assert (error.value.field, error.value.value) == ("trainer.run_dir", str(tmp_path / "run"))
 
@@ -73,7 +77,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["elsewhere", "no flock"])
 def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the kernel's lock useless: the other run is on another machine, or the file system has no locks."""
+    """Makes the kernel's lock useless: the other run is on another machine, or the file system has
+    no locks."""
     if request.param == "no flock":
 
         def refuse(*_: Any) -> None:
@@ -90,7 +95,9 @@ def unreachable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_no_lock_reaches_is_detected_by_its_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "_STALE_S", 10.0)  # the first beat ends it
     with RunLock(tmp_path, "first"), pytest.raises(ConfigError, match="run first"):
         RunLock(tmp_path, "second").__enter__()
@@ -108,14 +115,26 @@ def test_a_run_without_a_heartbeat_is_taken_over_and_fails_when_it_wakes(
         first.check()
         monkeypatch.setattr(run_lock, "_BEAT_S", 0.0)
         first._beat()  # the run wakes up
-        with pytest.raises(ServiceError, match=r"was suspended, and run second \(process .* took over"):
+        with pytest.raises(
+            ServiceError, match=r"was suspended, and run second \(process .* took over"
+        ):
             first.check()
 
 
 @pytest.mark.usefixtures("quick", "unreachable")
-def test_one_of_two_waiting_runs_gets_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_two_waiting_runs_gets_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_lock, "_SETTLE_S", 2.0)
-    dead = {"run": "dead", "host": "h", "pid": 1, "since": "s", "machine": "m", "token": "t", "beat": 3}
+    dead = {
+        "run": "dead",
+        "host": "h",
+        "pid": 1,
+        "since": "s",
+        "machine": "m",
+        "token": "t",
+        "beat": 3,
+    }
     (tmp_path / LOCK).write_text(json.dumps(dead).ljust(512))
     said: list[str] = []
     ended = threading.Event()

@@ -22,22 +22,64 @@ SMG = {"rollout.router": "smg"}
         ({"sampling.min_p": -0.1}, "sampling.min_p", ("too small",)),
         ({"sampling.stop": [""]}, "sampling.stop", ("this is empty",)),
         ({"sampling.stop_token_ids": [-1]}, "sampling.stop_token_ids", ("too small",)),
-        ({"sampling.min_new_tokens": 600}, "sampling.min_new_tokens", ("above sampling.max_new_tokens 512", "lower it")),
-        ({"sampling.min_new_tokens": 5, "sampling.ignore_eos": True}, "sampling.min_new_tokens", ("not read", "leave it out")),
-        ({"sampling.max_thinking_tokens": 512}, "sampling.max_thinking_tokens", ("no room for an answer",)),
+        (
+            {"sampling.min_new_tokens": 600},
+            "sampling.min_new_tokens",
+            ("above sampling.max_new_tokens 512", "lower it"),
+        ),
+        (
+            {"sampling.min_new_tokens": 5, "sampling.ignore_eos": True},
+            "sampling.min_new_tokens",
+            ("not read", "leave it out"),
+        ),
+        (
+            {"sampling.max_thinking_tokens": 512},
+            "sampling.max_thinking_tokens",
+            ("no room for an answer",),
+        ),
         ({"sampling.completion_timeout_s": 0}, "sampling.completion_timeout_s", ("too small",)),
-        ({"sampling.completion_timeout_s": 700}, "sampling.completion_timeout_s", ("sampling.request_timeout_s", "lower it")),
+        (
+            {"sampling.completion_timeout_s": 700},
+            "sampling.completion_timeout_s",
+            ("sampling.request_timeout_s", "lower it"),
+        ),
         ({"sampling.top_k": 5000, **EMBEDDED}, "sampling.top_k", ("4096", "evaluation.top_k")),
-        ({"sampling.top_p": 0.9}, "sampling.top_p", ("sglang-router removes", "set rollout.router smg", "evaluation")),
-        ({"sampling.min_p": 0.1, "rollout.device": "cpu"}, "sampling.min_p", ("sglang-router removes",)),
-        ({"evaluation.n": 4}, "evaluation.n", ("greedy answers are all the same", "set evaluation.temperature")),
-        ({"evaluation.max_new_tokens": 2048, **EMBEDDED}, "evaluation.max_new_tokens", ("no room for a prompt",)),
+        (
+            {"sampling.top_p": 0.9},
+            "sampling.top_p",
+            ("sglang-router removes", "set rollout.router smg", "evaluation"),
+        ),
+        (
+            {"sampling.min_p": 0.1, "rollout.device": "cpu"},
+            "sampling.min_p",
+            ("sglang-router removes",),
+        ),
+        (
+            {"evaluation.n": 4},
+            "evaluation.n",
+            ("greedy answers are all the same", "set evaluation.temperature"),
+        ),
+        (
+            {"evaluation.max_new_tokens": 2048, **EMBEDDED},
+            "evaluation.max_new_tokens",
+            ("no room for a prompt",),
+        ),
         ({"evaluation.top_p": 0.9, "trainer.eval_samples": 0}, "evaluation.top_p", ("not read",)),
-        ({"algorithm.dynamic_sampling_rounds": 5}, "algorithm.dynamic_sampling_rounds", ("not read",)),
-        ({"sampling.system_prompt": "S", "data.prompt_template": "plain"}, "sampling.system_prompt", ("not read",)),
+        (
+            {"algorithm.dynamic_sampling_rounds": 5},
+            "algorithm.dynamic_sampling_rounds",
+            ("not read",),
+        ),
+        (
+            {"sampling.system_prompt": "S", "data.prompt_template": "plain"},
+            "sampling.system_prompt",
+            ("not read",),
+        ),
     ],
 )
-def test_conflicting_settings_are_refused(settings: dict[str, Any], field: str, words: tuple[str, ...]) -> None:
+def test_conflicting_settings_are_refused(
+    settings: dict[str, Any], field: str, words: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         from_mapping(settings)
     assert caught.value.field == field
@@ -48,14 +90,19 @@ def test_conflicting_settings_are_refused(settings: dict[str, Any], field: str, 
 @pytest.mark.parametrize("settings", [EMBEDDED, SMG])
 def test_truncated_sampling_in_training_is_bounded_by_top_k(settings: dict[str, Any]) -> None:
     sampling = from_mapping({"sampling.top_p": 0.9, **settings}).sampling
-    assert (sampling.cuts(), sampling.bounded_cuts()) == ({"top_p": 0.9}, {"top_p": 0.9, "top_k": 4096})
+    assert (sampling.cuts(), sampling.bounded_cuts()) == (
+        {"top_p": 0.9},
+        {"top_p": 0.9, "top_k": 4096},
+    )
     sampling = from_mapping({"sampling.top_k": 20, **settings}).sampling
     assert sampling.cuts() == sampling.bounded_cuts() == {"top_k": 20}
     assert from_mapping(settings).sampling.bounded_cuts() == {}
 
 
 def test_evaluations_may_truncate_with_any_engine() -> None:
-    config = load(["--evaluation.top_p", "0.95", "--evaluation.temperature", "0.6", "--evaluation.n", "4"], {})
+    config = load(
+        ["--evaluation.top_p", "0.95", "--evaluation.temperature", "0.6", "--evaluation.n", "4"], {}
+    )
     assert config.evaluation.cuts() == {"top_p": 0.95}
     assert config.sampling.cuts() == {}
 

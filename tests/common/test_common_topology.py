@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.process.topology import DATA, REWARD, ROLLOUT, LocalHost, Topology, format_hosts, parse_hosts
+from common.process.topology import (
+    DATA,
+    REWARD,
+    ROLLOUT,
+    LocalHost,
+    Topology,
+    format_hosts,
+    parse_hosts,
+)
 from tests.support.paths import ROOT
 
 CLUSTER = {
@@ -51,7 +59,9 @@ def test_outside_a_job_group_everything_is_on_this_machine() -> None:
 
 def test_a_node_that_does_not_run_is_named() -> None:
     topology = Topology.from_env(CLUSTER | {"JOBGROUP_HOSTS": format_hosts(HOSTS)})
-    with pytest.raises(ConfigError, match=r"reward-server-0\.rlhf-math is not a node of this run") as caught:
+    with pytest.raises(
+        ConfigError, match=r"reward-server-0\.rlhf-math is not a node of this run"
+    ) as caught:
         topology.url(REWARD, 8002)
     assert "data-server-0.rlhf-math" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="rollout-server-2"):
@@ -77,7 +87,9 @@ def test_an_impossible_environment_is_refused(change: dict[str, str], field: str
     assert field in str(caught.value.field)
 
 
-@pytest.mark.parametrize("entry", ["name", "=127.0.0.1", "name=", "name=127.0.0.1:x", "name=127.0.0.1:-1"])
+@pytest.mark.parametrize(
+    "entry", ["name", "=127.0.0.1", "name=", "name=127.0.0.1:x", "name=127.0.0.1:-1"]
+)
 def test_a_malformed_host_is_named(entry: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_hosts(f"a=127.0.0.2,{entry}")
@@ -102,7 +114,9 @@ def test_torchrun_spans_the_nodes_of_the_task() -> None:
         "--master-port": "29500",
     }
     assert command[13:] == ["-m", "trainer", "--trainer.batch_size", "4"]
-    assert "--nproc-per-node 1 --master-addr 127.0.0.1" in " ".join(Topology.from_env({}).torchrun([]))
+    assert "--nproc-per-node 1 --master-addr 127.0.0.1" in " ".join(
+        Topology.from_env({}).torchrun([])
+    )
 
 
 def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
@@ -124,7 +138,10 @@ def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
 @pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
 def test_the_command_prints_its_usage(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "common.process.topology", *arguments], capture_output=True, text=True, timeout=400
+        [sys.executable, "-m", "common.process.topology", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 1
     assert "usage: python -m common.process.topology torchrun" in done.stderr
@@ -141,7 +158,11 @@ def test_the_command_prints_its_usage(arguments: list[str]) -> None:
             2,
             "rank 0: error: the reason",
         ),
-        ("import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)", 2, "the reason"),
+        (
+            "import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)",
+            2,
+            "the reason",
+        ),
         ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
     ],
 )
@@ -149,7 +170,17 @@ def test_torchrun_ends_with_the_reason_and_status_of_the_failed_rank(
     tmp_path: Path, script: str, status: int, last: str
 ) -> None:
     (tmp_path / "rank.py").write_text(script)
-    command = [sys.executable, "-m", "common.process.topology", "torchrun", str(tmp_path / "rank.py")]
-    env = {**os.environ, "SKYPILOT_NUM_GPUS_PER_NODE": "2" if "RANK" in script else "1", "PYTHONPATH": str(ROOT)}
+    command = [
+        sys.executable,
+        "-m",
+        "common.process.topology",
+        "torchrun",
+        str(tmp_path / "rank.py"),
+    ]
+    env = {
+        **os.environ,
+        "SKYPILOT_NUM_GPUS_PER_NODE": "2" if "RANK" in script else "1",
+        "PYTHONPATH": str(ROOT),
+    }
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last)

@@ -27,7 +27,9 @@ def test_a_taken_port_of_torchrun_is_one_line_with_the_remedy() -> None:
     }
     with taken:
         command = [sys.executable, "-m", "common.process.topology", "torchrun", "-m", "trainer"]
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+        ended = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=300, check=False
+        )
     assert ended.returncode == 2
     assert f"torchrun cannot listen on port {port}" in ended.stderr
     assert "remedy: end the process that uses it" in ended.stderr

@@ -47,7 +47,8 @@ with watchdog.stalls(stall_s), LoopThread() as loop:
 
 
 class Hanging:
-    """A real process whose tasks wait for a service that never answers and whose main thread waits forever."""
+    """A real process whose tasks wait for a service that never answers and whose main thread waits
+    forever."""
 
     def __init__(self, directory: Path, stall_s: float, deadline_s: float) -> None:
         self._silent = socket.create_server(("127.0.0.1", 0))
@@ -82,7 +83,13 @@ def hanging(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Hanging]
 
 
 AWAITED = ("awaited: GET /prompts from data-server for ", ", 3 times")
-STACKS = ("in wait_in_the_main_thread", "thread MainThread:", "thread collector:", "3 tasks at:", "in DataClient.prompts")
+STACKS = (
+    "in wait_in_the_main_thread",
+    "thread MainThread:",
+    "thread collector:",
+    "3 tasks at:",
+    "in DataClient.prompts",
+)
 
 
 @pytest.mark.parametrize("hanging", [(3600, 3600)], indirect=True)
@@ -92,7 +99,9 @@ def test_sigusr1_shows_pending_calls_and_every_stack(hanging: Hanging) -> None:
         hanging.process.send_signal(signal.SIGUSR1)
         text = hanging.says("where this process is (SIGUSR1)", *AWAITED, *STACKS, after=before)
         before = text
-        time.sleep(1)  # faulthandler writes one report at a time and drops signals that arrive meanwhile
+        time.sleep(
+            1
+        )  # faulthandler writes one report at a time and drops signals that arrive meanwhile
     assert "nothing has happened" not in text
     assert "aiohttp" in text  # the stacks reach the innermost coroutine
     hanging.process.send_signal(signal.SIGQUIT)
@@ -102,10 +111,15 @@ def test_sigusr1_shows_pending_calls_and_every_stack(hanging: Hanging) -> None:
 
 @pytest.mark.parametrize("hanging", [(2, 3600)], indirect=True)
 def test_a_stall_is_reported_by_itself(hanging: Hanging) -> None:
-    hanging.says("nothing has happened for ", "; this process is at: the update of step 7", *AWAITED, *STACKS)
+    hanging.says(
+        "nothing has happened for ", "; this process is at: the update of step 7", *AWAITED, *STACKS
+    )
     silences: list[float] = []
     while len(silences) < 2:
-        silences = [float(said) for said in re.findall(r"nothing has happened for (\d+) s", hanging.says("ready"))]
+        silences = [
+            float(said)
+            for said in re.findall(r"nothing has happened for (\d+) s", hanging.says("ready"))
+        ]
         time.sleep(0.05)
     assert silences[0] >= 2
     assert silences[1] >= 4
@@ -113,7 +127,11 @@ def test_a_stall_is_reported_by_itself(hanging: Hanging) -> None:
 
 @pytest.mark.parametrize("hanging", [(3600, 2)], indirect=True)
 def test_a_missed_long_deadline_is_reported_once_for_all_calls(hanging: Hanging) -> None:
-    hanging.says("data-server did not answer GET /prompts within 2 s: ", "thread MainThread:", "awaited: GET /prompts")
+    hanging.says(
+        "data-server did not answer GET /prompts within 2 s: ",
+        "thread MainThread:",
+        "awaited: GET /prompts",
+    )
     while (text := hanging.says("this call is over")).count("this call is over") < 3:
         time.sleep(0.05)
     assert text.count("did not answer GET /prompts within 2 s") == 1

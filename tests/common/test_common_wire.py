@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidInput
-from common.wire.codec import decode, decode_groups, decode_json, encode, encode_groups, from_plain, group_json
+from common.wire.codec import (
+    decode,
+    decode_groups,
+    decode_json,
+    encode,
+    encode_groups,
+    from_plain,
+    group_json,
+)
 from common.wire.schemas import FLOAT32_MAX, Completion, Group, Groups, SampledGroups, TakenGroups
 
 ANSWERS: list[Any] = [Groups, TakenGroups, SampledGroups]
@@ -28,16 +36,24 @@ def completions(draw: st.DrawFn) -> Completion:
     cuts = sorted(draw(st.sets(st.integers(1, length - 1), max_size=2))) if length > 1 else []
     edges = [0, *cuts, length]
     return Completion(
-        token_ids=np.array(draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32),
+        token_ids=np.array(
+            draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)), np.int32
+        ),
         logprobs=np.array(logprobs, np.float32),
         text=draw(text),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort"])),
         weight_versions=[(draw(st.integers(0, 1000)), a, b) for a, b in itertools.pairwise(edges)],
         reward=draw(st.floats(-FLOAT32_MAX, FLOAT32_MAX)),
         correct=draw(st.booleans()),
-        status=draw(st.sampled_from(["ok", "unparsable", "unevaluated", "timeout", "died", "error"])),
+        status=draw(
+            st.sampled_from(["ok", "unparsable", "unevaluated", "timeout", "died", "error"])
+        ),
         extracted_answer=draw(st.none() | text),
-        components=draw(st.dictionaries(text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=2)),
+        components=draw(
+            st.dictionaries(
+                text, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=2
+            )
+        ),
     )
 
 
@@ -47,18 +63,35 @@ groups = st.builds(
     prompt_id=text,
     prompt=text,
     ground_truth=text,
-    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=6).map(lambda ids: np.array(ids, np.int32)),
+    prompt_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=6).map(
+        lambda ids: np.array(ids, np.int32)
+    ),
     completions=st.lists(completions(), min_size=1, max_size=3),
     epoch=st.integers(0, 2**53 - 1),
     position=st.integers(0, 2**53 - 1),
     created_at=st.floats(0, 1e12),
-    metadata=st.dictionaries(text, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text, max_size=3),
+    metadata=st.dictionaries(
+        text, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text, max_size=3
+    ),
 )
 
 
 def one() -> Group:
-    first = Completion(np.array([5, 6], np.int32), np.array([-0.5, -1.5], np.float32), "ab", "stop", [(3, 0, 1), (4, 1, 2)])
-    second = Completion(np.array([7], np.int32), np.array([-2.0], np.float32), "c", "length", [(4, 0, 1)], reward=1.0)
+    first = Completion(
+        np.array([5, 6], np.int32),
+        np.array([-0.5, -1.5], np.float32),
+        "ab",
+        "stop",
+        [(3, 0, 1), (4, 1, 2)],
+    )
+    second = Completion(
+        np.array([7], np.int32),
+        np.array([-2.0], np.float32),
+        "c",
+        "length",
+        [(4, 0, 1)],
+        reward=1.0,
+    )
     return Group("g", "p", "prompt", "12", np.array([1, 2, 3], np.int32), [first, second])
 
 
@@ -68,7 +101,9 @@ def test_groups_survive_msgpack_and_json(items: list[Group]) -> None:
     plain = [group_json(group) for group in items]
     decoded = decode_groups(encode_groups(items))
     assert [group_json(group) for group in decoded] == plain
-    assert [group_json(decode_json(json.dumps(content).encode(), Group)) for content in plain] == plain
+    assert [
+        group_json(decode_json(json.dumps(content).encode(), Group)) for content in plain
+    ] == plain
     for before, after in zip(items, decoded, strict=True):
         for a, b in zip(before.completions, after.completions, strict=True):
             assert (b.token_ids.dtype.name, b.logprobs.dtype.name) == ("int32", "float32")
@@ -186,7 +221,12 @@ def test_texts_may_be_left_out_of_a_body() -> None:
         del content[name]
     del content["completions"][0]["text"]
     (group,) = decode_json(json.dumps({"groups": [content]}).encode(), Groups).groups
-    assert (group.prompt_id, group.prompt, group.ground_truth, group.completions[0].text) == ("", "", "", "")
+    assert (group.prompt_id, group.prompt, group.ground_truth, group.completions[0].text) == (
+        "",
+        "",
+        "",
+        "",
+    )
 
 
 def test_an_error_has_the_reason_and_the_value() -> None:
@@ -209,7 +249,10 @@ def test_a_missing_field_is_named(missing: str) -> None:
         from_plain(content, Group)
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"[]", msgpack.packb([]), msgpack.packb({}), msgpack.packb({"groups": {}})])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", b"[]", msgpack.packb([]), msgpack.packb({}), msgpack.packb({"groups": {}})],
+)
 def test_bodies_that_are_no_groups_are_refused(body: bytes) -> None:
     for kind in ANSWERS:
         with pytest.raises(InvalidInput):

@@ -1,8 +1,9 @@
-"""The targets of the contract: the embedded engine and real SGLang, each called directly and through the real router.
+"""The targets of the contract: the embedded engine and real SGLang, each called directly and
+through the real router.
 
-On a GPU, the embedded engine is an additional target in float32. Real SGLang is a target if `make sglang-cpu` has
-installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that serves the model of
-`tests.support.engines.write_model` with --weight-version 7.
+On a GPU, the embedded engine is an additional target in float32. Real SGLang is a target if `make
+sglang-cpu` has installed it. CONTRACT_URL names one more engine, such as SGLang on a GPU, that
+serves the model of `tests.support.engines.write_model` with --weight-version 7.
 """
 
 import os
@@ -13,12 +14,27 @@ import httpx
 import pytest
 import torch
 
-from tests.support.engines import engine_process, router_process, sglang_is_installed, sglang_process, write_model
+from tests.support.engines import (
+    engine_process,
+    router_process,
+    sglang_is_installed,
+    sglang_process,
+    write_model,
+)
 
 EXTERNAL = ["external"] if os.environ.get("CONTRACT_URL") else []
 WORKERS = ["engine", "gpu_engine", "sglang"]
 ROUTERS = ["router", "sglang_router"]
-ARGUMENTS = ("--weight-version", "7", "--max-running-requests", "64", "--max-context-tokens", "256", "--seed", "0")
+ARGUMENTS = (
+    "--weight-version",
+    "7",
+    "--max-running-requests",
+    "64",
+    "--max-context-tokens",
+    "256",
+    "--seed",
+    "0",
+)
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +50,10 @@ def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with engine_process(model_dir, tmp_path_factory.mktemp("logs") / "engine.log", *ARGUMENTS) as (url, _):
+    with engine_process(model_dir, tmp_path_factory.mktemp("logs") / "engine.log", *ARGUMENTS) as (
+        url,
+        _,
+    ):
         yield url
 
 
@@ -43,7 +62,9 @@ def gpu_engine_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     on_gpu = ("--device", "cuda", "--dtype", "float32")
-    with engine_process(model_dir, tmp_path_factory.mktemp("logs") / "gpu.log", *ARGUMENTS, *on_gpu) as (url, _):
+    with engine_process(
+        model_dir, tmp_path_factory.mktemp("logs") / "gpu.log", *ARGUMENTS, *on_gpu
+    ) as (url, _):
         yield url
 
 
@@ -68,7 +89,11 @@ def sglang_router_url(sglang_url: str, tmp_path_factory: pytest.TempPathFactory)
 
 
 def _url(request: pytest.FixtureRequest) -> str:
-    return os.environ["CONTRACT_URL"] if request.param == "external" else str(request.getfixturevalue(f"{request.param}_url"))
+    return (
+        os.environ["CONTRACT_URL"]
+        if request.param == "external"
+        else str(request.getfixturevalue(f"{request.param}_url"))
+    )
 
 
 @pytest.fixture(params=[*WORKERS, *ROUTERS, *EXTERNAL])
@@ -83,13 +108,21 @@ def worker_url(request: pytest.FixtureRequest) -> str:
     return _url(request)
 
 
-REACHED = {"engine": ("engine", "engine"), "router": ("engine", "router"), "sglang": ("sglang", "sglang")}
-REACHED |= {"sglang_router": ("sglang", "sglang_router"), "gpu_engine": ("gpu_engine", "gpu_engine")}
+REACHED = {
+    "engine": ("engine", "engine"),
+    "router": ("engine", "router"),
+    "sglang": ("sglang", "sglang"),
+}
+REACHED |= {
+    "sglang_router": ("sglang", "sglang_router"),
+    "gpu_engine": ("gpu_engine", "gpu_engine"),
+}
 
 
 @pytest.fixture(params=REACHED)
 def reached(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Returns an engine's URL for control calls, and the URL for requests: the engine's own or the router's."""
+    """Returns an engine's URL for control calls, and the URL for requests: the engine's own or the
+    router's."""
     worker, asked = (str(request.getfixturevalue(f"{name}_url")) for name in REACHED[request.param])
     return worker, asked
 

@@ -59,23 +59,38 @@ class Trainer:
     def join_and_send(self, snapshot: HostCopy, **last: object) -> list[httpx.Response]:
         """Makes the engine join, sends every bucket and returns the engine's answers."""
         plan = self.group.announcement(snapshot.buckets)
-        init = {"master_address": plan.master_address, "master_port": plan.master_port, "rank_offset": 1}
+        init = {
+            "master_address": plan.master_address,
+            "master_port": plan.master_port,
+            "rank_offset": 1,
+        }
         init |= {"world_size": plan.world_size, "group_name": plan.group, "backend": "gloo"}
         joining = self.post("/init_weights_update_group", init)
         answers = []
         for index, (bucket, flat) in enumerate(zip(plan.buckets, snapshot.flats, strict=True)):
             if index == 0:
-                connecting = self.pool.submit(self.group.send, flat)  # sending joins the group first
+                connecting = self.pool.submit(
+                    self.group.send, flat
+                )  # sending joins the group first
                 answers.append(joining.result(400))
-            body = bucket.model_dump() | {"group_name": plan.group, "load_format": "flattened_bucket", "flush_cache": False}
-            taking = self.post("/update_weights_from_distributed", body | (last if bucket is plan.buckets[-1] else {}))
+            body = bucket.model_dump() | {
+                "group_name": plan.group,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            taking = self.post(
+                "/update_weights_from_distributed",
+                body | (last if bucket is plan.buckets[-1] else {}),
+            )
             connecting.result(400) if index == 0 else self.group.send(flat)
             answers.append(taking.result(400))
         return answers
 
     def leave(self) -> httpx.Response:
         self.group.close()
-        return self.worker.post("/destroy_weights_update_group", json={"group_name": self.group.name})
+        return self.worker.post(
+            "/destroy_weights_update_group", json={"group_name": self.group.name}
+        )
 
 
 @pytest.fixture
@@ -103,7 +118,8 @@ def held(worker: httpx.Client) -> dict[str, str]:
 
 
 def expected(weights: dict[str, Tensor], names: dict[str, str]) -> dict[str, str]:
-    """Returns the weights' checksums by the engine's names; SGLang pads the vocabulary to a multiple of 64 rows."""
+    """Returns the weights' checksums by the engine's names; SGLang pads the vocabulary to a
+    multiple of 64 rows."""
     found = {}
     for name in names:
         fused = next((part for part in PARTS if f".{part}." in name), "")
@@ -133,12 +149,17 @@ def test_contract_a_session_is_opened_once_and_closed_once(worker: httpx.Client)
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
     outside = worker.post("/update_weights_from_distributed", json=body)
     assert outside.status_code == 400
-    assert "must run between begin_weight_update() and end_weight_update()" in outside.json()["message"]
+    assert (
+        "must run between begin_weight_update() and end_weight_update()"
+        in outside.json()["message"]
+    )
     assert [begin(worker), begin(worker), end(worker), end(worker)] == [200, 400, 200, 400]
 
 
 def test_contract_unknown_group_is_400(worker: httpx.Client) -> None:
-    assert worker.post("/destroy_weights_update_group", json={"group_name": "none"}).status_code == 400
+    assert (
+        worker.post("/destroy_weights_update_group", json={"group_name": "none"}).status_code == 400
+    )
     assert begin(worker) == 200
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}
     answer = worker.post("/update_weights_from_distributed", json=body)
@@ -162,7 +183,9 @@ def test_contract_a_broadcast_in_buckets_delivers_the_same_tensors_and_the_versi
     assert found != expected(load_file(model_dir / "model.safetensors"), found)
     same = Checksums(on_gpu=False).compare(new, [found])
     assert (same.problem, same.compared, same.total) == (None, len(new), len(new))
-    other = Checksums(on_gpu=False).compare({name: tensor + 1 for name, tensor in new.items()}, [found])
+    other = Checksums(on_gpu=False).compare(
+        {name: tensor + 1 for name, tensor in new.items()}, [found]
+    )
     assert set(other.wrong) == set(found)
 
 
@@ -172,7 +195,11 @@ def test_contract_a_broadcast_in_a_pause_shows_in_the_spans(
     before = version(worker)
     running = paused_request(worker, pool, "broadcast", "retract")
     assert begin(worker) == 200
-    trainer.join_and_send(snapshot_of(load_file(other_model_dir / "model.safetensors")), weight_version="42", flush_cache=True)
+    trainer.join_and_send(
+        snapshot_of(load_file(other_model_dir / "model.safetensors")),
+        weight_version="42",
+        flush_cache=True,
+    )
     assert end(worker) == 200
     worker.post("/continue_generation", json={})
     meta = running.result(400)["meta_info"]
@@ -189,7 +216,10 @@ def test_contract_tensor_by_tensor_without_buckets(
     single.fill(old.items(), 1)
     begin(worker)
     trainer.join_and_send(single)
-    body = single.buckets[0].model_dump() | {"group_name": trainer.group.name, "weight_version": "43"}
+    body = single.buckets[0].model_dump() | {
+        "group_name": trainer.group.name,
+        "weight_version": "43",
+    }
     taking = trainer.post("/update_weights_from_distributed", body)
     for tensor in old.values():
         dist.broadcast(tensor, src=0, group=trainer.group._process_group)
@@ -214,25 +244,39 @@ def test_contract_a_trainer_that_dies_fails_the_update_and_files_still_load(
     whole = snapshot_of(old)
     begin(worker)
     trainer.join_and_send(_one({"model.norm.weight": old["model.norm.weight"]}))
-    body = whole.buckets[0].model_dump() | {"group_name": trainer.group.name, "load_format": "flattened_bucket"}
+    body = whole.buckets[0].model_dump() | {
+        "group_name": trainer.group.name,
+        "load_format": "flattened_bucket",
+    }
     waiting = trainer.post("/update_weights_from_distributed", body)
     trainer.group.close()
     assert waiting.result(400).status_code == 400
     end(worker)
     assert trainer.leave().status_code == 200
-    response = worker.post("/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": "44"})
+    response = worker.post(
+        "/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": "44"}
+    )
     assert response.status_code == 200
     assert (found := held(worker)) == expected(old, found)
     assert version(worker) == "44"
 
 
-def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Client, trainer: Trainer) -> None:
+def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(
+    worker: httpx.Client, trainer: Trainer
+) -> None:
     plan = trainer.group.announcement([])
-    init = {"master_address": plan.master_address, "master_port": plan.master_port, "rank_offset": 1, "world_size": 3}
+    init = {
+        "master_address": plan.master_address,
+        "master_port": plan.master_port,
+        "rank_offset": 1,
+        "world_size": 3,
+    }
     store = trainer.group._store
     assert store is not None
     alone, limit = store.num_keys(), time.monotonic() + 400
-    joining = trainer.post("/init_weights_update_group", init | {"group_name": plan.group, "backend": "gloo"})
+    joining = trainer.post(
+        "/init_weights_update_group", init | {"group_name": plan.group, "backend": "gloo"}
+    )
     while store.num_keys() == alone:
         assert time.monotonic() < limit, "the engine does not come"
         time.sleep(0.02)
@@ -242,20 +286,33 @@ def test_contract_a_rendezvous_that_the_trainer_gives_up_ends(worker: httpx.Clie
     assert (answer.status_code, answer.json()["success"]) == (400, False)
 
 
-def test_destroying_the_group_ends_a_hung_broadcast(engine_url: str, pool: ThreadPoolExecutor) -> None:
-    """Only for the embedded engine: SGLang answers nothing until the broadcast ends, so its agent restarts it."""
+def test_destroying_the_group_ends_a_hung_broadcast(
+    engine_url: str, pool: ThreadPoolExecutor
+) -> None:
+    """Only for the embedded engine: SGLang answers nothing until the broadcast ends, so its agent
+    restarts it."""
     with httpx.Client(base_url=engine_url, timeout=60, trust_env=False) as worker:
         trainer, before = Trainer(worker, pool), held(worker)
         begin(worker)
         trainer.join_and_send(_one({"model.norm.weight": torch.ones(32)}))
-        body = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[32]], "group_name": trainer.group.name}
+        body = {
+            "names": ["model.norm.weight"],
+            "dtypes": ["float32"],
+            "shapes": [[32]],
+            "group_name": trainer.group.name,
+        }
         waiting = trainer.post("/update_weights_from_distributed", body)
         time.sleep(0.3)
         assert not waiting.done()
-        destroyed = worker.post("/destroy_weights_update_group", json={"group_name": trainer.group.name})
+        destroyed = worker.post(
+            "/destroy_weights_update_group", json={"group_name": trainer.group.name}
+        )
         assert destroyed.status_code == 200
         answer = waiting.result(400)
-        assert (answer.status_code, "destroyed meanwhile" in answer.json()["message"]) == (400, True)
+        assert (answer.status_code, "destroyed meanwhile" in answer.json()["message"]) == (
+            400,
+            True,
+        )
         assert end(worker) == 400
         assert held(worker) == before  # the session loaded nothing
         trainer.group.close()
@@ -277,7 +334,10 @@ def test_the_checksums_of_the_embedded_engine_are_those_of_what_was_sent_in_anot
     """A trainer on a GPU sends bfloat16; an engine on a CPU holds it in float32."""
     with httpx.Client(base_url=engine_url, timeout=60, trust_env=False) as worker:
         trainer, before, old = Trainer(worker, pool), held(worker), version(worker)
-        sent = {name: tensor.bfloat16() for name, tensor in load_file(model_dir / "model.safetensors").items()}
+        sent = {
+            name: tensor.bfloat16()
+            for name, tensor in load_file(model_dir / "model.safetensors").items()
+        }
         snapshot = _one(sent)
         worker.post("/pause_generation", json={"mode": "retract"})
         begin(worker)
@@ -285,7 +345,9 @@ def test_the_checksums_of_the_embedded_engine_are_those_of_what_was_sent_in_anot
         assert end(worker) == 200
         found = Checksums(on_gpu=False).compare(sent, [held(worker)])
         assert (found.problem, found.compared) == (None, len(sent))
-        worker.post("/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": old})
+        worker.post(
+            "/update_weights_from_disk", json={"model_path": str(model_dir), "weight_version": old}
+        )
         after = held(worker)
         assert after == expected(load_file(model_dir / "model.safetensors"), after)
         assert set(after) == set(before)

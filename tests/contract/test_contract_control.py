@@ -27,7 +27,9 @@ def _continued(worker: httpx.Client) -> Iterator[None]:
     worker.post("/continue_generation", json={})
 
 
-def test_contract_aborting_pause_answers_with_partial_output(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_contract_aborting_pause_answers_with_partial_output(
+    worker: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
     running = paused_request(worker, pool, "pause-abort", None)
     answer = running.result(400)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
@@ -37,7 +39,9 @@ def test_contract_aborting_pause_answers_with_partial_output(worker: httpx.Clien
         completion_from_answer(answer)
 
 
-def test_contract_new_requests_wait_while_paused(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_contract_new_requests_wait_while_paused(
+    worker: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
     worker.post("/pause_generation", json={"mode": "abort"})
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     waiting = pool.submit(lambda: worker.post("/generate", json=body).json())
@@ -68,7 +72,9 @@ def test_contract_an_update_in_a_pause_shows_in_the_spans(
     assert meta["weight_version"] == after == version(worker)
 
 
-def test_contract_an_abort_is_answered_through_the_router_too(reached: tuple[str, str], pool: ThreadPoolExecutor) -> None:
+def test_contract_an_abort_is_answered_through_the_router_too(
+    reached: tuple[str, str], pool: ThreadPoolExecutor
+) -> None:
     """The router neither hides the partial output nor asks for it again."""
     worker_url, url = reached
     with (
@@ -80,22 +86,34 @@ def test_contract_an_abort_is_answered_through_the_router_too(reached: tuple[str
         worker.post("/continue_generation", json={})
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert 0 < len(answer["output_ids"]) < 240
-    assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+    assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[
+        "output_ids"
+    ]
 
 
-def test_contract_an_update_waits_for_running_requests(worker: httpx.Client, pool: ThreadPoolExecutor) -> None:
+def test_contract_an_update_waits_for_running_requests(
+    worker: httpx.Client, pool: ThreadPoolExecutor
+) -> None:
     before = version(worker)
     running = long_request(worker, pool, "writer-lock")
     path = worker.get("/model_info").json()["model_path"]
-    response = worker.post("/update_weights_from_disk", json={"model_path": path, "weight_version": "91"})
+    response = worker.post(
+        "/update_weights_from_disk", json={"model_path": path, "weight_version": "91"}
+    )
     assert response.status_code == 200
-    assert running.result(400)["meta_info"]["weight_versions"] == [{"version": before, "start": 0, "end": 240}]
+    assert running.result(400)["meta_info"]["weight_versions"] == [
+        {"version": before, "start": 0, "end": 240}
+    ]
     assert version(worker) == "91"
 
 
-def test_contract_a_bad_path_is_400_and_changes_nothing(worker: httpx.Client, tmp_path: Path) -> None:
+def test_contract_a_bad_path_is_400_and_changes_nothing(
+    worker: httpx.Client, tmp_path: Path
+) -> None:
     before = version(worker)
-    response = worker.post("/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "666"})
+    response = worker.post(
+        "/update_weights_from_disk", json={"model_path": str(tmp_path), "weight_version": "666"}
+    )
     assert response.status_code == 400
     assert response.json()["success"] is False
     assert response.json()["message"]
@@ -114,7 +132,9 @@ def test_contract_health_is_a_status_whatever_the_body(worker: httpx.Client) -> 
         assert worker.request("GET", "/health", content=body).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"])
+@pytest.mark.parametrize(
+    "path", ["/model_info", "/get_model_info", "/server_info", "/get_server_info", "/v1/models"]
+)
 def test_contract_information(worker: httpx.Client, path: str) -> None:
     assert worker.get(path).status_code == 200
     assert worker.get(path).json()

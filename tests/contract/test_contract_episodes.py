@@ -1,7 +1,9 @@
-"""Episodes of the environment-server on both engines, behind the real router: a model that calls a tool, its exact tokens.
+"""Episodes of the environment-server on both engines, behind the real router: a model that calls a
+tool, its exact tokens.
 
-The recorded episodes are compared with transformers: the chat template renders the same conversation, and every sampled
-token has the model's log-probability after exactly the preceding tokens.
+The recorded episodes are compared with transformers: the chat template renders the same
+conversation, and every sampled token has the model's log-probability after exactly the preceding
+tokens.
 """
 
 from collections.abc import AsyncIterator, Iterator
@@ -18,13 +20,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common.clients.rollout import RolloutClient
 from common.settings.sections import EnvironmentSection, ModelSection
-from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeSequence, EpisodeTask
+from common.wire.schemas import (
+    EpisodeLimits,
+    EpisodeRequest,
+    EpisodeSampling,
+    EpisodeSequence,
+    EpisodeTask,
+)
 from examples.tool_calculator.base import build
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService
 from services.environment.tokenizer import load_template
 from services.http.app import listen, serving
-from tests.support.engines import engine_process, router_process, sglang_is_installed, sglang_process
+from tests.support.engines import (
+    engine_process,
+    router_process,
+    sglang_is_installed,
+    sglang_process,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 NAME = "python:examples.tool_calculator.calculator:Calculator"
@@ -41,15 +54,27 @@ def calculating(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["embedded", "sglang"])
-def routed_url(request: pytest.FixtureRequest, calculating: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def routed_url(
+    request: pytest.FixtureRequest, calculating: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     logs = tmp_path_factory.mktemp("logs")
     if request.param == "sglang":
         if not sglang_is_installed():
             pytest.skip("SGLang is not installed: `make sglang-cpu` does it")
-        with sglang_process(calculating, logs / "sglang.log", "7") as url, router_process(url, logs / "router.log") as routed:
+        with (
+            sglang_process(calculating, logs / "sglang.log", "7") as url,
+            router_process(url, logs / "router.log") as routed,
+        ):
             yield routed
     else:
-        arguments = ("--weight-version", "7", "--max-running-requests", "64", "--max-context-tokens", "512")
+        arguments = (
+            "--weight-version",
+            "7",
+            "--max-running-requests",
+            "64",
+            "--max-context-tokens",
+            "512",
+        )
         with (
             engine_process(calculating, logs / "engine.log", *arguments) as (url, _),
             router_process(url, logs / "router.log") as routed,
@@ -58,12 +83,16 @@ def routed_url(request: pytest.FixtureRequest, calculating: Path, tmp_path_facto
 
 
 @asynccontextmanager
-async def environment_server(model: Path, router_url: str) -> AsyncIterator[tuple[EpisodeService, str]]:
+async def environment_server(
+    model: Path, router_url: str
+) -> AsyncIterator[tuple[EpisodeService, str]]:
     template, stops = load_template(ModelSection(name=str(model)))
     sock = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with RolloutClient("rollout-server", router_url) as router:
-        service = EpisodeService(EnvironmentSection(name=NAME), template, router, stops, gateway=url)
+        service = EpisodeService(
+            EnvironmentSection(name=NAME), template, router, stops, gateway=url
+        )
         async with serving(create_environment_app(service), sock):
             yield service, url
 
@@ -71,17 +100,22 @@ async def environment_server(model: Path, router_url: str) -> AsyncIterator[tupl
 def request_of(question: str, answer: int, most: int = 60, n: int = EPISODES) -> EpisodeRequest:
     task = EpisodeTask(env=NAME, prompt=question, ground_truth=str(answer), seed=3)
     sampling, limits = EpisodeSampling(max_new_tokens=most), EpisodeLimits(turns=3, context=400)
-    return EpisodeRequest(request_id=f"r-{answer}-{most}", n=n, task=task, sampling=sampling, limits=limits)
+    return EpisodeRequest(
+        request_id=f"r-{answer}-{most}", n=n, task=task, sampling=sampling, limits=limits
+    )
 
 
 def check_logprobs(model: Any, sequence: EpisodeSequence) -> None:
-    """Asserts that only the sampled tokens have log-probabilities: the model's, given all preceding tokens."""
+    """Asserts that only the sampled tokens have log-probabilities: the model's, given all preceding
+    tokens."""
     ids = torch.tensor([[*sequence.prompt_ids.tolist(), *sequence.token_ids.tolist()]])
     with torch.inference_mode():
         scores = torch.log_softmax(model(ids).logits[0, len(sequence.prompt_ids) - 1 : -1], dim=-1)
     expected = scores.gather(1, ids[0, len(sequence.prompt_ids) :, None])[:, 0].numpy()
     sampled = sequence.mask == 1
-    np.testing.assert_allclose(sequence.logprobs[sampled], expected[sampled], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        sequence.logprobs[sampled], expected[sampled], rtol=0, atol=TOLERANCE
+    )
     assert not sequence.logprobs[~sampled].any()
     assert [(turn.start, turn.end) for turn in sequence.turns] == _runs(sampled.tolist())
 
@@ -91,14 +125,25 @@ def _runs(mask: list[bool]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(routed_url: str, calculating: Path) -> None:
-    tokenizer, model = AutoTokenizer.from_pretrained(calculating), AutoModelForCausalLM.from_pretrained(calculating)
+async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(
+    routed_url: str, calculating: Path
+) -> None:
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(calculating),
+        AutoModelForCausalLM.from_pretrained(calculating),
+    )
     end = tokenizer.eos_token_id
     async with environment_server(calculating, routed_url) as (service, _):
         episodes = await service.episodes(request_of("4739 * 8526 = ?", 4739 * 8526))
     assert [episode.status for episode in episodes] == ["ok"] * EPISODES
-    assert len({tuple(episode.sequences[0].token_ids.tolist()) for episode in episodes}) > 1, "each has a seed of its own"
-    called = [episode for episode in episodes if episode.metrics["tool_calls"] and episode.stop_reason == "done"]
+    assert len({tuple(episode.sequences[0].token_ids.tolist()) for episode in episodes}) > 1, (
+        "each has a seed of its own"
+    )
+    called = [
+        episode
+        for episode in episodes
+        if episode.metrics["tool_calls"] and episode.stop_reason == "done"
+    ]
     assert called, "the model knows the tool"
     for episode in episodes:
         (sequence,) = episode.sequences
@@ -112,14 +157,23 @@ async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(routed_url: 
         text = tokenizer.decode(sequence.token_ids)
         assert len(sequence.turns) == 2
         between = sequence.token_ids[sequence.turns[0].end : sequence.turns[1].start]
-        head, result, tail = "\n<|im_start|>user\n<tool_response>", tokenizer.decode(between), "</tool_response><|im_end|>\n"
+        head, result, tail = (
+            "\n<|im_start|>user\n<tool_response>",
+            tokenizer.decode(between),
+            "</tool_response><|im_end|>\n",
+        )
         assert result.startswith(head), "the stop token before it is the sampled one"
         assert result.endswith(f"{tail}<|im_start|>assistant\n")
         assert text.count("<tool_call>") == text.count("<tool_response>") == 1
 
 
-async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_cut(routed_url: str, calculating: Path) -> None:
-    tokenizer, model = AutoTokenizer.from_pretrained(calculating), AutoModelForCausalLM.from_pretrained(calculating)
+async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_cut(
+    routed_url: str, calculating: Path
+) -> None:
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(calculating),
+        AutoModelForCausalLM.from_pretrained(calculating),
+    )
     async with (
         environment_server(calculating, routed_url) as (service, url),
         httpx.AsyncClient(trust_env=False, timeout=400) as http,
@@ -140,9 +194,13 @@ async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_
         (sequence,) = session.sequences()
     check_logprobs(model, sequence)
     first, second = sequence.turns
-    assert (finishes[0], first.end - first.start) == ("length", 3), "a program's `stop` has no effect: it is the run's"
+    assert (finishes[0], first.end - first.start) == ("length", 3), (
+        "a program's `stop` has no effect: it is the run's"
+    )
     between = tokenizer.decode(sequence.token_ids[first.end : second.start])
-    assert between == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", "the end is the template's"
+    assert between == "<|im_end|>\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n", (
+        "the end is the template's"
+    )
     assert sequence.prompt_ids.tolist() == tokenizer.apply_chat_template(
         chat[:1], add_generation_prompt=True, return_dict=False
     ), "the whole conversation is one sequence"

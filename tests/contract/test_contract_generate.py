@@ -1,4 +1,5 @@
-"""Answers of every rollout endpoint: the embedded engine, the router in front of it, and real SGLang."""
+"""Answers of every rollout endpoint: the embedded engine, the router in front of it, and real
+SGLang."""
 
 from typing import Any
 
@@ -19,7 +20,9 @@ def generate(client: httpx.Client, **body: Any) -> Any:
     return response.json()
 
 
-def test_contract_one_prompt_gives_an_object_with_tokens_logprobs_and_version(target: httpx.Client) -> None:
+def test_contract_one_prompt_gives_an_object_with_tokens_logprobs_and_version(
+    target: httpx.Client,
+) -> None:
     answer = generate(target, input_ids=PROMPT, sampling_params=LONG, return_logprob=True)
     meta = answer["meta_info"]
     assert len(answer["output_ids"]) == meta["completion_tokens"] == 12
@@ -34,7 +37,9 @@ def test_contract_one_prompt_gives_an_object_with_tokens_logprobs_and_version(ta
     assert isinstance(answer["text"], str)
 
 
-def test_contract_n_gives_a_list_of_different_completions_the_client_reads(target: httpx.Client) -> None:
+def test_contract_n_gives_a_list_of_different_completions_the_client_reads(
+    target: httpx.Client,
+) -> None:
     found = generate(target, input_ids=PROMPT, sampling_params=LONG | {"n": 4}, return_logprob=True)
     assert len(found) == 4
     assert len({tuple(answer["output_ids"]) for answer in found}) > 1
@@ -47,7 +52,9 @@ def test_contract_n_gives_a_list_of_different_completions_the_client_reads(targe
 
 def test_contract_a_batch_is_flat_and_grouped_by_prompt(target: httpx.Client) -> None:
     prompts = [PROMPT, PROMPT[:3]]
-    found = generate(target, input_ids=prompts, sampling_params={"max_new_tokens": 2, "n": 2, "ignore_eos": True})
+    found = generate(
+        target, input_ids=prompts, sampling_params={"max_new_tokens": 2, "n": 2, "ignore_eos": True}
+    )
     assert [answer["meta_info"]["prompt_tokens"] for answer in found] == [6, 6, 3, 3]
 
 
@@ -74,15 +81,21 @@ def test_contract_the_stop_token_is_in_the_ids_and_not_in_the_text(target: httpx
 
 
 def test_contract_too_long_prompts_are_400(target: httpx.Client) -> None:
-    response = target.post("/generate", json={"input_ids": [5] * 100_000, "sampling_params": {"max_new_tokens": 1}})
+    response = target.post(
+        "/generate", json={"input_ids": [5] * 100_000, "sampling_params": {"max_new_tokens": 1}}
+    )
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
 
 
-def test_contract_more_new_tokens_than_the_context_has_are_400_and_the_default_is_cut_to_it(worker: httpx.Client) -> None:
+def test_contract_more_new_tokens_than_the_context_has_are_400_and_the_default_is_cut_to_it(
+    worker: httpx.Client,
+) -> None:
     context = worker.get("/v1/models").json()["data"][0]["max_model_len"]
     prompt = [5] * (context - 20)
-    response = worker.post("/generate", json={"input_ids": prompt, "sampling_params": {"max_new_tokens": 21}})
+    response = worker.post(
+        "/generate", json={"input_ids": prompt, "sampling_params": {"max_new_tokens": 21}}
+    )
     assert response.status_code == 400, response.text
     answer = generate(worker, input_ids=prompt, sampling_params={"ignore_eos": True})
     assert answer["meta_info"]["finish_reason"]["type"] == "length"
@@ -90,44 +103,71 @@ def test_contract_more_new_tokens_than_the_context_has_are_400_and_the_default_i
 
 
 def test_contract_an_unknown_sampling_parameter_is_refused(worker: httpx.Client) -> None:
-    response = worker.post("/generate", json={"input_ids": PROMPT, "sampling_params": {"temprature": 1}})
-    assert response.status_code in (400, 500)  # SGLang 0.5.21 answers a bare 500; later versions name it with 400
+    response = worker.post(
+        "/generate", json={"input_ids": PROMPT, "sampling_params": {"temprature": 1}}
+    )
+    assert response.status_code in (
+        400,
+        500,
+    )  # SGLang 0.5.21 answers a bare 500; later versions name it with 400
 
 
 def test_contract_the_router_drops_an_unknown_sampling_parameter(router: httpx.Client) -> None:
-    """The unknown field never reaches the engine, so the settings of a run must catch a typing error."""
-    answer = generate(router, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "temprature": 1})
+    """The unknown field never reaches the engine, so the settings of a run must catch a typing
+    error."""
+    answer = generate(
+        router, input_ids=PROMPT, sampling_params={"max_new_tokens": 1, "temprature": 1}
+    )
     assert answer["meta_info"]["completion_tokens"] == 1
 
 
 def test_contract_unknown_top_level_keys_are_ignored(worker: httpx.Client) -> None:
-    answer = generate(worker, input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, model=None, some_new_flag=3)
+    answer = generate(
+        worker, input_ids=PROMPT, sampling_params={"max_new_tokens": 1}, model=None, some_new_flag=3
+    )
     assert answer["meta_info"]["completion_tokens"] == 1
 
 
 def test_contract_openai_chat(target: httpx.Client) -> None:
     model = target.get("/v1/models").json()["data"][0]["id"]
-    body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "n": 2, "max_tokens": 3, "temperature": 0.5}
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "hi"}],
+        "n": 2,
+        "max_tokens": 3,
+        "temperature": 0.5,
+    }
     response = target.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     assert {choice["finish_reason"] for choice in answer["choices"]} <= {"stop", "length"}
     assert answer["usage"]["completion_tokens"] <= 6
-    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    assert (
+        answer["usage"]["total_tokens"]
+        == answer["usage"]["prompt_tokens"] + answer["usage"]["completion_tokens"]
+    )
     assert isinstance(answer["metadata"]["weight_version"], str)
 
 
 def test_contract_the_router_keeps_the_sampling_seed(engine_url: str, router_url: str) -> None:
     """In both calls; only the embedded engine is tested, as SGLang ignores the seed on a CPU."""
     native = {"input_ids": PROMPT, "sampling_params": LONG | {"sampling_seed": 11}}
-    chat = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 11}
+    chat = {
+        "model": "any",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 12,
+        "seed": 11,
+    }
     for path, body in (("/generate", native), ("/v1/chat/completions", chat)):
         first, second = (
-            httpx.post(url + path, json=body, trust_env=False, timeout=60).json() for url in (engine_url, router_url)
+            httpx.post(url + path, json=body, trust_env=False, timeout=60).json()
+            for url in (engine_url, router_url)
         )
         assert text_of(first) == text_of(second) != ""
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    return str(answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"])
+    return str(
+        answer["choices"][0]["message"]["content"] if "choices" in answer else answer["text"]
+    )

@@ -1,4 +1,5 @@
-"""LoRA adapters on the engines: the adapter named in a request generates the whole answer, or the request fails."""
+"""LoRA adapters on the engines: the adapter named in a request generates the whole answer, or the
+request fails."""
 
 import shutil
 import time
@@ -26,13 +27,18 @@ from tests.support.engines import (
 )
 from tests.support.lossy_proxy import LossyProxy
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
 PROMPT = [20, 21, 22, 23]
 FILES = [WeightFile(name="adapter_config.json", size=0, xxh3="0" * 32)]
 
 
 @pytest.fixture(scope="module", params=["engine", "sglang"])
-def url(request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """Starts an engine for adapters as an agent does; yields its URL."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     if request.param == "engine":
@@ -72,16 +78,25 @@ def load(engine: httpx.Client, name: str, path: Path) -> httpx.Response:
 
 def generate(engine: httpx.Client, name: str | None, tokens: int = 12) -> httpx.Response:
     body: dict[str, Any] = {"input_ids": PROMPT, "return_logprob": True, "lora_path": name}
-    return engine.post("/generate", json=body | {"sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}})
+    return engine.post(
+        "/generate", json=body | {"sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+    )
 
 
 def error_of(model: Path, adapter: Path | None, answer: dict[str, Any]) -> float:
-    """Returns the largest difference between the engine's logprobs and those of the model with this adapter."""
+    """Returns the largest difference between the engine's logprobs and those of the model with this
+    adapter."""
     logprobs = [pair[0] for pair in answer["meta_info"]["output_token_logprobs"]]
-    return float(np.abs(np.array(logprobs) - expected_logprobs(model, adapter, PROMPT, answer["output_ids"])).max())
+    return float(
+        np.abs(
+            np.array(logprobs) - expected_logprobs(model, adapter, PROMPT, answer["output_ids"])
+        ).max()
+    )
 
 
-def test_contract_adapters_are_loaded_and_unloaded_by_name(engine: httpx.Client, adapters: list[Path]) -> None:
+def test_contract_adapters_are_loaded_and_unloaded_by_name(
+    engine: httpx.Client, adapters: list[Path]
+) -> None:
     first = load(engine, "a", adapters[0])
     assert (first.status_code, first.json()["success"]) == (200, True), first.text
     second = load(engine, "b", adapters[1])
@@ -89,7 +104,11 @@ def test_contract_adapters_are_loaded_and_unloaded_by_name(engine: httpx.Client,
     again = load(engine, "a", adapters[1])
     assert (again.status_code, again.json()["success"]) == (400, False)
     assert "already loaded" in again.json()["error_message"]
-    cards = {card["id"]: card["root"] for card in engine.get("/v1/models").json()["data"] if card["parent"] is not None}
+    cards = {
+        card["id"]: card["root"]
+        for card in engine.get("/v1/models").json()["data"]
+        if card["parent"] is not None
+    }
     assert cards == {"a": str(adapters[0]), "b": str(adapters[1])}
     gone = engine.post("/unload_lora_adapter", json={"lora_name": "a"})
     assert (gone.status_code, gone.json()["loaded_adapters"]) == (200, {"b": str(adapters[1])})
@@ -111,7 +130,9 @@ def test_contract_a_request_is_answered_with_the_adapter_that_it_names(
         assert min(error_of(model_dir, other, answer) for other in others) > 0.1
 
 
-def test_contract_an_adapter_that_was_never_loaded_is_400(engine: httpx.Client, adapters: list[Path], tmp_path: Path) -> None:
+def test_contract_an_adapter_that_was_never_loaded_is_400(
+    engine: httpx.Client, adapters: list[Path], tmp_path: Path
+) -> None:
     load(engine, "a", adapters[0])
     assert generate(engine, "nobody").status_code == 400
     bad = load(engine, "bad", tmp_path)
@@ -132,7 +153,9 @@ def test_contract_an_unloaded_adapter_whose_files_are_gone_is_400(
     assert generate(engine, "gone").status_code == 400
 
 
-def long_request(engine: httpx.Client, pool: ThreadPoolExecutor, name: str) -> "Future[httpx.Response]":
+def long_request(
+    engine: httpx.Client, pool: ThreadPoolExecutor, name: str
+) -> "Future[httpx.Response]":
     """Starts a request of 400 tokens and waits until it runs."""
     limit = time.monotonic() + 400
     while time.monotonic() < limit:
@@ -147,8 +170,11 @@ def long_request(engine: httpx.Client, pool: ThreadPoolExecutor, name: str) -> "
 async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
     url: str, engine: httpx.Client, adapters: list[Path], model_dir: Path
 ) -> None:
-    """Three versions arrive while a request uses the first; the agent unloads the first once that request ends."""
-    manifests = [WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(4)]
+    """Three versions arrive while a request uses the first; the agent unloads the first once that
+    request ends."""
+    manifests = [
+        WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(4)
+    ]
     async with EngineClient("engine", url) as agent, RolloutClient("rollout", url) as trainer:
         await agent.load_adapter(adapters[0], manifests[0], 2, 60)
         with ThreadPoolExecutor(1) as pool:
@@ -156,21 +182,29 @@ async def test_contract_a_new_adapter_leaves_running_requests_with_theirs(
             for version in (1, 2):
                 await agent.load_adapter(adapters[version], manifests[version], 2, 60)
                 trainer.adapter = (adapter_name("run", version), version)
-                [completion] = await trainer.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
+                [completion] = await trainer.generate(
+                    PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[]
+                )
                 assert completion.weight_versions == [(version, 0, len(completion.token_ids))]
-                right = expected_logprobs(model_dir, adapters[version], PROMPT, completion.token_ids.tolist())
+                right = expected_logprobs(
+                    model_dir, adapters[version], PROMPT, completion.token_ids.tolist()
+                )
                 np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=1e-4)
             answer = running.result(400).json()
         assert answer["meta_info"]["completion_tokens"] == 400
         assert error_of(model_dir, adapters[0], answer) < 1e-3
         assert await agent.adapters() == {adapter_name("run", i): str(adapters[i]) for i in (1, 2)}
-        assert await agent.weight_version() == "default"  # the version of the base model, which has not changed
+        assert (
+            await agent.weight_version() == "default"
+        )  # the version of the base model, which has not changed
 
 
 async def test_contract_a_lost_answer_loads_and_unloads_nothing_twice(
     url: str, engine: httpx.Client, adapters: list[Path]
 ) -> None:
-    manifests = [WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(3)]
+    manifests = [
+        WeightManifest(version=i, run_id="run", files=FILES, kind="adapter") for i in range(3)
+    ]
     proxy = LossyProxy(int(url.rpartition(":")[2]))
     async with proxy.running() as lossy, EngineClient("engine", lossy) as agent:
         for version in range(3):
@@ -196,7 +230,9 @@ async def test_contract_loading_is_repeatable_and_another_runs_adapters_go(
 def relabelled(engine: httpx.Client) -> Iterator[None]:
     """Renames the version of the engine's own weights, as if new weights had been loaded."""
     for label in ("5", "default"):
-        engine.post("/update_weight_version", json={"new_version": label, "abort_all_requests": False})
+        engine.post(
+            "/update_weight_version", json={"new_version": label, "abort_all_requests": False}
+        )
         if label == "5":
             yield
 
@@ -214,21 +250,33 @@ async def test_contract_adapter_on_weights_other_than_the_first_is_never_trained
 async def test_contract_the_router_passes_the_adapter_on(
     url: str, engine: httpx.Client, adapters: list[Path], model_dir: Path, tmp_path: Path
 ) -> None:
-    """Asks like the trainer: one request per group, with n for the embedded engine and n prompts for SGLang."""
+    """Asks like the trainer: one request per group, with n for the embedded engine and n prompts
+    for SGLang."""
     load(engine, "routed-v000001", adapters[0])
     with router_process(url, tmp_path / "router.log") as router:
-        async with EngineClient("engine", url) as agent, RolloutClient("rollout", router) as trainer:
+        async with (
+            EngineClient("engine", url) as agent,
+            RolloutClient("rollout", router) as trainer,
+        ):
             embedded = '"engine":"embedded"' in (await agent.request("GET", "/server_info")).text
             trainer.adapter, trainer.repeats_prompt = ("routed-v000001", 1), not embedded
-            group = await trainer.generate(PROMPT, n=3, max_new_tokens=12, temperature=1, stop_token_ids=[])
+            group = await trainer.generate(
+                PROMPT, n=3, max_new_tokens=12, temperature=1, stop_token_ids=[]
+            )
             assert len({tuple(completion.token_ids.tolist()) for completion in group}) == 3
             for completion in group:
-                right = expected_logprobs(model_dir, adapters[0], PROMPT, completion.token_ids.tolist())
+                right = expected_logprobs(
+                    model_dir, adapters[0], PROMPT, completion.token_ids.tolist()
+                )
                 np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=1e-4)
             trainer.adapter = ("routed-v000002", 2)
             with pytest.raises(ServiceError) as refused:
-                await trainer.generate(PROMPT, n=3, max_new_tokens=12, temperature=1, stop_token_ids=[])
+                await trainer.generate(
+                    PROMPT, n=3, max_new_tokens=12, temperature=1, stop_token_ids=[]
+                )
             assert refused.value.status == 400
             # SGLang would wait for ever if it still counted a user of the adapter.
-            await agent.request("POST", "/unload_lora_adapter", json={"lora_name": "routed-v000001"}, deadline_s=30)
+            await agent.request(
+                "POST", "/unload_lora_adapter", json={"lora_name": "routed-v000001"}, deadline_s=30
+            )
             assert await agent.adapters() == {}

@@ -1,4 +1,5 @@
-"""Parameters that shape or end a completion have the same effect in every engine, directly and through the router."""
+"""Parameters that shape or end a completion have the same effect in every engine, directly and
+through the router."""
 
 import math
 from typing import Any
@@ -18,10 +19,17 @@ def generate(client: httpx.Client, **body: Any) -> Any:
     return response.json()
 
 
-def test_contract_a_stop_text_ends_a_completion_and_is_not_in_the_text(target: httpx.Client) -> None:
+def test_contract_a_stop_text_ends_a_completion_and_is_not_in_the_text(
+    target: httpx.Client,
+) -> None:
     free = generate(target, input_ids=PROMPT, sampling_params=GREEDY)
     stop = free["text"][3:5]
-    stopped = generate(target, input_ids=PROMPT, sampling_params=GREEDY | {"stop": ["never", stop]}, return_logprob=True)
+    stopped = generate(
+        target,
+        input_ids=PROMPT,
+        sampling_params=GREEDY | {"stop": ["never", stop]},
+        return_logprob=True,
+    )
     assert stopped["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert stopped["text"] == free["text"].partition(stop)[0]
     length = len(stopped["output_ids"])
@@ -31,23 +39,39 @@ def test_contract_a_stop_text_ends_a_completion_and_is_not_in_the_text(target: h
 
 def test_contract_a_shortest_length_keeps_stop_tokens_away(target: httpx.Client) -> None:
     first = generate(target, input_ids=PROMPT, sampling_params=GREEDY)["output_ids"][0]
-    sampling = {"max_new_tokens": 12, "temperature": 0, "stop_token_ids": [first], "min_new_tokens": 4}
+    sampling = {
+        "max_new_tokens": 12,
+        "temperature": 0,
+        "stop_token_ids": [first],
+        "min_new_tokens": 4,
+    }
     found = generate(target, input_ids=PROMPT, sampling_params=sampling)["output_ids"]
     assert len(found) >= 4
     assert first not in found[:4]
 
 
-@pytest.mark.parametrize("bounds", [{"top_k": 3}, {"top_k": 50, "top_p": 0.5}, {"top_k": 50, "min_p": 0.3}])
-def test_contract_tokens_come_with_the_set_that_truncation_left(worker: httpx.Client, bounds: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "bounds", [{"top_k": 3}, {"top_k": 50, "top_p": 0.5}, {"top_k": 50, "min_p": 0.3}]
+)
+def test_contract_tokens_come_with_the_set_that_truncation_left(
+    worker: httpx.Client, bounds: dict[str, float]
+) -> None:
     """The tests call the engine directly because sglang-router drops the field."""
     sampling = {"max_new_tokens": 20, "ignore_eos": True, **bounds}
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True, "return_sampling_mask": True}
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "return_sampling_mask": True,
+    }
     answer = generate(worker, **body)
     meta = answer["meta_info"]
     masks, among = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
     assert len(masks) == len(among) == meta["output_token_sampling_mask_length"] == 20
     whole = [logprob for logprob, *_ in meta["output_token_logprobs"]]
-    for token, mask, relative, absolute in zip(answer["output_ids"], masks, among, whole, strict=True):
+    for token, mask, relative, absolute in zip(
+        answer["output_ids"], masks, among, whole, strict=True
+    ):
         assert token in mask
         assert len(mask) == len(set(mask)) <= bounds["top_k"]
         assert absolute - 1e-4 <= relative <= 1e-4

@@ -1,4 +1,5 @@
-"""The trainer's scores of sampled tokens equal the engine's log-probabilities, however the trainer computes them."""
+"""The trainer's scores of sampled tokens equal the engine's log-probabilities, however the trainer
+computes them."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ async def sampled(url: str, temperature: float, repeats: bool = False, **shape: 
     async with RolloutClient("rollout", url) as client:
         client.repeats_prompt = repeats
         for position, (length, limit) in enumerate(zip(LENGTHS, COMPLETIONS, strict=True)):
-            prompt, least = rng.integers(3, 280, length).astype(np.int32), min(limit, shape.get("min_new_tokens", 0))
+            prompt, least = (
+                rng.integers(3, 280, length).astype(np.int32),
+                min(limit, shape.get("min_new_tokens", 0)),
+            )
             completions = await client.generate(
                 prompt.tolist(),
                 n=4,
@@ -42,7 +46,9 @@ async def sampled(url: str, temperature: float, repeats: bool = False, **shape: 
                 sampling_seed=position,
                 shape=shape | ({"min_new_tokens": least} if least else {}),
             )
-            rewards = [replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)]
+            rewards = [
+                replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)
+            ]
             name = f"prompt-{position}"
             groups.append(
                 Group(
@@ -65,7 +71,9 @@ def completions_of(groups: list[Group]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-async def test_contract_the_trainers_scores_are_the_engines(target_url: str, model_dir: Path, temperature: float) -> None:
+async def test_contract_the_trainers_scores_are_the_engines(
+    target_url: str, model_dir: Path, temperature: float
+) -> None:
     """Padded and packed, in several micro-batches, before an update and in the update itself."""
     groups = await sampled(target_url, temperature)
     completions = completions_of(groups)
@@ -73,7 +81,9 @@ async def test_contract_the_trainers_scores_are_the_engines(target_url: str, mod
     assert {completion.finish_reason for completion in completions} == {"stop", "length"}
     packings: tuple[tuple[Packing, type], ...] = (("off", Padded), ("on", Packed))
     for packing, layout in packings:
-        config = Config(algorithm=AlgorithmSection(kl_coef=0.1, kl_in="reward", rollout_correction="none"))
+        config = Config(
+            algorithm=AlgorithmSection(kl_coef=0.1, kl_in="reward", rollout_correction="none")
+        )
         config.model.name, config.sampling.temperature = str(model_dir), temperature
         config.trainer.packing, config.trainer.micro_batch_tokens = packing, 128
         policy = Policy(config, Ranks())
@@ -90,7 +100,9 @@ async def test_contract_the_trainers_scores_are_the_engines(target_url: str, mod
         assert abs(metrics.ratio - 1) < TOLERANCE
 
 
-async def assert_scored_alike(url: str, model_dir: Path, repeats: bool = False, **shape: Any) -> list[Completion]:
+async def assert_scored_alike(
+    url: str, model_dir: Path, repeats: bool = False, **shape: Any
+) -> list[Completion]:
     groups = await sampled(url, 0.7, repeats, **shape)
     completions = completions_of(groups)
     for row, completion in zip(learner_logprobs(model_dir, groups, 0.7), completions, strict=True):
@@ -98,8 +110,11 @@ async def assert_scored_alike(url: str, model_dir: Path, repeats: bool = False, 
     return completions
 
 
-async def test_contract_end_of_a_completion_changes_no_score(target_url: str, model_dir: Path) -> None:
-    """Covers stop texts, a minimum length (stop tokens are barred before it) and an ignored end of sequence."""
+async def test_contract_end_of_a_completion_changes_no_score(
+    target_url: str, model_dir: Path
+) -> None:
+    """Covers stop texts, a minimum length (stop tokens are barred before it) and an ignored end of
+    sequence."""
     stopped = await assert_scored_alike(target_url, model_dir, stop=["a", "e"])
     assert "stop" in {completion.finish_reason for completion in stopped}
     assert not any({"a", "e"} & set(completion.text) for completion in stopped)
@@ -111,17 +126,25 @@ async def test_contract_end_of_a_completion_changes_no_score(target_url: str, mo
     assert {completion.finish_reason for completion in endless} == {"length"}
 
 
-@pytest.mark.parametrize("shape", [{"top_k": 5}, {"top_k": 4096, "top_p": 0.8}, {"top_k": 4096, "min_p": 0.1}])
+@pytest.mark.parametrize(
+    "shape", [{"top_k": 5}, {"top_k": 4096, "top_p": 0.8}, {"top_k": 4096, "min_p": 0.1}]
+)
 async def test_contract_truncated_tokens_have_no_probability_for_the_trainer(
     worker_url: str, model_dir: Path, shape: dict[str, float], request: pytest.FixtureRequest
 ) -> None:
     repeats = "sglang" in request.node.name
     completions = await assert_scored_alike(worker_url, model_dir, repeats, **shape)
-    assert all(len(completion.kept_counts) == len(completion.token_ids) for completion in completions)
+    assert all(
+        len(completion.kept_counts) == len(completion.token_ids) for completion in completions
+    )
     assert max(completion.kept_counts.max() for completion in completions) > 1
 
 
-async def test_contract_truncated_sampling_is_refused_behind_a_router_without_masks(sglang_router_url: str) -> None:
-    with pytest.raises(GenerationFailed, match="does not say which tokens it sampled from") as refused:
+async def test_contract_truncated_sampling_is_refused_behind_a_router_without_masks(
+    sglang_router_url: str,
+) -> None:
+    with pytest.raises(
+        GenerationFailed, match="does not say which tokens it sampled from"
+    ) as refused:
         await sampled(sglang_router_url, 1.0, top_p=0.8, top_k=4096)
     assert "rollout.router smg" in str(refused.value.remedy)

@@ -1,4 +1,5 @@
-"""Every engine as a teacher for distillation, called directly and through the router, scores like transformers."""
+"""Every engine as a teacher for distillation, called directly and through the router, scores like
+transformers."""
 
 from pathlib import Path
 
@@ -22,23 +23,41 @@ PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54, 2]
 async def test_contract_a_teacher_is_accepted_and_scores_the_tokens_that_were_sampled(
     target_url: str, model_dir: Path, request: pytest.FixtureRequest
 ) -> None:
-    """SGLang's transformers version reads this artificial tokenizer differently, so only tokens are compared there."""
+    """SGLang's transformers version reads this artificial tokenizer differently, so only tokens are
+    compared there."""
     async with Teacher(TeacherSection(url=target_url)) as teacher:
         if "sglang" not in request.node.name:
             await teacher.check(AutoTokenizer.from_pretrained(model_dir), 60)
         scores = await teacher.score(PROMPT, [np.array(tokens, np.int32) for tokens in COMPLETIONS])
     for found, tokens in zip(scores, COMPLETIONS, strict=True):
-        np.testing.assert_allclose(found, expected_logprobs(model_dir, None, PROMPT, tokens), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            found, expected_logprobs(model_dir, None, PROMPT, tokens), rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it")
+@pytest.mark.skipif(
+    not sglang_is_installed(), reason="SGLang is not installed: `make sglang-cpu` does it"
+)
 def test_contract_a_run_takes_sglang_as_its_teacher(base_model: Path, tmp_path: Path) -> None:
-    """The teacher is the student itself, so that both give every sampled token the same probability."""
+    """The teacher is the student itself, so that both give every sampled token the same
+    probability."""
     place = tmp_path / "run"
     words = [
-        *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
-        *("--trainer.run_dir", str(place), "--state_dir", str(place / "state"), "--algorithm.name", "opd"),
+        *(
+            "--config",
+            str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+            "--model.name",
+            str(base_model),
+        ),
+        *(
+            "--trainer.run_dir",
+            str(place),
+            "--state_dir",
+            str(place / "state"),
+            "--algorithm.name",
+            "opd",
+        ),
         *("--trainer.batch_size", "4", "--trainer.max_steps", "1", "--sampling.group_size", "4"),
         *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
     ]

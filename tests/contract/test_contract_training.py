@@ -1,4 +1,5 @@
-"""The system's own use of an engine, through its own clients: groups to train on, and new weights from an agent."""
+"""The system's own use of an engine, through its own clients: groups to train on, and new weights
+from an agent."""
 
 import asyncio
 import shutil
@@ -26,7 +27,8 @@ TOLERANCE = 1e-4
 
 
 def expected_logprobs(model_dir: Path, completion: Completion, temperature: float) -> Float32:
-    """Returns log-probabilities of the completion's tokens by transformers in float32, at this temperature."""
+    """Returns log-probabilities of the completion's tokens by transformers in float32, at this
+    temperature."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
     with torch.inference_mode():
@@ -56,7 +58,13 @@ async def test_contract_group_requested_by_the_trainer_has_the_logprobs_of_trans
 ) -> None:
     async with RolloutClient("rollout", target_url) as client:
         group = await client.generate(
-            PROMPT, n=4, max_new_tokens=24, temperature=temperature, stop_token_ids=[2], sampling_seed=5, deadline_s=60
+            PROMPT,
+            n=4,
+            max_new_tokens=24,
+            temperature=temperature,
+            stop_token_ids=[2],
+            sampling_seed=5,
+            deadline_s=60,
         )
     assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
     for completion in group:
@@ -69,13 +77,18 @@ async def test_contract_group_requested_by_the_trainer_has_the_logprobs_of_trans
         np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=TOLERANCE)
 
 
-async def test_contract_greedy_request_of_the_evaluation_repeats(target_url: str, model_dir: Path) -> None:
+async def test_contract_greedy_request_of_the_evaluation_repeats(
+    target_url: str, model_dir: Path
+) -> None:
     async with RolloutClient("rollout", target_url) as client:
         [first], [second] = [
-            await client.generate(PROMPT, n=1, max_new_tokens=8, temperature=0, stop_token_ids=[2]) for _ in range(2)
+            await client.generate(PROMPT, n=1, max_new_tokens=8, temperature=0, stop_token_ids=[2])
+            for _ in range(2)
         ]
     assert first.token_ids.tolist() == second.token_ids.tolist()
-    np.testing.assert_allclose(first.logprobs, expected_logprobs(model_dir, first, 1.0), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        first.logprobs, expected_logprobs(model_dir, first, 1.0), rtol=0, atol=TOLERANCE
+    )
 
 
 def test_contract_logprobs_are_those_before_top_p(target: httpx.Client, model_dir: Path) -> None:
@@ -83,13 +96,17 @@ def test_contract_logprobs_are_those_before_top_p(target: httpx.Client, model_di
     body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     completion = completion_from_answer(target.post("/generate", json=body).json())
     assert len(completion.token_ids) == 24
-    np.testing.assert_allclose(completion.logprobs, expected_logprobs(model_dir, completion, 1.3), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        completion.logprobs, expected_logprobs(model_dir, completion, 1.3), rtol=0, atol=TOLERANCE
+    )
 
 
 async def test_contract_a_refused_request_is_an_error_with_the_reason(target_url: str) -> None:
     async with RolloutClient("rollout", target_url) as client:
         with pytest.raises(ServiceError, match="100000") as refused:
-            await client.generate([5] * 100_000, n=4, max_new_tokens=8, temperature=1, stop_token_ids=[2])
+            await client.generate(
+                [5] * 100_000, n=4, max_new_tokens=8, temperature=1, stop_token_ids=[2]
+            )
     assert refused.value.status == 400
 
 
@@ -110,7 +127,7 @@ async def test_contract_each_span_has_the_logprobs_of_its_weights(
             assert time.monotonic() < limit, "the request always has only one version"
             await engine.load(model_dir, "201", 60)
             running = asyncio.create_task(client.request("POST", "/generate", json=body))
-            while not running.done() and not await running_requests(engine):  # noqa: ASYNC110 - it has no event
+            while not running.done() and not await running_requests(engine):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await engine.load(other_model_dir, "202", 60)
             completion = completion_from_answer((await running).json())
@@ -119,7 +136,9 @@ async def test_contract_each_span_has_the_logprobs_of_its_weights(
     (old, start, middle), (new, again, end) = completion.weight_versions
     assert (old, start, new, again, end) == (201, 0, 202, middle, len(completion.token_ids))
     assert 0 < middle < end
-    before, after = (expected_logprobs(path, completion, 0.8) for path in (model_dir, other_model_dir))
+    before, after = (
+        expected_logprobs(path, completion, 0.8) for path in (model_dir, other_model_dir)
+    )
     right = np.concatenate([before[:middle], after[middle:]])
     np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=TOLERANCE)
     assert np.median(np.abs(before - after)) > TOLERANCE
@@ -132,9 +151,16 @@ async def test_contract_weights_are_loaded_as_the_agent_does_it(
     await engine.load(other_model_dir, "101", 60)
     assert await engine.weight_version() == "101"
     async with RolloutClient("rollout", worker_url) as client:
-        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[])
+        [completion] = await client.generate(
+            PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[]
+        )
     assert [version for version, _, _ in completion.weight_versions] == [101]
-    np.testing.assert_allclose(completion.logprobs, expected_logprobs(other_model_dir, completion, 1), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        completion.logprobs,
+        expected_logprobs(other_model_dir, completion, 1),
+        rtol=0,
+        atol=TOLERANCE,
+    )
     with pytest.raises(LoadFailed, match="instead of 102"):
         await engine.confirm("102")
 
@@ -147,7 +173,9 @@ async def test_contract_failed_load_leaves_the_engine_generating_with_its_old_we
         await engine.load(tmp_path, "103", 60)
     assert (await engine.weight_version(), await weights_of(worker_url)) == (before, path)
     async with RolloutClient("rollout", worker_url) as client:
-        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=4, temperature=1, stop_token_ids=[])
+        [completion] = await client.generate(
+            PROMPT, n=1, max_new_tokens=4, temperature=1, stop_token_ids=[]
+        )
     assert [version for version, _, _ in completion.weight_versions] == [int(before)]
 
 
@@ -170,9 +198,13 @@ async def test_contract_weights_of_another_shape_are_refused_and_change_nothing(
         await engine.load(wrong, "105", 60)
     assert await engine.weight_version() == "104"
     async with RolloutClient("rollout", worker_url) as client:
-        [completion] = await client.generate(PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[])
+        [completion] = await client.generate(
+            PROMPT, n=1, max_new_tokens=16, temperature=1, stop_token_ids=[]
+        )
     assert [version for version, _, _ in completion.weight_versions] == [104]
-    np.testing.assert_allclose(completion.logprobs, expected_logprobs(model_dir, completion, 1), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        completion.logprobs, expected_logprobs(model_dir, completion, 1), rtol=0, atol=TOLERANCE
+    )
 
 
 async def test_contract_a_paused_engine_is_healthy(engine: EngineClient) -> None:

@@ -28,7 +28,9 @@ def test_agents_can_reach_only_the_gateway() -> None:
     to_group, names = agents["egress"]
     assert (selected(to_group["to"]), to_group["ports"]) == ([GROUP], gateway)
     assert [port["port"] for port in names["ports"]] == [53, 53]
-    assert [(selected(rule["from"]), rule["ports"]) for rule in door["ingress"]] == [([AGENTS], gateway)]
+    assert [(selected(rule["from"]), rule["ports"]) for rule in door["ingress"]] == [
+        ([AGENTS], gateway)
+    ]
     episodes = found["rlhf-math-episodes"]
     assert episodes["podSelector"]["matchLabels"].items() > GROUP.items()
     assert episodes["policyTypes"] == ["Egress"]

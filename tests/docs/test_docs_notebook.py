@@ -16,8 +16,12 @@ def shown(source: str, names: dict[str, Any]) -> Any:
     """Runs a cell like Jupyter and returns the value of its last expression."""
     body = ast.parse(source).body
     last = body.pop() if isinstance(body[-1], ast.Expr) else None
-    exec(compile(ast.Module(body, []), str(NOTEBOOK), "exec"), names)  # noqa: S102 - our own notebook
-    return eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names) if isinstance(last, ast.Expr) else None  # noqa: S307
+    exec(compile(ast.Module(body, []), str(NOTEBOOK), "exec"), names)  # noqa: S102
+    return (
+        eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)  # noqa: S307
+        if isinstance(last, ast.Expr)
+        else None
+    )
 
 
 @pytest.mark.integration
@@ -27,7 +31,9 @@ def test_every_cell_runs(base_model: Path, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("NOTEBOOK_STEPS", "2")
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     names: dict[str, Any] = {"__name__": "__main__"}
-    values = [shown("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"]
+    values = [
+        shown("".join(cell["source"]), names) for cell in cells if cell["cell_type"] == "code"
+    ]
     pictures = [value for value in values if hasattr(value, "_repr_png_")]
     tables = [value for value in values if hasattr(value, "_repr_html_")]
     assert len(pictures) == 1
@@ -38,8 +44,16 @@ def test_every_cell_runs(base_model: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_notebook_is_saved_with_its_outputs() -> None:
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
-    kinds = {kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})}
+    cells = [
+        cell
+        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    kinds = {
+        kind for cell in cells for output in cell["outputs"] for kind in output.get("data", {})
+    }
     assert {"image/png", "text/html"} <= kinds
-    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"]
+    assert not [
+        output for cell in cells for output in cell["outputs"] if output["output_type"] == "error"
+    ]
     assert NOTEBOOK.stat().st_size < 400_000

@@ -20,8 +20,20 @@ GENERATED = {
     "docs/reference/http-api.md",
     "docs/reference/python.md",
 }
-"""Pages that docs/hooks.py generates when the site is built; `mkdocs build --strict` checks their anchors."""
-MADE = (".venv", ".cache", "runs", "outputs", "site", "checkpoints", "trackers", "groups", "prompts", "critic")
+"""Pages that docs/hooks.py generates when the site is built; `mkdocs build --strict` checks their
+anchors."""
+MADE = (
+    ".venv",
+    ".cache",
+    "runs",
+    "outputs",
+    "site",
+    "checkpoints",
+    "trackers",
+    "groups",
+    "prompts",
+    "critic",
+)
 """Top-level folders that exist only after something has run."""
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -40,7 +52,11 @@ def documents() -> list[str]:
         text=True,
         check=True,
     )
-    return sorted(name for name in set(listed.stdout.split()) if name != "CHANGELOG.md" and (ROOT / name).exists())
+    return sorted(
+        name
+        for name in set(listed.stdout.split())
+        if name != "CHANGELOG.md" and (ROOT / name).exists()
+    )
 
 
 DOCUMENTS = documents()
@@ -66,7 +82,9 @@ def spans(name: str) -> Iterator[str]:
 
 @cache
 def suite() -> str:
-    return "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    return "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")
+    )
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -81,7 +99,9 @@ def test_every_relative_link_leads_somewhere(name: str) -> None:
             continue
         assert path.exists(), f"{name} links to {link}"
         if anchor:
-            assert anchor in anchors(found), f"{name} links to {link}, and {found} has no such heading"
+            assert anchor in anchors(found), (
+                f"{name} links to {link}, and {found} has no such heading"
+            )
 
 
 @pytest.mark.parametrize("name", CURRENT)
@@ -91,7 +111,9 @@ def test_every_path_named_exists(name: str) -> None:
         if not _PATH.match(word) or word.split("/")[0] in MADE:
             continue
         first = word.split("/")[0]
-        if not (ROOT / first).exists():  # not a path of the repository: a data set on the hub, or a media type
+        if not (
+            ROOT / first
+        ).exists():  # not a path of the repository: a data set on the hub, or a media type
             continue
         assert list(ROOT.glob(word.rstrip("/"))), f"{name} names {word}"
 
@@ -106,7 +128,9 @@ def test_every_test_named_exists(name: str) -> None:
 @pytest.mark.parametrize("name", CURRENT)
 def test_every_setting_named_exists(name: str) -> None:
     sections = {
-        key: field.annotation for key, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+        key: field.annotation
+        for key, field in Config.model_fields.items()
+        if hasattr(field.annotation, "model_fields")
     }
     for span in spans(name):
         match = _SETTING.match(span)
@@ -117,18 +141,27 @@ def test_every_setting_named_exists(name: str) -> None:
                 ROOT / match[1] / match[2],
                 ROOT / match[1] / "cli" / f"{match[2]}.py",
             )
-            assert match[2] in fields or any(path.exists() for path in modules), f"{name} names {span}"
+            assert match[2] in fields or any(path.exists() for path in modules), (
+                f"{name} names {span}"
+            )
     for option, field in re.findall(r"--([a-z]+)\.([a-z_]+)", text(name)):
         if option in sections:
-            assert field in getattr(sections[option], "model_fields", {}), f"{name} names --{option}.{field}"
+            assert field in getattr(sections[option], "model_fields", {}), (
+                f"{name} names --{option}.{field}"
+            )
     for variable in _VARIABLE.findall(text(name)):
         section, field = variable.removeprefix("RLHF_").lower().split("__")
         if (section, field) != ("section", "field"):
-            assert field in getattr(sections.get(section), "model_fields", {}), f"{name} names {variable}"
+            assert field in getattr(sections.get(section), "model_fields", {}), (
+                f"{name} names {variable}"
+            )
 
 
 def test_short_names_are_documented() -> None:
-    assert all(name in text("README.md") + text("docs/tutorials/first-run.md") for name in ("MODEL_NAME", "RUN_DIR"))
+    assert all(
+        name in text("README.md") + text("docs/tutorials/first-run.md")
+        for name in ("MODEL_NAME", "RUN_DIR")
+    )
     assert {"MODEL_NAME", "NUM_EPOCHS", "BATCH_SIZE", "RUN_DIR"} <= set(SHORT_NAMES)
 
 

@@ -1,4 +1,5 @@
-"""Unmodified client libraries and agent frameworks as agents: every conversation is one sequence and is trained on."""
+"""Unmodified client libraries and agent frameworks as agents: every conversation is one sequence
+and is trained on."""
 
 import os
 from pathlib import Path
@@ -39,9 +40,15 @@ async def test_every_sampled_token_is_recorded_once(kind: str) -> None:
         assert (episode.status, episode.detail) == ("ok", "")
         assert episode.components["right"] == 1.0
         tokenizer = server.engine.tokenizer
-        sampled = [token for sequence in episode.sequences for token in sequence.token_ids[sequence.mask == 1].tolist()]
+        sampled = [
+            token
+            for sequence in episode.sequences
+            for token in sequence.token_ids[sequence.mask == 1].tolist()
+        ]
         assert sampled == [token for answer in CALLS[kind] for token in letters(tokenizer, answer)]
-        assert len(episode.sequences) == (2 if kind == "smol" else 1), "smolagents writes tool calls anew, as text"
+        assert len(episode.sequences) == (2 if kind == "smol" else 1), (
+            "smolagents writes tool calls anew, as text"
+        )
 
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages", "agents"])

@@ -1,4 +1,5 @@
-"""The environment-server is killed during a run: its episodes are played again, and none is scored as zero."""
+"""The environment-server is killed during a run: its episodes are played again, and none is scored
+as zero."""
 
 import os
 import signal
@@ -38,7 +39,10 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
     environment = {**os.environ, "E2E_MARK": mark}
-    with output.open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group:
+    with (
+        output.open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group,
+    ):
         limit = time.monotonic() + 400
         while len(read_lines(run_dir / "metrics.jsonl")) < 2:
             assert group.poll() is None, output.read_text()[-4000:]
@@ -53,5 +57,7 @@ def test_a_run_outlives_its_environment_server(base_model: Path, tmp_path: Path)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["update"]["trained_tokens"] > 0 for line in lines)
     assert max(line["update"]["delta_logprob_current"] for line in lines) < 1e-6
-    assert lines[-1]["dropped"].get("episode", 0) == 0, "an episode that was lost is played again under the same request"
+    assert lines[-1]["dropped"].get("episode", 0) == 0, (
+        "an episode that was lost is played again under the same request"
+    )
     assert marked(mark) == []

@@ -1,6 +1,8 @@
-"""The real job group on this machine: the unchanged YAML, two rollout nodes behind the real router, two trainer ranks.
+"""The real job group on this machine: the unchanged YAML, two rollout nodes behind the real router,
+two trainer ranks.
 
-It runs once, with a token, certificates and other secrets; each test checks one aspect of the result.
+It runs once, with a token, certificates and other secrets; each test checks one aspect of the
+result.
 """
 
 import json
@@ -59,12 +61,21 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "LOG_LEVEL": "DEBUG",
         **make_certificates(tmp_path_factory.mktemp("tls")).env(),
     }
-    command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--log-dir", str(directory / "logs")]
+    command = [
+        sys.executable,
+        "-m",
+        "jobgroup.local",
+        "jobgroup/rlhf-math-jobgroup.yaml",
+        "--log-dir",
+        str(directory / "logs"),
+    ]
     command += ["--secret", "API_TOKEN", "--secret", "HF_TOKEN"]
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
     environment = {**os.environ, "E2E_MARK": mark, **values}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
     return Run(directory / "run", result.stdout + result.stderr, result.returncode, mark, values)
 
 
@@ -96,7 +107,11 @@ def test_every_step_is_on_policy_and_every_prompt_is_trained_on_once(run: Run) -
     assert len(states) == 1, "every group was acknowledged"
     trained = [group for line in run.lines("groups") for group in line["groups"]]
     assert sorted(group["position"] for group in trained) == list(range(32 * STEPS))
-    assert all(group["versions"] == [line["step"] - 1] * 2 for line in run.lines("groups") for group in line["groups"])
+    assert all(
+        group["versions"] == [line["step"] - 1] * 2
+        for line in run.lines("groups")
+        for group in line["groups"]
+    )
 
 
 def test_both_engines_generate_and_both_trainer_ranks_take_part(run: Run) -> None:
@@ -111,28 +126,55 @@ def test_both_engines_generate_and_both_trainer_ranks_take_part(run: Run) -> Non
 
 def test_every_component_logs_its_start_in_json(run: Run) -> None:
     names = {
-        **{"data-server-0": "data-server", "rollout-server-0": "rollout-server", "rollout-server-1": "rollout-server"},
+        **{
+            "data-server-0": "data-server",
+            "rollout-server-0": "rollout-server",
+            "rollout-server-1": "rollout-server",
+        },
         **{"reward-server-0": "reward-server", "replay-buffer-0": "replay-buffer"},
     }
     for name, service in names.items():
-        lines = [json.loads(line) for line in (run.directory.parent / "logs" / f"{name}.log").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (run.directory.parent / "logs" / f"{name}.log").read_text().splitlines()
+        ]
         own = [line["message"] for line in lines if line["service"] == service]
-        assert any(message.startswith(f"{service} 0.1.0 listens on https://127.") for message in own), name
+        assert any(
+            message.startswith(f"{service} 0.1.0 listens on https://127.") for message in own
+        ), name
     assert '"message": "ppo-trainer 0.1.0 starts' in run.output
-    waits = {"generation_bound", "rollout_idle", "reward_bound", "replay_bound", "publish_bound", "nothing_active"}
+    waits = {
+        "generation_bound",
+        "rollout_idle",
+        "reward_bound",
+        "replay_bound",
+        "publish_bound",
+        "nothing_active",
+    }
     # These hints depend on the speed of the machine.
     assert {name for line in run.lines("metrics") for name in line["hints"]} <= waits
 
 
 def test_one_id_tells_the_story_of_a_group_in_every_log(run: Run) -> None:
-    logs = {path.name: path.read_text().splitlines() for path in (run.directory.parent / "state" / "logs").iterdir()}
+    logs = {
+        path.name: path.read_text().splitlines()
+        for path in (run.directory.parent / "state" / "logs").iterdir()
+    }
     group = run.lines("groups")[10]["groups"][3]["id"]
 
     def found(identifier: str) -> set[str]:
-        return {name for name, lines in logs.items() if any(f'"request": "{identifier}"' in line for line in lines)}
+        return {
+            name
+            for name, lines in logs.items()
+            if any(f'"request": "{identifier}"' in line for line in lines)
+        }
 
     trainer = [json.loads(line) for line in logs["ppo-trainer-rank0.log"]]
-    calls = [line["request"] for line in trainer if line["message"].startswith("one call for ") and group in line["message"]]
+    calls = [
+        line["request"]
+        for line in trainer
+        if line["message"].startswith("one call for ") and group in line["message"]
+    ]
     everywhere = found(group).union(*map(found, calls))
     assert {"ppo-trainer-rank0.log", "reward-server.log", "replay-buffer.log"} <= everywhere
     assert any(name.endswith(".engine.log") for name in found(group))
@@ -145,8 +187,15 @@ def test_the_checkpoint_is_a_hugging_face_model(run: Run) -> None:
     assert newest.name == f"step_{STEPS:06d}"
     model = AutoModelForCausalLM.from_pretrained(newest)
     tokenizer = AutoTokenizer.from_pretrained(newest)
-    chat = [{"role": "user", "content": "Ann has 4 bags with 5 pens each and 3 more. How many pens now?"}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    chat = [
+        {
+            "role": "user",
+            "content": "Ann has 4 bags with 5 pens each and 3 more. How many pens now?",
+        }
+    ]
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     answer = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     assert "####" in tokenizer.decode(answer[0])
 
@@ -159,12 +208,21 @@ def test_the_run_directory_tells_the_whole_story(run: Run) -> None:
     samples = run.lines("samples")
     assert len(samples) == STEPS
     assert all(len(sample["completions"]) == 8 for sample in samples)
-    for phrase in ("greedy accuracy", "pass@8", "before", "after", "checkpoint", "seconds of a step"):
+    for phrase in (
+        "greedy accuracy",
+        "pass@8",
+        "before",
+        "after",
+        "checkpoint",
+        "seconds of a step",
+    ):
         assert phrase in run.output
 
 
 def test_no_secret_is_in_the_files_or_output_of_a_run(run: Run) -> None:
-    files = [path for path in run.directory.parent.rglob("*") if path.is_file() and not path.is_symlink()]
+    files = [
+        path for path in run.directory.parent.rglob("*") if path.is_file() and not path.is_symlink()
+    ]
     names = {path.name for path in files}
     assert {
         "config.json",

@@ -22,7 +22,9 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-async def play(server: Served, name: str, request_id: str = "r", n: int = 1, **limits: Any) -> list[Episode]:
+async def play(
+    server: Served, name: str, request_id: str = "r", n: int = 1, **limits: Any
+) -> list[Episode]:
     request = request_for(server.service.environment.name, name, n=n, **limits)
     request.request_id = request_id
     return await server.client.episodes(request)
@@ -32,7 +34,11 @@ async def test_an_answer_is_an_action_of_one_text() -> None:
     said = "3"
     async with served(server_of("echo"), lambda _: said) as server:
         for episode in await play(server, "1+2?", n=5):  # the server has room for only two
-            assert (episode.status, episode.stop_reason, episode.metrics["turns"]) == ("ok", "done", 2)
+            assert (episode.status, episode.stop_reason, episode.metrics["turns"]) == (
+                "ok",
+                "done",
+                2,
+            )
             assert episode.reward == 2 * (1.0 + 0.375), "the sum of the steps"
             assert "You said 3." in episode.sequences[0].text
         said = "fail"
@@ -59,8 +65,12 @@ async def test_mcp_tools_are_listed_and_called() -> None:
         (episode,) = await play(server, "1+2?")
         assert (episode.status, episode.reward, episode.metrics["tool_calls"]) == ("ok", 1.0, 3)
         assert "<tool_response>\n3\n</tool_response>" in episode.sequences[0].text
-        assert "validation error" in episode.sequences[0].text, "what is wrong with a call is told to the model"
-        assert '"name": "add"' in server.engine.tokenizer.decode(server.engine.asked[0]["input_ids"])
+        assert "validation error" in episode.sequences[0].text, (
+            "what is wrong with a call is told to the model"
+        )
+        assert '"name": "add"' in server.engine.tokenizer.decode(
+            server.engine.asked[0]["input_ids"]
+        )
 
 
 @pytest.mark.parametrize("app", ["echo"])

@@ -23,8 +23,12 @@ STEPS = 10
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("group_file", ["rlhf-math", pytest.param("rlhf-math-onegpu", marks=pytest.mark.slow)])
-def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path: Path, group_file: str) -> None:
+@pytest.mark.parametrize(
+    "group_file", ["rlhf-math", pytest.param("rlhf-math-onegpu", marks=pytest.mark.slow)]
+)
+def test_killed_processes_cost_time_and_nothing_else(
+    base_model: Path, tmp_path: Path, group_file: str
+) -> None:
     run_dir, mark, output = tmp_path / "run", f"e2e-{uuid.uuid4()}", tmp_path / "output.txt"
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
@@ -43,14 +47,20 @@ def test_killed_processes_cost_time_and_nothing_else(base_model: Path, tmp_path:
     for name, value in settings.items():
         command += ["--env", f"{name}={value}"]
     environment = {**os.environ, "E2E_MARK": mark}
-    with output.open("w") as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group:
+    with (
+        output.open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as group,
+    ):
 
         def kill(what: str, step: int, chosen: Callable[[list[int]], int] = min) -> None:
-            """Runs kill -9 on one of the processes with `what` in their command line, after the given step."""
+            """Runs kill -9 on one of the processes with `what` in their command line, after the
+            given step."""
             limit = time.monotonic() + 400
             while len(read_lines(run_dir / "metrics.jsonl")) < step or not marked(mark, what):
                 assert group.poll() is None, output.read_text()[-4000:]
-                assert time.monotonic() < limit, f"step {step} is not reached: {output.read_text()[-4000:]}"
+                assert time.monotonic() < limit, (
+                    f"step {step} is not reached: {output.read_text()[-4000:]}"
+                )
                 time.sleep(0.05)
             os.kill(chosen(marked(mark, what)), signal.SIGKILL)
 

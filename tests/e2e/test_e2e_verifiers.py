@@ -1,4 +1,5 @@
-"""A real verifiers environment in its own Python environment: episodes are recorded, failures named, models trained."""
+"""A real verifiers environment in its own Python environment: episodes are recorded, failures
+named, models trained."""
 
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,20 @@ def environment(identifier: str, directory: Path) -> str:
 EPISODES: dict[str, tuple[str, dict[str, Any], str, float | None, str]] = {
     "a task": ("apple-counting", {"index": 2}, "ok", 2.375, ""),
     "no index": ("apple-counting", {}, "error", None, "column index is None"),
-    "no such task": ("apple-counting", {"index": 800}, "error", None, "the taskset has no task 800"),
-    "no such environment": ("pear-counting", {"index": 2}, "error", None, "taskset 'pear-counting' not found"),
+    "no such task": (
+        "apple-counting",
+        {"index": 800},
+        "error",
+        None,
+        "the taskset has no task 800",
+    ),
+    "no such environment": (
+        "pear-counting",
+        {"index": 2},
+        "error",
+        None,
+        "taskset 'pear-counting' not found",
+    ),
 }
 
 

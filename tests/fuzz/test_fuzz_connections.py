@@ -1,4 +1,5 @@
-"""Input that no schema describes: bytes that are not HTTP, false lengths, and slow, numerous or endless clients."""
+"""Input that no schema describes: bytes that are not HTTP, false lengths, and slow, numerous or
+endless clients."""
 
 import json
 import re
@@ -55,7 +56,8 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Small:
-    """A service in a separate process that reads bodies in three ways; its clients time out after two seconds."""
+    """A service in a separate process that reads bodies in three ways; its clients time out after
+    two seconds."""
 
     def __init__(self, reader_patience_s: float) -> None:
         self.port = free_port()
@@ -82,7 +84,9 @@ class Small:
                 client.sendall(part)
             return whole_answer(client)
 
-    def post(self, path: str, body: bytes, *headers: str, length: int | None = None) -> tuple[int, bytes]:
+    def post(
+        self, path: str, body: bytes, *headers: str, length: int | None = None
+    ) -> tuple[int, bytes]:
         lines = [
             f"POST {path} HTTP/1.1",
             "Host: localhost",
@@ -176,7 +180,15 @@ def test_text_that_python_can_read_but_not_write_is_refused_by_both_readers(smal
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/xml", "multipart/form-data; boundary=x", "application/json; charset=\xff", "/", ""]
+    "kind",
+    [
+        "text/plain",
+        "application/xml",
+        "multipart/form-data; boundary=x",
+        "application/json; charset=\xff",
+        "/",
+        "",
+    ],
 )
 def test_other_content_types_are_refused(small: Small, kind: str) -> None:
     status = 422 if kind.startswith("application/json") else 415
@@ -238,7 +250,9 @@ NO_HTTP = [
 
 
 @pytest.mark.parametrize("sent", NO_HTTP, ids=lambda sent: repr(sent[:40]))
-def test_bytes_that_are_not_http_get_400_in_the_common_error_shape(small: Small, sent: bytes) -> None:
+def test_bytes_that_are_not_http_get_400_in_the_common_error_shape(
+    small: Small, sent: bytes
+) -> None:
     answer = small.exchange(sent)
     assert answer.startswith(b"HTTP/1.1 4"), answer
     error_of(answer.partition(b"\r\n\r\n")[2])
@@ -260,7 +274,8 @@ def test_old_and_pipelined_requests_are_answered(small: Small) -> None:
         b"GET /health HTTP/1.1\r\n" + b"A: " + b"x" * 5_000_000,
         b"GET /health HTTP/1.1\r\n" + b"A: x\r\n" * 500_000,
         b"GET /" + b"x" * 3_000_000,
-        b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n" + b"A: x\r\n" * 500_000,
+        b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
+        + b"A: x\r\n" * 500_000,
     ],
     ids=["one header", "many headers", "path", "trailers"],
 )
@@ -297,9 +312,13 @@ def test_client_that_stops_midway_is_disconnected(small: Small, begun: bytes) ->
         assert ends(client)
 
 
-@pytest.mark.parametrize("head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{"])
+@pytest.mark.parametrize(
+    "head", [b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n2\r\n{"]
+)
 def test_stalled_body_gets_408(small: Small, head: bytes) -> None:
-    status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\n" + head).partition(b"\r\n\r\n")
+    status, _, body = small.exchange(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\n" + head).partition(
+        b"\r\n\r\n"
+    )
     assert status.startswith(b"HTTP/1.1 408")
     assert error_of(body)["code"] == "stalled"
 
@@ -314,7 +333,10 @@ def test_client_that_stops_in_its_second_request_is_disconnected(small: Small) -
 
 @pytest.mark.parametrize(
     "begun",
-    [b"GET /health HTTP/1.1\r\nA: ", b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 1000000\r\n\r\n"],
+    [
+        b"GET /health HTTP/1.1\r\nA: ",
+        b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nContent-Length: 1000000\r\n\r\n",
+    ],
 )
 def test_client_that_sends_a_byte_now_and_then_is_disconnected(small: Small, begun: bytes) -> None:
     with small.connect() as client:
@@ -330,7 +352,9 @@ def test_client_that_sends_a_byte_now_and_then_is_disconnected(small: Small, beg
 
 def test_steady_body_may_take_as_long_as_it_needs(small: Small) -> None:
     with small.connect() as client:
-        client.sendall(b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 40002\r\n\r\n[")
+        client.sendall(
+            b"POST /raw HTTP/1.1\r\nX-Request-Id: r\r\nHost: localhost\r\nContent-Length: 40002\r\n\r\n["
+        )
         for _ in range(20):
             client.sendall(b" " * 2000)
             time.sleep(0.15)
@@ -338,7 +362,9 @@ def test_steady_body_may_take_as_long_as_it_needs(small: Small) -> None:
         assert whole_answer(client).startswith(b"HTTP/1.1 200")
 
 
-def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_all(small: Small) -> None:
+def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_all(
+    small: Small,
+) -> None:
     request = b"GET /much HTTP/1.1\r\nHost: localhost\r\n\r\n"
     assert len(small.exchange(request)) > 50_000_000
     with small.connect() as client:
@@ -347,7 +373,11 @@ def test_client_that_does_not_read_its_answer_is_disconnected_and_a_reader_gets_
 
 
 def open_connections(small: Small) -> int:
-    return sum(1 for each in psutil.Process(small.process.pid).net_connections("tcp") if each.status == "ESTABLISHED")
+    return sum(
+        1
+        for each in psutil.Process(small.process.pid).net_connections("tcp")
+        if each.status == "ESTABLISHED"
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -376,5 +406,7 @@ def test_clients_that_read_nothing_of_large_answers_hold_little_memory() -> None
             client.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
             client.recv(1000)
             clients.append(client)
-        assert small.memory_mb() < before + 900, "six answers of 150 MB, each twice in memory while it is sent"
+        assert small.memory_mb() < before + 900, (
+            "six answers of 150 MB, each twice in memory while it is sent"
+        )
         assert len(whole_answer(clients[-1])) > 140_000_000, "the newest is served"

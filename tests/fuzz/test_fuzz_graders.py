@@ -1,4 +1,5 @@
-"""Any text gets a verdict in linear time; a decorated answer matches itself and never the next number."""
+"""Any text gets a verdict in linear time; a decorated answer matches itself and never the next
+number."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.reward.answers.exact import quantity, same_answer
-from services.reward.answers.extract import MAX_ANSWER_CHARS, clean, extract_answer, gold_answer, without_thoughts
+from services.reward.answers.extract import (
+    MAX_ANSWER_CHARS,
+    clean,
+    extract_answer,
+    gold_answer,
+    without_thoughts,
+)
 from services.reward.functions.answers import MathRewardFunction
 from services.reward.functions.programs import MAX_SOURCE_CHARS, extract_program
-from services.reward.functions.text import FormatRewardFunction, LengthPenaltyFunction, RepetitionPenaltyFunction
+from services.reward.functions.text import (
+    FormatRewardFunction,
+    LengthPenaltyFunction,
+    RepetitionPenaltyFunction,
+)
 from tests.support.fuzzed_service import SECONDS
 
 pytestmark = pytest.mark.integration
@@ -38,11 +49,42 @@ pieces = st.sampled_from(
             "-3",
             "x",
         ),
-        *("1,000", ".5", "1e9", "50%", "\\%", "```python\n", "```", "~~~", "\n", " ", "\t", "x", "\\text{cm}", "−", "٣"),
-        *("1/3", "0.\\overline{3}", "2^{10}", "=", ",", "**", "_", "3 1/2", "1010_2", "\u2028", "\x00", "\\frac{1}{2}"),
+        *(
+            "1,000",
+            ".5",
+            "1e9",
+            "50%",
+            "\\%",
+            "```python\n",
+            "```",
+            "~~~",
+            "\n",
+            " ",
+            "\t",
+            "x",
+            "\\text{cm}",
+            "−",
+            "٣",
+        ),
+        *(
+            "1/3",
+            "0.\\overline{3}",
+            "2^{10}",
+            "=",
+            ",",
+            "**",
+            "_",
+            "3 1/2",
+            "1010_2",
+            "\u2028",
+            "\x00",
+            "\\frac{1}{2}",
+        ),
     ]
 )
-texts = st.lists(pieces | st.text(st.characters(codec="utf-8"), max_size=8), max_size=40).map("".join)
+texts = st.lists(pieces | st.text(st.characters(codec="utf-8"), max_size=8), max_size=40).map(
+    "".join
+)
 numbers = st.integers(-(10**12), 10**12)
 
 
@@ -53,7 +95,9 @@ def test_any_text_has_an_answer_or_none_and_a_program_or_none(text: str) -> None
     assert answer is None or 0 < len(answer) <= MAX_ANSWER_CHARS
     gold = gold_answer(text)
     assert gold is None or 0 < len(gold) <= MAX_ANSWER_CHARS
-    assert extract_answer(without_thoughts(text).replace("</think>", "")) == extract_answer(without_thoughts(text))
+    assert extract_answer(without_thoughts(text).replace("</think>", "")) == extract_answer(
+        without_thoughts(text)
+    )
     program = extract_program(text)
     assert program is None or 0 < len(program) <= MAX_SOURCE_CHARS
     assert clean(clean(text)) is not None
@@ -89,7 +133,9 @@ WAYS = [
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(numbers, st.sampled_from(WAYS))
-def test_a_number_is_right_however_it_is_written_and_the_next_one_is_wrong(number: int, way: str) -> None:
+def test_a_number_is_right_however_it_is_written_and_the_next_one_is_wrong(
+    number: int, way: str
+) -> None:
     shown = way.format(number)
     if way == "+{}" and number < 0:
         return
@@ -167,18 +213,36 @@ def math() -> Iterator[MathRewardFunction]:
 @pytest.mark.integration
 @settings(max_examples=EXAMPLES // 10, deadline=None)
 @given(st.lists(texts, min_size=8, max_size=8))
-def test_the_math_reward_answers_for_any_texts(math: MathRewardFunction, responses: list[str]) -> None:
+def test_the_math_reward_answers_for_any_texts(
+    math: MathRewardFunction, responses: list[str]
+) -> None:
     golds = [gold_answer(text) or "x+1" for text in reversed(responses)]
-    for score in math.scores([[{"role": "assistant", "content": text}] for text in responses], ground_truth=golds):
+    for score in math.scores(
+        [[{"role": "assistant", "content": text}] for text in responses], ground_truth=golds
+    ):
         assert score.status in ("ok", "unparsable", "unevaluated", "timeout", "died")
         assert (score.value is None) == (score.status in ("timeout", "died"))
 
 
 @pytest.mark.integration
 def test_expression_matches_itself_and_no_other(math: MathRewardFunction) -> None:
-    expressions = ["x^2+1", "\\sqrt{2}", "(1,2)", "[0,1)", "\\{1,2\\}", "\\frac{\\pi}{3}", "2^{10}", "\\text{east}", "x=3"]
+    expressions = [
+        "x^2+1",
+        "\\sqrt{2}",
+        "(1,2)",
+        "[0,1)",
+        "\\{1,2\\}",
+        "\\frac{\\pi}{3}",
+        "2^{10}",
+        "\\text{east}",
+        "x=3",
+    ]
     responses = [[{"role": "assistant", "content": f"\\boxed{{{text}}}"}] for text in expressions]
     assert math(responses, ground_truth=expressions) == [1.0] * len(expressions)
-    assert math(responses, ground_truth=[*expressions[1:], expressions[0]]) == [0.0] * len(expressions)
-    spaced = [[{"role": "assistant", "content": f"\\boxed{{ \\({text}\\) }}."}] for text in expressions]
+    assert math(responses, ground_truth=[*expressions[1:], expressions[0]]) == [0.0] * len(
+        expressions
+    )
+    spaced = [
+        [{"role": "assistant", "content": f"\\boxed{{ \\({text}\\) }}."}] for text in expressions
+    ]
     assert math(spaced, ground_truth=expressions) == [1.0] * len(expressions)

@@ -1,4 +1,5 @@
-"""Every service's /openapi.json is complete: each call has a description, typed bodies and declared errors."""
+"""Every service's /openapi.json is complete: each call has a description, typed bodies and declared
+errors."""
 
 import json
 import re
@@ -16,7 +17,9 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", params=SERVICES)
-def description(request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def description(
+    request: pytest.FixtureRequest, base_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     app: FastAPI = fuzzed(request.param, tmp_path_factory.mktemp(request.param), base_model)
     return app.openapi()
 
@@ -64,15 +67,27 @@ def test_every_call_declares_its_errors_in_the_common_shape(description: dict[st
         for status, answer in call["responses"].items():
             schemas = [item["schema"] for item in answer.get("content", {}).values()]
             if status[0] in "45" and name not in ("GET /health",):
-                assert schemas == [shape] or status == "400", (name, status)  # 400 has SGLang's form
+                assert schemas == [shape] or status == "400", (
+                    name,
+                    status,
+                )  # 400 has SGLang's form
 
 
 def test_body_that_a_handler_reads_itself_is_described_too(description: dict[str, Any]) -> None:
-    calls = {f"/sessions/{{session}}/v1/{each}": "application/json" for each in ("chat/completions", "responses", "messages")}
-    by_hand = calls | {"/groups": "application/msgpack", "/values": "application/msgpack", "/generate": "application/json"}
+    calls = {
+        f"/sessions/{{session}}/v1/{each}": "application/json"
+        for each in ("chat/completions", "responses", "messages")
+    }
+    by_hand = calls | {
+        "/groups": "application/msgpack",
+        "/values": "application/msgpack",
+        "/generate": "application/json",
+    }
     for path, kind in by_hand.items():
         if path in description["paths"]:
-            assert description["paths"][path]["post"]["requestBody"]["content"][kind]["schema"]["properties"]
+            assert description["paths"][path]["post"]["requestBody"]["content"][kind]["schema"][
+                "properties"
+            ]
 
 
 def test_every_reference_leads_somewhere(description: dict[str, Any]) -> None:

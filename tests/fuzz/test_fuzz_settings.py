@@ -1,4 +1,5 @@
-"""Any YAML is a valid configuration or raises a ConfigError that names the problem, quickly and without a traceback."""
+"""Any YAML is a valid configuration or raises a ConfigError that names the problem, quickly and
+without a traceback."""
 
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,26 @@ from tests.support.fuzzed_service import SECONDS
 pytestmark = pytest.mark.integration
 
 relaxed = settings(
-    max_examples=100 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=100 * max(1, SECONDS),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-ODD = ["1e999", "~", "nan", "-1", "0", "1", "true", "auto", "none", "math", "9" * 400, "\ud800", "\x00", "~nobody/x"]
+ODD = [
+    "1e999",
+    "~",
+    "nan",
+    "-1",
+    "0",
+    "1",
+    "true",
+    "auto",
+    "none",
+    "math",
+    "9" * 400,
+    "\ud800",
+    "\x00",
+    "~nobody/x",
+]
 scalars: st.SearchStrategy[Any] = (
     st.none()
     | st.booleans()
@@ -30,10 +48,18 @@ scalars: st.SearchStrategy[Any] = (
     | st.sampled_from(ODD)
 )
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3), max_leaves=6
+    scalars,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(scalars, inner, max_size=3),
+    max_leaves=6,
 )
-sections = [name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")]
-names = [(section, name) for section in sections for name in Config.model_fields[section].annotation.model_fields]  # type: ignore[union-attr]
+sections = [
+    name for name, field in Config.model_fields.items() if hasattr(field.annotation, "model_fields")
+]
+names = [
+    (section, name)
+    for section in sections
+    for name in Config.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+]
 
 
 def named(error: ConfigError) -> None:
@@ -49,7 +75,9 @@ def dump(path: Path, *documents: Any) -> Path:
 
 @relaxed
 @given(st.dictionaries(st.sampled_from(names), values, min_size=1, max_size=4))
-def test_any_value_of_any_setting_loads_or_is_named(tmp_path: Path, chosen: dict[tuple[str, str], Any]) -> None:
+def test_any_value_of_any_setting_loads_or_is_named(
+    tmp_path: Path, chosen: dict[tuple[str, str], Any]
+) -> None:
     content: dict[str, dict[str, Any]] = {}
     for (section, name), value in chosen.items():
         content.setdefault(section, {})[name] = value
@@ -71,7 +99,9 @@ def test_any_yaml_loads_or_is_named(tmp_path: Path, content: Any) -> None:
 
 
 @relaxed
-@given(st.binary(max_size=60) | st.text("{}[]-:&*!|>'\"?%@`, \n\t0a#<~", max_size=60).map(str.encode))
+@given(
+    st.binary(max_size=60) | st.text("{}[]-:&*!|>'\"?%@`, \n\t0a#<~", max_size=60).map(str.encode)
+)
 def test_any_bytes_load_or_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
@@ -83,7 +113,16 @@ def test_any_bytes_load_or_are_named(tmp_path: Path, content: bytes) -> None:
 
 
 BAD_YAML = [
-    *(b"2023-99-99", b"a: 2023-02-30", b"[" * 2000, b"1: {}", b"? [1]\n: 2", b"a: &a [*a]", b"\xff\xfe", b"{? {} : 1}"),
+    *(
+        b"2023-99-99",
+        b"a: 2023-02-30",
+        b"[" * 2000,
+        b"1: {}",
+        b"? [1]\n: 2",
+        b"a: &a [*a]",
+        b"\xff\xfe",
+        b"{? {} : 1}",
+    ),
     *(b"!!python/object:x {}", b"'': 1", b"'': {a: 1}"),
 ]
 
@@ -102,7 +141,13 @@ def test_yaml_that_cannot_be_built_is_named(tmp_path: Path, content: bytes) -> N
 
 
 @relaxed
-@given(st.dictionaries(st.sampled_from([f"RLHF_{a}__{b}".upper() for a, b in names]), st.text(max_size=10), max_size=3))
+@given(
+    st.dictionaries(
+        st.sampled_from([f"RLHF_{a}__{b}".upper() for a, b in names]),
+        st.text(max_size=10),
+        max_size=3,
+    )
+)
 def test_any_environment_loads_or_is_named(env: dict[str, str]) -> None:
     try:
         load([], env)
@@ -118,10 +163,16 @@ resources = st.fixed_dictionaries({}, optional={"accelerators": values, "job_rec
 
 @relaxed
 @given(
-    st.dictionaries(st.sampled_from(["primary_tasks", "termination_delay", "inter_connection", "name"]), values, max_size=2),
+    st.dictionaries(
+        st.sampled_from(["primary_tasks", "termination_delay", "inter_connection", "name"]),
+        values,
+        max_size=2,
+    ),
     st.dictionaries(task_fields, values | resources, max_size=3),
 )
-def test_any_job_group_loads_or_is_named(tmp_path: Path, header: dict[str, Any], task: dict[str, Any]) -> None:
+def test_any_job_group_loads_or_is_named(
+    tmp_path: Path, header: dict[str, Any], task: dict[str, Any]
+) -> None:
     path = dump(tmp_path / "g.yaml", HEADER | header, TASK | task)
     try:
         group = spec.load(path, {}, {}, {})
@@ -132,7 +183,11 @@ def test_any_job_group_loads_or_is_named(tmp_path: Path, header: dict[str, Any],
 
 
 @relaxed
-@given(st.text(max_size=20) | st.integers() | st.from_regex(r"[0-9]{1,400}(\.[0-9]+)?[smhdw]?", fullmatch=True))
+@given(
+    st.text(max_size=20)
+    | st.integers()
+    | st.from_regex(r"[0-9]{1,400}(\.[0-9]+)?[smhdw]?", fullmatch=True)
+)
 def test_any_duration_is_seconds_or_is_named(text: str | int) -> None:
     try:
         assert spec.seconds(text, "termination_delay") >= 0

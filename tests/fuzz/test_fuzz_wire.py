@@ -1,4 +1,5 @@
-"""Foreign bytes decode or are refused by name, at once and in little memory. Groups are in test_common_wire.py."""
+"""Foreign bytes decode or are refused by name, at once and in little memory. Groups are in
+test_common_wire.py."""
 
 import json
 import struct
@@ -32,7 +33,9 @@ from tests.support.fuzzed_service import SECONDS
 pytestmark = pytest.mark.integration
 
 relaxed = settings(
-    max_examples=200 * max(1, SECONDS), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200 * max(1, SECONDS),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -66,7 +69,12 @@ def test_damaged_bytes_of_the_critic_decode_or_are_invalid_input(data: st.DataOb
 
 @pytest.mark.parametrize("kind", [Groups, TakenGroups, SampledGroups, *KINDS.values()])
 @pytest.mark.parametrize(
-    "body", [b"\xdd\xff\xff\xff\xff", b"\xdf\x7f\xff\xff\xff\xa1a", b"\x81\xa6groups\xdd\xff\xff\xff\xf0\x90"]
+    "body",
+    [
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\x7f\xff\xff\xff\xa1a",
+        b"\x81\xa6groups\xdd\xff\xff\xff\xf0\x90",
+    ],
 )
 def test_false_length_takes_no_memory(kind: Any, body: bytes) -> None:
     tracemalloc.start()
@@ -83,7 +91,9 @@ def safetensors(header: bytes, data: bytes = b"", length: int | None = None) -> 
 
 
 def entry(dtype: str = "F32", shape: Any = (2, 2), offsets: Any = (0, 16)) -> bytes:
-    return json.dumps({"weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}).encode()
+    return json.dumps(
+        {"weight": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
+    ).encode()
 
 
 BAD_FILES = [
@@ -172,7 +182,9 @@ A, B = "base_model.model.0.lora_A.weight", "base_model.model.0.lora_B.weight"
         (GOOD | {"peft_type": []}, {A: torch.zeros(1, 2), B: torch.zeros(2, 1)}),
     ],
 )
-def test_a_bad_adapter_is_named_and_not_known(tmp_path: Path, config: Any, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_bad_adapter_is_named_and_not_known(
+    tmp_path: Path, config: Any, tensors: dict[str, torch.Tensor]
+) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     adapters = AdapterRegistry(torch.nn.Sequential(torch.nn.Linear(2, 2)))

@@ -1,4 +1,5 @@
-"""The doctor command: exit statuses, settings, hub, secrets, memory of the model, an environment without torch."""
+"""The doctor command: exit statuses, settings, hub, secrets, memory of the model, an environment
+without torch."""
 
 import json
 import os
@@ -17,7 +18,7 @@ from tests.support.doctor_groups import LARGE, QWEN_7B, plan_of, serving, write_
 from tests.support.ports import free_port
 
 DATA = {"data-server": ""}
-SECRET = "hf_ThisIsNeverShown123"  # noqa: S105 - of nobody
+SECRET = "hf_ThisIsNeverShown123"  # noqa: S105
 
 
 @pytest.fixture
@@ -29,7 +30,9 @@ def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         "/api/datasets/org/open": {"gated": False},
         "/api/datasets/org/gated": {"gated": "auto"},
     }
-    for name in [name for name in os.environ if name.startswith(("HF_", "RLHF_", "SKYPILOT_", "HUGGING"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("HF_", "RLHF_", "SKYPILOT_", "HUGGING"))
+    ]:
         monkeypatch.delenv(name)
     with serving(answers) as port:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -38,7 +41,11 @@ def endpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
 
 
 def _group(folder: Path, **env: object) -> str:
-    return str(write_group(folder, DATA, {"RLHF_DATA__SOURCE": "tiny", "RLHF_DATA__PORT": free_port(), **env}))
+    return str(
+        write_group(
+            folder, DATA, {"RLHF_DATA__SOURCE": "tiny", "RLHF_DATA__PORT": free_port(), **env}
+        )
+    )
 
 
 def test_a_machine_that_is_ready_ends_with_0_and_json_says_the_same(
@@ -62,12 +69,17 @@ def test_a_wrong_setting_is_a_failed_line_in_its_own_words(
 ) -> None:
     assert main([_group(tmp_path), "--env", "RLHF_TRAINER__BATCH_SIZE=0"]) == 1
     out = capsys.readouterr().out
-    assert "FAIL  settings of data-server: this number is too small · field: trainer.batch_size · value: 0" in out
+    assert (
+        "FAIL  settings of data-server: this number is too small · field: trainer.batch_size · value: 0"
+        in out
+    )
     assert "\n      fix: give a number above 0" in out
     assert "ok    python: " in out  # the other checks still run
 
 
-def test_a_wrong_yaml_is_a_failed_line_too(tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_yaml_is_a_failed_line_too(
+    tmp_path: Path, endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "group.yaml"
     path.write_text("name: small\n---\nname: data-server\nrun: x\n")
     assert main([str(path)]) == 1
@@ -88,7 +100,9 @@ def test_a_wrong_yaml_is_a_failed_line_too(tmp_path: Path, endpoint: str, capsys
         ["--what"],
     ],
 )
-def test_wrong_usage_ends_with_2(words: list[str], endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_ends_with_2(
+    words: list[str], endpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
@@ -100,16 +114,26 @@ def plan_of_7b(folder: Path, *words: str) -> list[str]:
     return ["--plan", str(folder), *words]
 
 
-def test_the_plan_of_a_model_says_what_fits_and_what_to_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_of_a_model_says_what_fits_and_what_to_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(plan_of_7b(tmp_path, "--gpus", "8")) == 0
     out = capsys.readouterr().out
-    assert "ok    held: 15.2 GB on each of 8 GPUs between updates: weights 3.8 GB, gradients 3.8 GB, optimizer 7.6 GB" in out
+    assert (
+        "ok    held: 15.2 GB on each of 8 GPUs between updates: weights 3.8 GB, gradients 3.8 GB, optimizer 7.6 GB"
+        in out
+    )
     assert "FAIL  trainer on 80 GB: does not fit: " in out
     assert "ok    trainer on 180 GB: " in out
-    assert "ok    engine on 24 GB: weights 15.2 GB on each of 1 GPUs, 5.2 GB left for the KV cache: 90,136 tokens" in out
+    assert (
+        "ok    engine on 24 GB: weights 15.2 GB on each of 1 GPUs, 5.2 GB left for the KV cache: 90,136 tokens"
+        in out
+    )
 
 
-def test_every_change_that_the_plan_names_makes_it_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_change_that_the_plan_names_makes_it_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(plan_of_7b(tmp_path, "--gpus", "8", "--gpu-memory-gb", "24", "--json")) == 1
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     changes = checks["trainer on 24 GB"]["fix"].split("; or ")
@@ -128,7 +152,13 @@ def test_the_plan_accepts_a_file_settings_and_an_unknown_architecture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = plan_of_7b(
-        tmp_path, "--gpus", "8", "--gpu-memory-gb", "80", "--env", f"RUN_CONFIG={ROOT}/jobgroup/configs/qwen-7b.yaml"
+        tmp_path,
+        "--gpus",
+        "8",
+        "--gpu-memory-gb",
+        "80",
+        "--env",
+        f"RUN_CONFIG={ROOT}/jobgroup/configs/qwen-7b.yaml",
     )
     words[1] += "/config.json"
     assert main(words) == 0
@@ -141,7 +171,10 @@ def test_the_plan_accepts_a_file_settings_and_an_unknown_architecture(
 
 
 def test_no_secret_is_ever_printed(
-    tmp_path: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    endpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("API_TOKEN", "tooshort-1")
@@ -158,7 +191,13 @@ def test_no_secret_is_ever_printed(
 def test_without_a_yaml_the_demo_is_checked() -> None:
     plan = make(None, {}, {"PATH": os.environ["PATH"]}, None)
     assert (plan.problems, plan.demo, plan.group) == ([], True, "rlhf-math")
-    assert [job.name for job in plan.here] == ["data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"]
+    assert [job.name for job in plan.here] == [
+        "data-server",
+        "rollout-server",
+        "reward-server",
+        "replay-buffer",
+        "ppo-trainer",
+    ]
     assert {job.config.model.name for job in plan.jobs} == {".cache/tiny-base"}
 
 
@@ -172,14 +211,25 @@ def test_without_a_yaml_the_demo_is_checked() -> None:
         ("prompts.jsonl", "", "fail", "there is no"),
     ],
 )
-def test_data_sets_are_checked(tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str) -> None:
-    env = {"RLHF_DATA__SOURCE": source, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_TOKEN": token}
+def test_data_sets_are_checked(
+    tmp_path: Path, endpoint: str, source: str, token: str, state: str, words: str
+) -> None:
+    env = {
+        "RLHF_DATA__SOURCE": source,
+        "HF_ENDPOINT": endpoint,
+        "HF_HOME": str(tmp_path),
+        "HF_TOKEN": token,
+    }
     (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env))
     assert (result.state, words in result.found) == (state, True)
 
 
 def test_an_unreachable_hub_fails_unless_the_cache_has_the_data(tmp_path: Path) -> None:
-    env = {"RLHF_DATA__SOURCE": "org/open", "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path)}
+    env = {
+        "RLHF_DATA__SOURCE": "org/open",
+        "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+        "HF_HOME": str(tmp_path),
+    }
 
     def state(**more: str) -> str:
         (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}))
@@ -192,10 +242,17 @@ def test_an_unreachable_hub_fails_unless_the_cache_has_the_data(tmp_path: Path) 
     assert (state(), state(HF_HUB_OFFLINE="1")) == ("warn", "ok")
 
 
-def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(tmp_path: Path, endpoint: str) -> None:
+def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(
+    tmp_path: Path, endpoint: str
+) -> None:
     shapes: dict[str, dict[str, object]] = {}
     large = write_model(tmp_path / "large", LARGE)
-    for name, state in (("org/model", "ok"), (str(large), "ok"), ("org/none", "fail"), (str(tmp_path / "nowhere"), "fail")):
+    for name, state in (
+        ("org/model", "ok"),
+        (str(large), "ok"),
+        ("org/none", "fail"),
+        (str(tmp_path / "nowhere"), "fail"),
+    ):
         env = {"MODEL_NAME": name, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
         plan = plan_of(tmp_path, {"ppo-trainer": ""}, env=env)
         (result,) = hub.check_model(plan, name, plan.here[0])
@@ -205,7 +262,11 @@ def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(tmp_pa
 
 
 def _fit(
-    folder: Path, model: dict[str, object], tasks: dict[str, str], assumed: tuple[float, int | None] | None, **env: object
+    folder: Path,
+    model: dict[str, object],
+    tasks: dict[str, str],
+    assumed: tuple[float, int | None] | None,
+    **env: object,
 ) -> dict[str, Result]:
     plan = plan_of(folder, tasks, env={"MODEL_NAME": "org/model", **env})
     plan.shapes["org/model"] = model
@@ -226,17 +287,24 @@ def test_a_clusters_gpus_can_be_assumed(tmp_path: Path) -> None:
     fitting = _fit(tmp_path, QWEN_7B, tasks, (80, None), **env)
     assert fitting["model"].found.startswith("7,615,616,512 parameters")
     assert fitting["memory of ppo-trainer"].state == "ok"
-    assert "33.3 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB" in fitting["memory of ppo-trainer"].found
+    assert (
+        "33.3 GB of 80.0 GB on each of 8 GPUs: weights 3.8 GB"
+        in fitting["memory of ppo-trainer"].found
+    )
     assert fitting["memory of an engine"].state == "ok"
     alone = _fit(tmp_path, QWEN_7B, tasks, (80, 1), **env)["memory of ppo-trainer"]
     assert (alone.state, "on each of 1 GPUs" in alone.found) == ("fail", True)
     assert _fit(tmp_path, QWEN_7B, tasks, (16, None), **env)["memory of an engine"].state == "fail"
-    with_remedy = _fit(tmp_path, QWEN_7B, tasks, (80, 6), RLHF_TRAINER__SHARD_SIZE=4)["memory of ppo-trainer"]
+    with_remedy = _fit(tmp_path, QWEN_7B, tasks, (80, 6), RLHF_TRAINER__SHARD_SIZE=4)[
+        "memory of ppo-trainer"
+    ]
     assert (with_remedy.state, "trainer.shard_size" in with_remedy.found) == ("fail", True)
 
 
 def test_an_unknown_architecture_is_reported(tmp_path: Path) -> None:
-    result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, None)["memory for the model"]
+    result = _fit(tmp_path, {"model_type": "mamba"}, {"ppo-trainer": ""}, None)[
+        "memory for the model"
+    ]
     assert (result.state, "mamba" in result.found) == ("warn", True)
 
 
@@ -261,18 +329,24 @@ def test_the_shared_token(tmp_path: Path, token: str, inside: bool, state: str) 
 def test_versions_are_compared_with_the_pins(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "constraints.txt").write_text("pytest==0.1\npydantic_settings==0.2\ntorch==9.9\n")
-    found = {result.name: result for result in software.check_packages(plan_of(tmp_path, DATA), tmp_path)}
+    found = {
+        result.name: result for result in software.check_packages(plan_of(tmp_path, DATA), tmp_path)
+    }
     assert found["packages"].state == "warn"
     assert "(0.1 is pinned)" in found["packages"].found
     assert "(0.2 is pinned)" in found["packages"].found
     assert "(9.9 is pinned)" in found["packages"].found
 
 
-def test_a_package_on_top_of_an_image_counts_and_not_the_one_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_on_top_of_an_image_counts_and_not_the_one_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder, version in (("image", "0.5"), ("own", "1.0")):
         metadata = tmp_path / folder / f"thing-{version}.dist-info"
         metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n"
+        )
         monkeypatch.syspath_prepend(tmp_path / folder)
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "constraints.txt").write_text("thing==1.0\n")
@@ -292,7 +366,9 @@ def test_a_pod_of_an_environment_server_is_checked_for_what_it_uses(tmp_path: Pa
 @pytest.mark.integration
 def test_the_sandbox_of_the_tool_python_is_checked(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"environment-server": ""}, env={"RLHF_ENVIRONMENT__NAME": "python"})
-    sandbox = list(perform([Check("sandbox", lambda: machine.check_sandbox(plan))]))  # fails where there is no bubblewrap
+    sandbox = list(
+        perform([Check("sandbox", lambda: machine.check_sandbox(plan))])
+    )  # fails where there is no bubblewrap
     assert [result.name for result in sandbox] == ["sandbox"]
 
 
@@ -306,7 +382,12 @@ def test_it_works_where_torch_cannot_be_imported(tmp_path: Path, endpoint: str) 
     )
     command = [sys.executable, "-c", script, _group(tmp_path), "--json"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["ok"] is True

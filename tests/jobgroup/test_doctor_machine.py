@@ -21,7 +21,9 @@ from jobgroup.doctor.report import Check, Result, perform
 from tests.support.doctor_groups import plan_of
 from tests.support.ports import free_port
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own")
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="asks /proc, and for loopback addresses of its own"
+)
 
 
 def _only(results: Iterable[Result]) -> Result:
@@ -40,17 +42,30 @@ def test_a_crash_and_a_hang_are_failed_lines_and_the_others_go_on() -> None:
     hanging = threading.Event()
     checks = [
         Check("crashing", crashing),
-        Check("hanging", lambda: [Result("never", "fail", "")] if hanging.wait(60) else [], limit_s=0.2),
+        Check(
+            "hanging",
+            lambda: [Result("never", "fail", "")] if hanging.wait(60) else [],
+            limit_s=0.2,
+        ),
         Check("refusing", refusing),
         Check("last", lambda: [Result("last", "ok", "fine")]),
     ]
     results = list(perform(checks))
     hanging.set()
     lines = [(result.name, result.state) for result in results]
-    assert lines == [("first", "ok"), ("crashing", "fail"), ("hanging", "fail"), ("refusing", "fail"), ("last", "ok")]
+    assert lines == [
+        ("first", "ok"),
+        ("crashing", "fail"),
+        ("hanging", "fail"),
+        ("refusing", "fail"),
+        ("last", "ok"),
+    ]
     assert "ZeroDivisionError: by zero" in results[1].found
     assert "not done after 0 s" in results[2].found
-    assert (results[3].found, results[3].fix) == ("it is wrong · field: seed · value: -1", "use another")
+    assert (results[3].found, results[3].fix) == (
+        "it is wrong · field: seed · value: -1",
+        "use another",
+    )
     assert all(result.fix for result in results if result.state != "ok")
 
 
@@ -59,7 +74,9 @@ def test_values_of_secret_variables_are_hidden() -> None:
         SecretRedactor({"HF_TOKEN": "hf_abcdefg", "MODEL_NAME": "model", "API_TOKEN": ""}),
         SecretRedactor({"API_TOKEN": "0123456789"}),
     ]
-    told = Result("x", "fail", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(redactors)
+    told = Result("x", "fail", "hf_abcdefg of model", "not hf_abcdefg, 0123456789").redacted(
+        redactors
+    )
     assert told == Result("x", "fail", "[secret] of model", "not [secret], [secret]")
 
 
@@ -69,7 +86,11 @@ def test_an_occupied_port_of_torchrun_is_reported(tmp_path: Path) -> None:
     with ExitStack() as stack:
         with suppress(OSError):  # another process may hold the port already
             stack.enter_context(socket.create_server(("", TORCHRUN_PORT)))
-        found = [result for result in network.check_ports(trainer) if result.name == f"port {TORCHRUN_PORT} of torchrun"]
+        found = [
+            result
+            for result in network.check_ports(trainer)
+            if result.name == f"port {TORCHRUN_PORT} of torchrun"
+        ]
         assert [result.state for result in found] == ["fail"]
         assert "already in use" in found[0].found
         assert "end it" in found[0].fix
@@ -81,7 +102,7 @@ def test_an_occupied_port_is_reported_with_its_process(tmp_path: Path) -> None:
     port = free_port()
     plan = plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port})
     assert _only(network.check_ports(plan)).state == "ok"
-    with socket.create_server(("0.0.0.0", port)):  # noqa: S104 - as a server that is in the way
+    with socket.create_server(("0.0.0.0", port)):  # noqa: S104
         result = _only(network.check_ports(plan))
     assert (result.name, result.state) == (f"port {port} of reward-server", "fail")
     assert f"process {os.getpid()} (" in result.found
@@ -93,7 +114,11 @@ def test_a_port_taken_only_on_127_0_0_1_is_a_warning(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert (
-            _only(network.check_ports(plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port}))).state
+            _only(
+                network.check_ports(
+                    plan_of(tmp_path, {"reward-server": ""}, env={"RLHF_REWARD__PORT": port})
+                )
+            ).state
             == "warn"
         )
 
@@ -107,13 +132,18 @@ def test_a_folder_that_cannot_be_written_fails(tmp_path: Path, path: str) -> Non
 
 
 def test_a_folder_is_checked_without_being_created(tmp_path: Path) -> None:
-    assert storage.check_folder(tmp_path / "a" / "b", "RUN_DIR").state in ("ok", "warn")  # warn if the disk is slow
+    assert storage.check_folder(tmp_path / "a" / "b", "RUN_DIR").state in (
+        "ok",
+        "warn",
+    )  # warn if the disk is slow
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 10**12})
-    results = list(storage.check_room([need for need in storage.needs(plan) if need.purpose == "STATE_DIR"]))
+    results = list(
+        storage.check_room([need for need in storage.needs(plan) if need.purpose == "STATE_DIR"])
+    )
     assert _only(results).state == "fail"
     assert "4096000.2 GB (full replay store 4096000.0 GB" in results[0].found
     small = plan_of(tmp_path, {"replay-buffer": ""}, env={"RLHF_REPLAY__CAPACITY": 1000})
@@ -126,9 +156,19 @@ def test_a_store_that_does_not_fit_on_the_disk_fails_with_the_numbers(tmp_path: 
 def test_sqlite_in_memory_or_on_a_network_is_a_warning(tmp_path: Path) -> None:
     result = storage.check_folder(Path("/dev/shm/state"), "STATE_DIR", sqlite=True)  # noqa: S108
     assert (result.state, "tmpfs" in result.found) == ("warn", True)
-    mounts = [("/", "ext4"), ("/shared", "ext4"), ("/shared", "nfs4"), ("/shared/with space", "fuse.rclone")]
-    table = [SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts]  # a later mount hides an earlier one
-    kinds = {path: storage.file_system(Path(path), table) for path in ("/srv", "/shared/state", "/shared/with space/x")}
+    mounts = [
+        ("/", "ext4"),
+        ("/shared", "ext4"),
+        ("/shared", "nfs4"),
+        ("/shared/with space", "fuse.rclone"),
+    ]
+    table = [
+        SimpleNamespace(mountpoint=path, fstype=kind) for path, kind in mounts
+    ]  # a later mount hides an earlier one
+    kinds = {
+        path: storage.file_system(Path(path), table)
+        for path in ("/srv", "/shared/state", "/shared/with space/x")
+    }
     assert kinds == {"/srv": "ext4", "/shared/state": "nfs4", "/shared/with space/x": "fuse.rclone"}
 
 
@@ -150,10 +190,16 @@ def test_an_http_proxy_is_a_warning_unless_it_excludes_the_group(tmp_path: Path)
 
 
 def test_a_thread_per_core_in_every_process_is_a_warning(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded"})
-    assert [result.name for result in machine.check_cores(plan) if result.state == "warn"][-1:] == ["OMP_NUM_THREADS"]
+    plan = plan_of(
+        tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded"}
+    )
+    assert [result.name for result in machine.check_cores(plan) if result.state == "warn"][-1:] == [
+        "OMP_NUM_THREADS"
+    ]
     quiet = plan_of(
-        tmp_path, {"rollout-server": "num_nodes: 2\n"}, env={"RLHF_ROLLOUT__ENGINE": "embedded", "OMP_NUM_THREADS": 1}
+        tmp_path,
+        {"rollout-server": "num_nodes: 2\n"},
+        env={"RLHF_ROLLOUT__ENGINE": "embedded", "OMP_NUM_THREADS": 1},
     )
     assert "OMP_NUM_THREADS" not in [result.name for result in machine.check_cores(quiet)]
 
@@ -168,7 +214,9 @@ def test_two_processes_add_over_loopback(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.integration
-def test_gloo_on_an_interface_that_does_not_exist_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_on_an_interface_that_does_not_exist_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "COLLECTIVE_S", 240.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     plan = plan_of(tmp_path, {"critic-server": ""})
@@ -190,11 +238,17 @@ def test_sglang_on_a_machine_without_gpus_fails_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("listed", ["0, H100, GPU-aa, 81559, 12, 580.1\n1, H100, GPU-bb, 81559, 70000, 580.1"])
-def test_gpus_are_chosen_as_the_processes_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+@pytest.mark.parametrize(
+    "listed", ["0, H100, GPU-aa, 81559, 12, 580.1\n1, H100, GPU-bb, 81559, 70000, 580.1"]
+)
+def test_gpus_are_chosen_as_the_processes_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str
+) -> None:
     """Uses a stand-in for nvidia-smi: the test is about its output, which has this form."""
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\ncase $1 in *compute-apps*) echo 'GPU-bb, 77, python3';; *) echo '{listed}';; esac\n")
+    smi.write_text(
+        f"#!/bin/sh\ncase $1 in *compute-apps*) echo 'GPU-bb, 77, python3';; *) echo '{listed}';; esac\n"
+    )
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found, _ = machine.visible({})
@@ -207,7 +261,11 @@ def test_gpus_are_chosen_as_the_processes_do(tmp_path: Path, monkeypatch: pytest
     states = [(result.name, result.state) for result in results]
     assert states == [("GPUs", "warn"), ("GPU 0", "ok"), ("GPU 1", "warn")]
     assert "process 77 (python3)" in results[2].found
-    turns = plan_of(tmp_path, {"ppo-trainer": "resources: {accelerators: 'H100:4'}\n"}, env={"RLHF_ROLLOUT__COLOCATE": "true"})
+    turns = plan_of(
+        tmp_path,
+        {"ppo-trainer": "resources: {accelerators: 'H100:4'}\n"},
+        env={"RLHF_ROLLOUT__COLOCATE": "true"},
+    )
     turns.gpus = found
     shared = next(iter(machine.check_gpus(turns)))
     assert (shared.state, "in turn" in shared.found) == ("ok", True)

@@ -1,4 +1,5 @@
-"""`jobgroup.check` with the real SkyPilot: the project's job groups pass; every fault is named with file and task."""
+"""`jobgroup.check` with the real SkyPilot: the project's job groups pass; every fault is named with
+file and task."""
 
 import os
 import re
@@ -26,13 +27,15 @@ MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS = (
 GPU_BYTES = {"A100-80GB": 80 * 10**9, "H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
 VOLUMES = [f"--volume={path}" for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
 needs_skypilot = pytest.mark.skipif(
-    not PYTHON.exists(), reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it"
+    not PYTHON.exists(),
+    reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it",
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of the project's YAML: `new` replaces `old` in the document `where`; the problem reported has `told`."""
+    """An edit of the project's YAML: `new` replaces `old` in the document `where`; the problem
+    reported has `told`."""
 
     where: str
     old: str
@@ -43,14 +46,25 @@ class Fault:
 
     def apply(self, text: str) -> str:
         documents = text.split("\n---\n")
-        place = next(i for i, document in enumerate(documents) if re.search(rf"(?m)^name: {self.where}$", document))
+        place = next(
+            i
+            for i, document in enumerate(documents)
+            if re.search(rf"(?m)^name: {self.where}$", document)
+        )
         assert self.old in documents[place]
         documents[place] = documents[place].replace(self.old, self.new, 1)
         return "\n---\n".join(documents)
 
 
 GROUP, DATA, ROLLOUT, REWARD, REPLAY, TRAINER = (
-    *("rlhf-math", "data-server", "rollout-server", "reward-server", "replay-buffer", "ppo-trainer"),
+    *(
+        "rlhf-math",
+        "data-server",
+        "rollout-server",
+        "reward-server",
+        "replay-buffer",
+        "ppo-trainer",
+    ),
 )
 GPUS = "accelerators: {H100: %d, H200: %d, B200: %d, A100-80GB: %d}"
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
@@ -64,57 +78,133 @@ SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"
 
 def setting(task: str, text: str, told: str) -> Fault:
     """A variable in the `envs` of one task of the YAML, which has only its folder there."""
-    folder = {ROLLOUT: "STATE_DIR: /shared/state", REWARD: "STATE_DIR: /shared/state", REPLAY: "STATE_DIR: /state"}
+    folder = {
+        ROLLOUT: "STATE_DIR: /shared/state",
+        REWARD: "STATE_DIR: /shared/state",
+        REPLAY: "STATE_DIR: /state",
+    }
     line = f"{folder.get(task, f'RUN_DIR: /shared/runs/{GROUP}')}"
-    return Fault(task, f"envs: {{{line}}}   # volume", f"envs:\n  {text}\n  {line}   # volume", told)
+    return Fault(
+        task, f"envs: {{{line}}}   # volume", f"envs:\n  {text}\n  {line}   # volume", told
+    )
 
 
 FAULTS = {
     "header-field": Fault(
-        GROUP, "inter_connection: true", "interconnection: true", "header: SkyPilot ignores the unknown field"
+        GROUP,
+        "inter_connection: true",
+        "interconnection: true",
+        "header: SkyPilot ignores the unknown field",
     ),
     "duplicate-key": Fault(REPLAY, SETUP, f"{SETUP}\n{SETUP}", "Duplicate key 'setup'"),
-    "not-parallel": Fault(GROUP, "execution: parallel ", "", "header: execution: parallel is missing"),
-    "no-inter-connection": Fault(GROUP, "inter_connection: true", "inter_connection: false", "header: inter_connection is off"),
-    "unknown-primary": Fault(GROUP, "[ppo-trainer]", "[trainer]", "primary_tasks references unknown job: trainer"),
-    "delay-is-no-time": Fault(GROUP, "10s", "soon", "header: SkyPilot refuses it: Invalid time duration for termination_delay"),
-    "no-delay-for-one": Fault(GROUP, "10s", "{default: 10s, replay-buffer: 0s}", f"{REPLAY}: SkyPilot ends it without delay"),
-    "delay-of-unknown": Fault(GROUP, "10s", "{default: 10s, replay: 1m}", "termination_delay references unknown job: replay"),
-    "group-name": Fault(
-        GROUP, f"name: {GROUP}", "name: rlhf_math", "header: the name 'rlhf_math' cannot be part of a host name"
+    "not-parallel": Fault(
+        GROUP, "execution: parallel ", "", "header: execution: parallel is missing"
     ),
-    "task-name": Fault(REPLAY, f"name: {REPLAY}", "name: Replay-Buffer", "Replay-Buffer: the name 'Replay-Buffer' cannot be"),
-    "same-name-twice": Fault(REPLAY, f"name: {REPLAY}", f"name: {REWARD}", f"Duplicate job name in Job Group: {REWARD}"),
+    "no-inter-connection": Fault(
+        GROUP,
+        "inter_connection: true",
+        "inter_connection: false",
+        "header: inter_connection is off",
+    ),
+    "unknown-primary": Fault(
+        GROUP, "[ppo-trainer]", "[trainer]", "primary_tasks references unknown job: trainer"
+    ),
+    "delay-is-no-time": Fault(
+        GROUP,
+        "10s",
+        "soon",
+        "header: SkyPilot refuses it: Invalid time duration for termination_delay",
+    ),
+    "no-delay-for-one": Fault(
+        GROUP,
+        "10s",
+        "{default: 10s, replay-buffer: 0s}",
+        f"{REPLAY}: SkyPilot ends it without delay",
+    ),
+    "delay-of-unknown": Fault(
+        GROUP,
+        "10s",
+        "{default: 10s, replay: 1m}",
+        "termination_delay references unknown job: replay",
+    ),
+    "group-name": Fault(
+        GROUP,
+        f"name: {GROUP}",
+        "name: rlhf_math",
+        "header: the name 'rlhf_math' cannot be part of a host name",
+    ),
+    "task-name": Fault(
+        REPLAY,
+        f"name: {REPLAY}",
+        "name: Replay-Buffer",
+        "Replay-Buffer: the name 'Replay-Buffer' cannot be",
+    ),
+    "same-name-twice": Fault(
+        REPLAY, f"name: {REPLAY}", f"name: {REWARD}", f"Duplicate job name in Job Group: {REWARD}"
+    ),
     "no-name": Fault(REWARD, f"name: {REWARD}", "", "task 3: it has no name"),
-    "shell-of-run": Fault(DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: line 1: "),
-    "shell-of-setup": Fault(REWARD, SETUP_REWARD, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"),
-    "variable": Fault(DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"),
-    "skypilot-variable": Fault(DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"),
-    "variable-of-setup": Fault(DATA, f"{SETUP}\n{RUN_DATA}", "setup: A=1; echo $A\nrun: echo $A", f"{DATA}.run: ${{A}} is not"),
-    "no-restarts": Fault(REPLAY, RESTARTS, "", f"{REPLAY}: SkyPilot does not restart it after an error"),
+    "shell-of-run": Fault(
+        DATA, RUN_DATA, "run: if true; then echo", f"{DATA}.run: bash cannot read it: line 1: "
+    ),
+    "shell-of-setup": Fault(
+        REWARD, SETUP_REWARD, "setup: 'echo \"services'", f"{REWARD}.setup: bash cannot read it"
+    ),
+    "variable": Fault(
+        DATA, RUN_DATA, "run: echo ${MODEL_NAMES}", f"{DATA}.run: ${{MODEL_NAMES}} is not defined"
+    ),
+    "skypilot-variable": Fault(
+        DATA, RUN_DATA, "run: echo $SKYPILOT_NODE_RNK", f"{DATA}.run: ${{SKYPILOT_NODE_RNK}} is not"
+    ),
+    "variable-of-setup": Fault(
+        DATA,
+        f"{SETUP}\n{RUN_DATA}",
+        "setup: A=1; echo $A\nrun: echo $A",
+        f"{DATA}.run: ${{A}} is not",
+    ),
+    "no-restarts": Fault(
+        REPLAY, RESTARTS, "", f"{REPLAY}: SkyPilot does not restart it after an error"
+    ),
     "restarts-on-preemption-only": Fault(
         REPLAY, RESTARTS, "\n  job_recovery: failover", f"{REPLAY}: SkyPilot does not restart it"
     ),
-    "another-cloud": Fault(REWARD, "infra: kubernetes", "infra: aws", f"{REWARD}: resources.infra is AWS"),
+    "another-cloud": Fault(
+        REWARD, "infra: kubernetes", "infra: aws", f"{REWARD}: resources.infra is AWS"
+    ),
     "unknown-task-field": Fault(REWARD, "cpus: 4+", "cpu: 4+", f"{REWARD}: SkyPilot refuses it"),
     "resources": Fault(REWARD, "cpus: 4+", "cpus: many", f"{REWARD}: SkyPilot refuses it"),
-    "no-value": setting(REPLAY, "BATCH_SIZE:", f"{REPLAY}: SkyPilot refuses it: Environment variable 'BATCH_SIZE'"),
-    "secret-in-the-file": Fault(TRAINER, 'HF_TOKEN: ""', "HF_TOKEN: hf_abc", f"{TRAINER}: the secret HF_TOKEN has its value"),
-    "no-workdir": Fault(REPLAY, "workdir: .", "workdir: ./nowhere", f"{REPLAY}: SkyPilot refuses it: Workdir"),
+    "no-value": setting(
+        REPLAY, "BATCH_SIZE:", f"{REPLAY}: SkyPilot refuses it: Environment variable 'BATCH_SIZE'"
+    ),
+    "secret-in-the-file": Fault(
+        TRAINER, 'HF_TOKEN: ""', "HF_TOKEN: hf_abc", f"{TRAINER}: the secret HF_TOKEN has its value"
+    ),
+    "no-workdir": Fault(
+        REPLAY, "workdir: .", "workdir: ./nowhere", f"{REPLAY}: SkyPilot refuses it: Workdir"
+    ),
     "no-run": Fault(DATA, RUN_DATA, "", f"{DATA}: run is empty"),
     "parallel-over-too-few-gpus": setting(
         ROLLOUT, 'RLHF_ROLLOUT__TENSOR_PARALLEL_SIZE: "2"', f"{ROLLOUT}: an engine needs 2 GPUs"
     ),
     "groups-that-do-not-come-out": setting(
-        TRAINER, 'RLHF_TRAINER__SHARD_SIZE: "4"', f"{TRAINER}: 2 processes cannot be divided into groups of 4"
+        TRAINER,
+        'RLHF_TRAINER__SHARD_SIZE: "4"',
+        f"{TRAINER}: 2 processes cannot be divided into groups of 4",
     ),
-    "size-is-no-number": setting(TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"),
+    "size-is-no-number": setting(
+        TRAINER, "RLHF_TRAINER__SHARD_SIZE: all", "this is not a whole number"
+    ),
     "misspelt-setting": setting(
-        TRAINER, "RLHF_TRAINER__LERNING_RATE: 1", f"{TRAINER}: there is no setting trainer.lerning_rate"
+        TRAINER,
+        "RLHF_TRAINER__LERNING_RATE: 1",
+        f"{TRAINER}: there is no setting trainer.lerning_rate",
     ),
-    "renamed": Fault(REWARD, f"name: {REWARD}", "name: rewards", "rewards: it runs services.reward, which"),
+    "renamed": Fault(
+        REWARD, f"name: {REWARD}", "name: rewards", "rewards: it runs services.reward, which"
+    ),
     "tasks-disagree": setting(
-        REWARD, "MODEL_NAME: Qwen/Qwen2.5-7B-Instruct", f"{REWARD}: MODEL_NAME is 'Qwen/Qwen2.5-7B-Instruct', but '' in"
+        REWARD,
+        "MODEL_NAME: Qwen/Qwen2.5-7B-Instruct",
+        f"{REWARD}: MODEL_NAME is 'Qwen/Qwen2.5-7B-Instruct', but '' in",
     ),
     "exec-before-an-upload": Fault(
         TRAINER,
@@ -123,20 +213,35 @@ FAULTS = {
         f"{TRAINER}: after run SkyPilot waits until /runs/checkpoints is uploaded",
     ),
     "no-volume-file": Fault(
-        DATA, "rlhf-math-data}", "prompts}", f"{DATA}: there is no file for the volume prompts", volume=True
+        DATA,
+        "rlhf-math-data}",
+        "prompts}",
+        f"{DATA}: there is no file for the volume prompts",
+        volume=True,
     ),
     "block-volume-for-several": Fault(
-        TRAINER, "rlhf-math-shared}", "rlhf-math-replay}", "3 nodes mount the volume rlhf-math-replay", volume=True
+        TRAINER,
+        "rlhf-math-shared}",
+        "rlhf-math-replay}",
+        "3 nodes mount the volume rlhf-math-replay",
+        volume=True,
     ),
 }
 
 
 def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
-    """Returns the exit status and output of the command, run with an empty home and without internet."""
+    """Returns the exit status and output of the command, run with an empty home and without
+    internet."""
     home.mkdir()
-    env = os.environ | {"HOME": str(home), "HTTPS_PROXY": "http://127.0.0.1:9", "HTTP_PROXY": "http://127.0.0.1:9"}
+    env = os.environ | {
+        "HOME": str(home),
+        "HTTPS_PROXY": "http://127.0.0.1:9",
+        "HTTP_PROXY": "http://127.0.0.1:9",
+    }
     command = [str(PYTHON), "-m", "jobgroup.check", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False)
+    result = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     assert list(home.iterdir()) == []
     assert result.stderr == "" or result.returncode == 2, result.stderr
     return result.returncode, result.stdout + result.stderr
@@ -144,14 +249,19 @@ def check(*arguments: str | Path, home: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The output for all faults and warnings. One run checks them all, because importing the package takes seconds."""
+    """The output for all faults and warnings. One run checks them all, because importing the
+    package takes seconds."""
     folder, text = tmp_path_factory.mktemp("faults"), MAIN.read_text(encoding="utf-8")
     for name, fault in FAULTS.items():
         (folder / f"{name}.yaml").write_text(fault.apply(text))
-    (folder / "spot.yaml").write_text(Fault(TRAINER, "  cpus:", "  use_spot: true\n  cpus:", "").apply(text))
+    (folder / "spot.yaml").write_text(
+        Fault(TRAINER, "  cpus:", "  use_spot: true\n  cpus:", "").apply(text)
+    )
     (folder / "idle.yaml").write_text(Fault(ROLLOUT, "H200: 1", "H200: 8", "").apply(text))
     few = "any_of: [{accelerators: H100:2}, {accelerators: A100-80GB:1}, {accelerators: H200:2}]"
-    (folder / "few.yaml").write_text(Fault(ROLLOUT, GPUS % (2, 2, 2, 2), few, "").apply(LARGE.read_text(encoding="utf-8")))
+    (folder / "few.yaml").write_text(
+        Fault(ROLLOUT, GPUS % (2, 2, 2, 2), few, "").apply(LARGE.read_text(encoding="utf-8"))
+    )
     status, output = check(*VOLUMES, *sorted(folder.glob("*.yaml")), home=folder / "home")
     assert status == 1
     return output
@@ -162,7 +272,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named_with_file_and_task(name: str, told: str) -> None:
     of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml( \(.*?\))?: (.*)$", told)
-    problems = [(variant, told) for variant, told in of_file if "rename it" not in told or "rename" in name]
+    problems = [
+        (variant, told) for variant, told in of_file if "rename it" not in told or "rename" in name
+    ]
     assert all(FAULTS[name].told in problem for _, problem in problems), problems
     without = [] if FAULTS[name].volume else [" (without volumes)"]
     assert [variant for variant, _ in problems] == ["", *without, " (with the image)"]
@@ -176,19 +288,31 @@ def test_the_job_groups_of_the_project_are_valid(tmp_path: Path) -> None:
     assert status == 0, output
     assert "PROBLEM" not in output
     assert "WARNING" not in output
-    for path, tasks in ((MAIN, 5), (CPU, 5), (PPO, 6), (ONEBOX, 5), (ONEGPU, 5), (LARGE, 5), (SPOT, 5), (TOOLS, 6)):
+    for path, tasks in (
+        (MAIN, 5),
+        (CPU, 5),
+        (PPO, 6),
+        (ONEBOX, 5),
+        (ONEGPU, 5),
+        (LARGE, 5),
+        (SPOT, 5),
+        (TOOLS, 6),
+    ):
         label = re.escape(f"jobgroup/{path.name}")
         assert re.search(rf"(?m)^{label}\n(  .*\n){{{tasks}}}  VALID$", output), output
         for variant in ["with the image", *([] if path == CPU else ["without volumes"])]:
             assert re.search(rf"(?m)^{label} \({variant}\)\n  VALID$", output), output
     gpus = "A100-80GB:1 or B200:1 or H100:1 or H200:1"
-    assert re.search(rf"ppo-trainer +2 × Kubernetes\(.*image_id=docker:pytorch\S+\) {gpus}, primary", output)
+    assert re.search(
+        rf"ppo-trainer +2 × Kubernetes\(.*image_id=docker:pytorch\S+\) {gpus}, primary", output
+    )
 
 
 @pytest.mark.integration
 @needs_skypilot
 def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Path) -> None:
-    """Passes `--env` as for a launch: with variables that name a setting, and with unrelated ones."""
+    """Passes `--env` as for a launch: with variables that name a setting, and with unrelated
+    ones."""
     words = ("MAX_STEP=10", "LEARNING_RATE=1e-5", "RLHF_TRAINER__BATCH_SIZE=many", "MY_OWN=1")
     status, output = check(MAIN, *(f"--env={word}" for word in words), home=tmp_path / "home")
     assert status == 1
@@ -206,7 +330,10 @@ def test_a_misspelt_variable_is_refused_and_an_unrelated_one_is_not(tmp_path: Pa
 def test_a_warning_is_not_a_problem(told: str) -> None:
     files = "(spot|idle|few)"
     assert re.findall(rf"(?m)^  PROBLEM \S+/{files}\.yaml: (.*): ", told) == [
-        ("few", "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), but a node has 1")
+        (
+            "few",
+            "rollout-server: an engine needs 2 GPUs (rollout.tensor_parallel_size), but a node has 1",
+        )
     ]
     assert re.findall(rf"(?m)^  WARNING \S+/{files}\.yaml( \(.*?\))?: ([\w-]+): ", told) == [
         ("idle", "", ROLLOUT),
@@ -223,7 +350,9 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "open.yaml").write_text(FAULTS["no-value"].apply(text))
     (tmp_path / "one.yaml").write_text("name: alone\nexecution: parallel\n")
     (tmp_path / "broken.yaml").write_text(f"{text}\n{{")
-    (tmp_path / "volume.yaml").write_text("name: rlhf-math-data\ntype: k8s-pvc\nsize: 10Gi\nconfig: {access_mode: Everybody}\n")
+    (tmp_path / "volume.yaml").write_text(
+        "name: rlhf-math-data\ntype: k8s-pvc\nsize: 10Gi\nconfig: {access_mode: Everybody}\n"
+    )
     (tmp_path / "no-size.yaml").write_text("name: rlhf-math-replay\ntype: k8s-pvc\n")
     status, output = check(tmp_path / "open.yaml", "--env", "BATCH_SIZE=8", home=tmp_path / "a")
     assert status == 0, output  # a value on the command line replaces the one missing in the file
@@ -251,7 +380,10 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
         ("echo ${A:-x} ${B-} ${C:=1} ${D:?give it} ${E:+set}", ""),
         ("echo \\$A '$B ${C}' # $D", ""),
         ('echo "it\'s $A" \'$B\' "\\$C"', "A"),
-        ("for a in 1 2; do b=$a; export C=$b; echo $C; done; while read -r d e; do echo $d $e; done", ""),
+        (
+            "for a in 1 2; do b=$a; export C=$b; echo $C; done; while read -r d e; do echo $d $e; done",
+            "",
+        ),
         ("mapfile -t lines < file; printf -v text x; echo $lines ${text}", ""),
         ("a=1; (b=2; echo $b); f() { local c=$1; echo $c $2 $# $? $@; }; echo $a", ""),
         ("cat <<'END' > f\n$A\nEND\necho $B\ncat <<END\n$C\nEND", "B C"),
@@ -260,7 +392,10 @@ def test_wrong_options_and_files_are_reported(tmp_path: Path) -> None:
     ],
 )
 def test_undefined_variables_of_a_script_are_named(script: str, missing: str) -> None:
-    told = tuple(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}" for name in missing.split())
+    told = tuple(
+        f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}"
+        for name in missing.split()
+    )
     assert shell_faults(script, frozenset({"GIVEN"})) == told
 
 
@@ -271,7 +406,9 @@ def test_a_script_that_bash_cannot_read_is_reported(script: str) -> None:
     assert fault.startswith("bash cannot read it: line 2: ")
 
 
-def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     small, large = spec.load(CPU, {}, {}, {}), spec.load(MAIN, {}, {}, {})
     assert [(task.name, task.num_nodes, task.primary) for task in small.tasks] == [
@@ -286,17 +423,25 @@ def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(monkeypatch: pytest.
         assert makes_model == (task.name in ("rollout-server", "ppo-trainer"))
 
 
-def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     group, main = spec.load(PPO, {}, {}, {}), spec.load(MAIN, {}, {}, {})
     critic = group.task(CRITIC, "")
     settings = {"RLHF_ALGORITHM__NAME": "ppo", "RLHF_CRITIC__LOCATION": "server"}
-    for task, other in zip([task for task in group.tasks if task != critic], main.tasks, strict=True):
+    for task, other in zip(
+        [task for task in group.tasks if task != critic], main.tasks, strict=True
+    ):
         here, there = task.without_volumes(), other.without_volumes()
         assert replace(here, env=dict(here.env)) == replace(there, env=dict(there.env) | settings)
     trainer = main.task(TRAINER, "").without_volumes()
     assert replace(critic, env=trainer.env, on_volumes=trainer.on_volumes) == replace(
-        trainer, name=CRITIC, num_nodes=1, primary=False, run="exec .venv/bin/python -m services.critic"
+        trainer,
+        name=CRITIC,
+        num_nodes=1,
+        primary=False,
+        run="exec .venv/bin/python -m services.critic",
     )
     assert dict(critic.without_volumes().env) == dict(trainer.env) | settings
     for task in group.tasks:
@@ -325,12 +470,15 @@ def test_a_variant_differs_from_the_main_job_group_only_in_size(path: Path) -> N
         gpus = task["resources"].get("accelerators", {})
         assert gpus.keys() == other["resources"].get("accelerators", {}).keys()
         assert len(set(gpus.values())) <= 1
-    assert path.read_text(encoding="utf-8").count("# image\n") == MAIN.read_text(encoding="utf-8").count("# image\n")
+    assert path.read_text(encoding="utf-8").count("# image\n") == MAIN.read_text(
+        encoding="utf-8"
+    ).count("# image\n")
 
 
 @pytest.mark.parametrize("path", [MAIN, CPU, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
 def test_all_tasks_load_the_same_settings(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each process would load exactly these settings. Apart from folders, they are the same in all tasks."""
+    """Each process would load exactly these settings. Apart from folders, they are the same in all
+    tasks."""
     monkeypatch.chdir(ROOT)
     group = spec.load(path, {}, {}, {})
     configs = [load([], dict(task.env)) for task in group.tasks]
@@ -345,7 +493,11 @@ def test_both_sides_request_one_gpu_and_share_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(ROOT)
     group = spec.load(ONEGPU, {}, {}, {})
     assert {task.name: task.gpus for task in group.tasks if task.gpus} == {ROLLOUT: 1, TRAINER: 1}
-    assert share_gpus(group.tasks, ["0"])[ROLLOUT] == share_gpus(group.tasks, ["0"])[TRAINER] == [["0"]]
+    assert (
+        share_gpus(group.tasks, ["0"])[ROLLOUT]
+        == share_gpus(group.tasks, ["0"])[TRAINER]
+        == [["0"]]
+    )
     assert all(load([], dict(task.env)).rollout.colocate for task in group.tasks)
 
 
@@ -357,16 +509,22 @@ def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPat
     assert config.rollout.tensor_parallel_size == rollout.gpus
     ranks = trainer.num_nodes * trainer.gpus
     assert trainer_memory(QWEN_7B, config, ranks).total < 0.6 * GPU
-    assert trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9  # the `memory` it requests
+    assert (
+        trainer_host_bytes(QWEN_7B, config, ranks, trainer.gpus) < 256e9
+    )  # the `memory` it requests
     engine = engine_memory(QWEN_7B, config, GPU)
     wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
     assert engine.kv_tokens > wanted
-    without = config.model_copy(update={"trainer": config.trainer.model_copy(update={"activation_checkpointing": False})})
+    without = config.model_copy(
+        update={"trainer": config.trainer.model_copy(update={"activation_checkpointing": False})}
+    )
     assert trainer_memory(QWEN_7B, without, ranks).total > GPU
 
 
 @pytest.mark.parametrize("path", [MAIN, PPO, ONEBOX, ONEGPU, LARGE, SPOT, TOOLS])
-def test_the_model_fits_every_gpu_that_skypilot_may_choose(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_fits_every_gpu_that_skypilot_may_choose(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     group = spec.load(path, {}, {}, {})
     shape = QWEN_7B if path == LARGE else QWEN_05B
@@ -377,14 +535,20 @@ def test_the_model_fits_every_gpu_that_skypilot_may_choose(path: Path, monkeypat
             size = GPU_BYTES[name]
             if task.name == ROLLOUT:
                 assert count == config.rollout.tensor_parallel_size
-                wanted = config.rollout.max_running_requests * (config.sampling.max_new_tokens + 512)
+                wanted = config.rollout.max_running_requests * (
+                    config.sampling.max_new_tokens + 512
+                )
                 assert engine_memory(shape, config, size).kv_tokens > wanted
             else:
                 assert trainer_memory(shape, config, task.num_nodes * count).total < 0.9 * size
 
 
 def test_the_tiny_ppo_settings_are_the_tiny_ones_with_a_critic() -> None:
-    small = load(["--config", str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml")], {}).model_dump()
-    ppo = load(["--config", str(ROOT / "jobgroup" / "configs" / "tiny-ppo-cpu.yaml")], {}).model_dump()
+    small = load(
+        ["--config", str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml")], {}
+    ).model_dump()
+    ppo = load(
+        ["--config", str(ROOT / "jobgroup" / "configs" / "tiny-ppo-cpu.yaml")], {}
+    ).model_dump()
     assert {name for name in ppo if ppo[name] != small[name]} == {"algorithm", "critic"}
     assert ppo["critic"]["location"] == "trainer"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.support.local_run import LocalRun
 
 HEADER = "name: small\nexecution: parallel\nprimary_tasks: [main]\n"
-# A daemon that leaves its session and then its parent, a child in the background, and the command itself.
+# A daemon that leaves its session and then its parent, a child in the background, and the command
+# itself.
 DEEP = "setsid bash -c 'setsid sleep 601 & sleep 602' & sleep 603 & touch $FOLDER/up-$SKYPILOT_NODE_RANK; sleep 604"
 TREE = f"{HEADER}---\nname: main\nnum_nodes: 2\nrun: |\n  {DEEP}\n"
 
@@ -28,11 +29,17 @@ def _up(local: "LocalRun") -> bool:
     for process in local.marked():
         with suppress(psutil.NoSuchProcess):  # the process has just ended
             sleeping |= {word for word in process.cmdline() if word.startswith("60")}
-    return (local.folder / "up-0").exists() and (local.folder / "up-1").exists() and len(sleeping) == 4
+    return (
+        (local.folder / "up-0").exists() and (local.folder / "up-1").exists() and len(sleeping) == 4
+    )
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_the_runner_ends_everything(local: "LocalRun", number: int, status: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_to_the_runner_ends_everything(
+    local: "LocalRun", number: int, status: int
+) -> None:
     process = local.start(TREE)
     local.wait_for(lambda: _up(local))
     process.send_signal(number)
@@ -47,7 +54,9 @@ def test_kill_9_of_the_runner_ends_everything(local: "LocalRun") -> None:
     local.wait_for(lambda: local.marked() == [])
 
 
-def test_kill_9_of_a_launcher_is_a_failure_of_its_node_and_leaves_nothing(local: "LocalRun") -> None:
+def test_kill_9_of_a_launcher_is_a_failure_of_its_node_and_leaves_nothing(
+    local: "LocalRun",
+) -> None:
     process = local.start(TREE)
     local.wait_for(lambda: _up(local))
     launcher = psutil.Process(process.pid).children()[0]
@@ -59,7 +68,9 @@ def test_kill_9_of_a_launcher_is_a_failure_of_its_node_and_leaves_nothing(local:
 
 
 def test_a_command_that_ends_takes_its_background_processes_with_it(local: "LocalRun") -> None:
-    status, _, _ = local.run(f"{HEADER}---\nname: main\nrun: setsid sleep 600 & sleep 601 & exit 0\n")
+    status, _, _ = local.run(
+        f"{HEADER}---\nname: main\nrun: setsid sleep 600 & sleep 601 & exit 0\n"
+    )
     assert status == 0
     assert local.marked() == []
 
@@ -91,7 +102,9 @@ def test_a_second_ctrl_c_kills_at_once(local: "LocalRun") -> None:
 
 
 def test_a_reader_that_goes_away_ends_the_run(local: "LocalRun") -> None:
-    process = local.start(f"{HEADER}---\nname: main\nrun: while true; do echo more; sleep 0.01; done\n")
+    process = local.start(
+        f"{HEADER}---\nname: main\nrun: while true; do echo more; sleep 0.01; done\n"
+    )
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -117,6 +130,11 @@ def test_a_process_that_ends_while_the_runner_does_leaves_no_error(local: "Local
     (local.folder / "group.yaml").write_text(f"{HEADER}---\nname: main\nrun: exit 0\n")
     command = [sys.executable, "-c", CLOSING, "group.yaml", "--log-dir", "logs"]
     ended = subprocess.run(
-        command, cwd=local.folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+        command,
+        cwd=local.folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

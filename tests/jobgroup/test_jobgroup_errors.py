@@ -1,4 +1,5 @@
-"""Wrong YAML and wrong options end with status 2 and a message that names field, value and remedy."""
+"""Wrong YAML and wrong options end with status 2 and a message that names field, value and
+remedy."""
 
 from pathlib import Path
 
@@ -22,9 +23,19 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         ("execution: parallel\n", "", "execution", "one after the other"),
         ("execution: parallel", "execution: serial", "header.execution", "parallel"),
         ("name: small", "name: Small_Group", "header.name", "pattern"),
-        ("name: small\n", "name: small\ntermination_dely: 3s\n", "header.termination_dely", "the known fields are name"),
+        (
+            "name: small\n",
+            "name: small\ntermination_dely: 3s\n",
+            "header.termination_dely",
+            "the known fields are name",
+        ),
         ("name: small\n", "name: small\ntermination_delay: soon\n", "termination_delay", "10s"),
-        ("name: small\n", "name: small\ntermination_delay: {mian: 1s}\n", "termination_delay", "the tasks are main"),
+        (
+            "name: small\n",
+            "name: small\ntermination_delay: {mian: 1s}\n",
+            "termination_delay",
+            "the tasks are main",
+        ),
         ("[main]", "[mian]", "primary_tasks", "the tasks are main"),
         ("run: echo", "rum: echo", "main.rum", "the known fields are"),
         ("run: echo ran > ran\n", "setup: x\n", "main.run", "required"),
@@ -35,14 +46,26 @@ def _load(folder: Path, text: str) -> spec.JobGroup:
         ("name: main\n", "name: main\nenvs: {A: }\n", "main.envs", "--env A="),
         ("name: main\n", "name: main\nenvs: {A-B: 1}\n", "main.envs", "not the name of a variable"),
         ("name: main\n", "name: main\nsecrets: {NOT_SET_ANYWHERE: }\n", "main.envs", "--secret"),
-        ("name: main\n", "name: main\nresources: {accelerators: 'H100:x'}\n", "main.accelerators", "H100:1"),
-        ("name: main\n", "name: main\nresources: {job_recovery: {max_restarts_on_errors: -1}}\n", "main.job_recovery", "whole"),
+        (
+            "name: main\n",
+            "name: main\nresources: {accelerators: 'H100:x'}\n",
+            "main.accelerators",
+            "H100:1",
+        ),
+        (
+            "name: main\n",
+            "name: main\nresources: {job_recovery: {max_restarts_on_errors: -1}}\n",
+            "main.job_recovery",
+            "whole",
+        ),
         ("---\nname: main", "---\nname: main\nrun: x\n---\nname: main", "name", "same name"),
         ("---\n", "---\n- list\n---\n", "YAML", "mapping"),
         ("name: main\n", "name: [main\n", "YAML", "cannot be read"),
     ],
 )
-def test_a_wrong_yaml_is_refused_by_name(tmp_path: Path, old: str, new: str, field: str, words: str) -> None:
+def test_a_wrong_yaml_is_refused_by_name(
+    tmp_path: Path, old: str, new: str, field: str, words: str
+) -> None:
     assert _load(tmp_path, GOOD).tasks[0].run == "echo ran > ran"
     assert old in GOOD
     with pytest.raises(ConfigError) as caught:
@@ -83,7 +106,9 @@ def test_a_wrong_option_is_refused_by_name(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_file_that_is_no_job_group_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_job_group_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "task.yaml").write_text("name: task\nrun: echo\n")
     for path in (tmp_path / "task.yaml", tmp_path / "missing.yaml", tmp_path):
         with pytest.raises(SystemExit) as caught:
@@ -93,7 +118,17 @@ def test_a_file_that_is_no_job_group_is_refused(tmp_path: Path, capfd: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("10s", 10), ("1m", 60), ("1.5m", 90), ("2h", 7200), (7, 7), ("7", 7), ("0s", 0), ("1d", 86400)]
+    ("text", "expected"),
+    [
+        ("10s", 10),
+        ("1m", 60),
+        ("1.5m", 90),
+        ("2h", 7200),
+        (7, 7),
+        ("7", 7),
+        ("0s", 0),
+        ("1d", 86400),
+    ],
 )
 def test_durations_are_read_as_skypilot_reads_them(text: str | int, expected: float) -> None:
     assert spec.seconds(text, "termination_delay") == expected

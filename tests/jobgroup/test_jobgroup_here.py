@@ -1,4 +1,5 @@
-"""Fields of a job group that only a cluster provides: what a local run and the doctor make of them."""
+"""Fields of a job group that only a cluster provides: what a local run and the doctor make of
+them."""
 
 from collections import Counter
 from pathlib import Path
@@ -44,7 +45,13 @@ def test_the_gpus_of_the_first_alternative_count(tmp_path: Path, resources: str,
 
 
 def test_a_variable_for_a_volume_is_known(tmp_path: Path) -> None:
-    env = {"STATE_DIR": "/data/state", "RUN_DIR": "/database/run", "HF_HOME": "/other", "A": "data/b", "B": "7"}
+    env = {
+        "STATE_DIR": "/data/state",
+        "RUN_DIR": "/database/run",
+        "HF_HOME": "/other",
+        "A": "data/b",
+        "B": "7",
+    }
     path = write_group(tmp_path, {"main": VOLUMES}, env)
     task = spec.load(path, {}, {}, {}).tasks[0]
     assert task.on_volumes == ("STATE_DIR", "HF_HOME")
@@ -55,11 +62,15 @@ def test_a_variable_for_a_volume_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_local_run_needs_no_volume_and_no_image(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_run_needs_no_volume_and_no_image(
+    local: "LocalRun", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("STATE_DIR", raising=False)
     envs = "envs: {STATE_DIR: /data/state, RUN_DIR: /other/run, KEPT: x}\n"
     task = f'name: main\n{envs}{VOLUMES}{IMAGE}run: echo "$KEPT|${{STATE_DIR-unset}}|${{RUN_DIR-unset}}|"\n'
-    status, out, err = local.run(f"name: small\nexecution: parallel\n---\n{task}", "--env", "RUN_DIR=runs/mine")
+    status, out, err = local.run(
+        f"name: small\nexecution: parallel\n---\n{task}", "--env", "RUN_DIR=runs/mine"
+    )
     assert (status, err) == (0, "")
     assert local.log("main-0").strip() == "x|unset|runs/mine|"
     assert "volumes of main are only for a cluster and not mounted here" in out
@@ -77,11 +88,15 @@ def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
-def test_the_volumes_have_room_for_what_the_doctor_expects(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_volumes_have_room_for_what_the_doctor_expects(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     path = ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
     plan = make(path, {}, {}, None, cluster=True)
-    plan.shapes = dict.fromkeys({job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B)
+    plan.shapes = dict.fromkeys(
+        {job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B
+    )
     rooms = {}
     for file in (ROOT / "jobgroup" / "volumes").glob("*.yaml"):
         volume = yaml.safe_load(file.read_text())

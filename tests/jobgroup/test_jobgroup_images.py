@@ -1,4 +1,5 @@
-"""Images: those of the GPU tasks have what we pin, ours has what the other tasks install, and setup.sh adds the rest."""
+"""Images: those of the GPU tasks have what we pin, ours has what the other tasks install, and
+setup.sh adds the rest."""
 
 import os
 import re
@@ -20,9 +21,12 @@ GROUPS = sorted((ROOT / "jobgroup").glob("*-jobgroup.yaml"))
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 SGLANG = (ROOT / "jobgroup" / "sglang-requirements.txt").read_text(encoding="utf-8")
-TEMPLATES = sorted((ROOT / ".venv-sky").glob("lib/python3*/site-packages/sky/templates/kubernetes-ray.yml.j2"))
+TEMPLATES = sorted(
+    (ROOT / ".venv-sky").glob("lib/python3*/site-packages/sky/templates/kubernetes-ray.yml.j2")
+)
 BUILDS_OURS = ("pip", "hatchling", "pathspec", "pluggy", "packaging", "trove-classifiers")
-"""pip, hatchling and what hatchling needs: with these, our package is installed without a network."""
+"""pip, hatchling and what hatchling needs: with these, our package is installed without a
+network."""
 
 
 def _pin(package: str, pins: str) -> str:
@@ -38,18 +42,24 @@ def test_the_images_have_the_pinned_sglang_and_torch(path: Path) -> None:
     expected = {ROLLOUT: sglang, TRAINER: torch, CRITIC: torch}
     for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         resources = document["resources"]
-        assert resources.get("image_id") == (expected[document["name"]] if "accelerators" in resources else None)
+        assert resources.get("image_id") == (
+            expected[document["name"]] if "accelerators" in resources else None
+        )
 
 
 @pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)
 def test_every_task_that_needs_no_torch_can_use_our_image(path: Path) -> None:
     for document in path.read_text(encoding="utf-8").split("\n---\n")[1:]:
-        light = re.search(r"setup.sh (services|reward|environment)$", document, re.MULTILINE) is not None
+        light = (
+            re.search(r"setup.sh (services|reward|environment)$", document, re.MULTILINE)
+            is not None
+        )
         assert ("\n  # image_id: docker:IMAGE   # image\n" in document) == light
 
 
 def _installed_by_the_image() -> tuple[set[str], list[str], list[str]]:
-    """Returns the system packages, the extras of ours and the other packages that the Dockerfile installs."""
+    """Returns the system packages, the extras of ours and the other packages that the Dockerfile
+    installs."""
     commands = DOCKERFILE.replace("\\\n", " ")
     (apt,) = re.findall(r"apt-get install --yes --no-install-recommends (.*?)&&", commands)
     (extras,) = re.findall(r"pip install .* --editable '\.\[(.*?)\]'", commands)
@@ -71,7 +81,10 @@ def test_our_image_has_all_that_its_tasks_install_and_no_torch(tmp_path: Path) -
         assert locked(wanted.split(","), more) <= have
 
 
-@pytest.mark.skipif(not TEMPLATES, reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it")
+@pytest.mark.skipif(
+    not TEMPLATES,
+    reason="SkyPilot is not installed in .venv-sky: `make check-jobgroup` installs it",
+)
 def test_our_image_has_what_skypilot_would_install_at_every_start() -> None:
     (packages,) = re.findall(r'PACKAGES="(rsync .*?)"', TEMPLATES[0].read_text(encoding="utf-8"))
     system, _, _ = _installed_by_the_image()
@@ -80,7 +93,11 @@ def test_our_image_has_what_skypilot_would_install_at_every_start() -> None:
 
 def test_docker_is_sent_what_the_image_copies_and_nothing_else() -> None:
     (copied,) = re.findall(r"(?m)^COPY (.*) \./$", DOCKERFILE)
-    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    ignored = [
+        line
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert ignored[0] == "*"
     assert {line.removeprefix("!") for line in ignored[1:]} == set(copied.split())
     assert all((ROOT / name).is_file() for name in copied.split())
@@ -108,16 +125,24 @@ def _program(path: Path, text: str) -> None:
 
 def _uv(folder: Path) -> None:
     """An installer that only records its arguments."""
-    _program(folder / "bin" / "uv", 'echo "$@" >> calls; if [ "$1" = venv ]; then mkdir -p "$5/bin"; fi')
+    _program(
+        folder / "bin" / "uv", 'echo "$@" >> calls; if [ "$1" = venv ]; then mkdir -p "$5/bin"; fi'
+    )
 
 
 def _setup(folder: Path, role: str, *paths: Path) -> str:
     path = os.pathsep.join([*map(str, paths), str(folder / "bin"), "/usr/bin", "/bin"])
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "CUDA_"))}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "UV_", "CUDA_"))
+    }
     env |= {"PATH": path, "HOME": str(folder), "CUDA_HOME": str(folder / "cuda")}
     env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = ["bash", "jobgroup/setup.sh", role]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -131,12 +156,17 @@ def _recorded(folder: Path, role: str, *paths: Path) -> list[str]:
     _program(folder / "bin" / "curl", "exit 1")
     _program(folder / "bin" / "bwrap", "exit 0")
     _setup(folder, role, *paths)
-    return [line for line in (folder / "calls").read_text().splitlines() if line.startswith("pip install")]
+    return [
+        line
+        for line in (folder / "calls").read_text().splitlines()
+        if line.startswith("pip install")
+    ]
 
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python of its own, as in an image, with pip, hatchling, and the metadata of torch and SGLang. Returns its programs."""
+    """A Python of its own, as in an image, with pip, hatchling, and the metadata of torch and
+    SGLang. Returns its programs."""
     root = tmp_path_factory.mktemp("image")
     stdlib = Path(sysconfig.get_path("stdlib"))
     library = root / "lib" / stdlib.name
@@ -147,7 +177,11 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = root / "bin" / "python3"
     python.parent.mkdir()
     shutil.copy(Path(sys.executable).resolve(), python)
-    asked = subprocess.run([python, "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True)
+    asked = subprocess.run(
+        [python, "-c", "import site; print(site.getsitepackages()[0])"],
+        capture_output=True,
+        text=True,
+    )
     packages = Path(asked.stdout.strip())
     packages.mkdir(parents=True, exist_ok=True)
     for name in BUILDS_OURS:
@@ -163,17 +197,24 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _own(folder: Path) -> set[str]:
     """Returns the distributions that an environment itself has, beside those of the image."""
-    return {path.name.partition("-")[0] for path in folder.glob("lib/python3*/site-packages/*.dist-info")}
+    return {
+        path.name.partition("-")[0]
+        for path in folder.glob("lib/python3*/site-packages/*.dist-info")
+    }
 
 
 @pytest.mark.integration
 def test_only_our_package_is_added_to_an_image_that_has_torch(tmp_path: Path, image: Path) -> None:
     folder = _work(tmp_path / "pod")
-    told = _setup(folder, "trainer", image)  # with the real pip, which has no index to install anything from
+    told = _setup(
+        folder, "trainer", image
+    )  # with the real pip, which has no index to install anything from
     assert f"setup: making .venv on top of the packages of {image / 'python3'}" in told
     assert _own(folder / ".venv") == {"rlhf_math"}
     ask = "import importlib.metadata as m; print(m.version('torch'), m.version('rlhf-math'))"
-    seen = subprocess.run([folder / ".venv/bin/python", "-c", ask], capture_output=True, text=True, check=True)
+    seen = subprocess.run(
+        [folder / ".venv/bin/python", "-c", ask], capture_output=True, text=True, check=True
+    )
     assert seen.stdout.split() == ["2.13.0+cu130", "1"]
     assert "setup: .venv is up to date" in _setup(folder, "trainer", image)
 
@@ -196,7 +237,9 @@ def test_an_environment_that_stands_alone_is_kept(tmp_path: Path, image: Path) -
 
 
 @pytest.mark.integration
-def test_the_sglang_of_an_image_is_used_with_the_compiler_of_the_image(tmp_path: Path, image: Path) -> None:
+def test_the_sglang_of_an_image_is_used_with_the_compiler_of_the_image(
+    tmp_path: Path, image: Path
+) -> None:
     folder = _work(tmp_path / "pod")
     _program(folder / "bin" / "c++", "exit 0")
     (arguments,) = _recorded(folder, "sglang", image)  # it has no nvcc
@@ -206,5 +249,7 @@ def test_the_sglang_of_an_image_is_used_with_the_compiler_of_the_image(tmp_path:
     assert _recorded(folder, "sglang", image) == []
     assert _own(folder / ".venv-sglang") == set()
     ask = "import importlib.metadata as m; print(m.version('sglang'))"
-    seen = subprocess.run([folder / ".venv-sglang/bin/python", "-c", ask], capture_output=True, text=True, check=True)
+    seen = subprocess.run(
+        [folder / ".venv-sglang/bin/python", "-c", ask], capture_output=True, text=True, check=True
+    )
     assert seen.stdout.strip() == "0.5.21"

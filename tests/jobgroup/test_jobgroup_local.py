@@ -23,7 +23,11 @@ def test_every_node_gets_the_environment_of_its_pod(local: "LocalRun") -> None:
     # With one primary task, its end could stop the other task before that one has printed anything.
     header = HEADER.replace("[main]", "[main, other]")
     status, _, _ = local.run(
-        f"{header}---\nname: main\n{task}---\nname: other\n{task}", "--env", "A=y=z", "--num-nodes", "other=3"
+        f"{header}---\nname: main\n{task}---\nname: other\n{task}",
+        "--env",
+        "A=y=z",
+        "--num-nodes",
+        "other=3",
     )
     assert status == 0
     addresses = set()
@@ -43,11 +47,16 @@ def test_every_node_gets_the_environment_of_its_pod(local: "LocalRun") -> None:
     assert all(address.startswith("127.") for address in addresses)
 
 
-def test_a_run_that_takes_a_token_gets_one(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_takes_a_token_gets_one(
+    local: "LocalRun", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("API_TOKEN", raising=False)
     text = "run: echo token=$API_TOKEN\n"
     header = HEADER.replace("main", "a, b")
-    group = header + f"---\nname: a\nsecrets: {{API_TOKEN: ''}}\n{text}---\nname: b\nsecrets: {{API_TOKEN: ''}}\n{text}"
+    group = (
+        header
+        + f"---\nname: a\nsecrets: {{API_TOKEN: ''}}\n{text}---\nname: b\nsecrets: {{API_TOKEN: ''}}\n{text}"
+    )
     status, out, _ = local.run(group)
     file = local.logs / "api_token"
     made = file.read_text()
@@ -77,13 +86,18 @@ def test_primaries_decide_and_auxiliaries_get_sigterm_after_the_delay(local: "Lo
     assert "told" in local.log("quick-0")
     assert (local.folder / "slow-lives-on").exists()  # according to the nodes themselves
     assert not (local.folder / "quick-lives-on").exists()
-    assert [line.split()[2] for line in out.splitlines()[-3:]] == ["CANCELLED", "CANCELLED", "SUCCEEDED"]
+    assert [line.split()[2] for line in out.splitlines()[-3:]] == [
+        "CANCELLED",
+        "CANCELLED",
+        "SUCCEEDED",
+    ]
     assert local.marked() == []
 
 
 def test_a_failed_primary_ends_the_auxiliaries_at_once_with_its_status(local: "LocalRun") -> None:
     status, out, _ = local.run(
-        HEADER + "termination_delay: 10m\n---\nname: other\nrun: sleep 600\n---\nname: main\nrun: echo broken; exit 7\n"
+        HEADER
+        + "termination_delay: 10m\n---\nname: other\nrun: sleep 600\n---\nname: main\nrun: echo broken; exit 7\n"
     )
     assert status == 7
     assert "main-0 ended with status 7: main FAILED after 0 restarts" in out
@@ -103,13 +117,20 @@ def test_a_failed_task_is_restarted_whole_at_the_same_addresses(local: "LocalRun
     assert "restart 1 of main" in out
     assert "restart 2 of main" in out
     for rank in (0, 1):
-        starts = [line for line in local.log(f"main-{rank}").replace("start", "\nstart").splitlines() if "start" in line]
+        starts = [
+            line
+            for line in local.log(f"main-{rank}").replace("start", "\nstart").splitlines()
+            if "start" in line
+        ]
         assert len(starts) == 3  # node 0 too, though only node 1 failed
         assert len({line.split("failure")[0].strip() for line in starts}) == 1
 
 
-def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_last(local: "LocalRun") -> None:
-    """The primary task would wait for it (`sleep 600`). It fails only after another auxiliary has succeeded."""
+def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_last(
+    local: "LocalRun",
+) -> None:
+    """The primary task would wait for it (`sleep 600`). It fails only after another auxiliary has
+    succeeded."""
     pid = local.folder / "pid"
     fine_ended = f"[ -s {pid} ] && ! kill -0 $(cat {pid}) 2>/dev/null"
     status, out, _ = local.run(
@@ -135,14 +156,20 @@ def test_an_auxiliary_beyond_its_restarts_ends_the_group_and_its_output_comes_la
         ("exit 3", 3, "quiet-0 ended with status 3 and printed nothing"),
     ],
 )
-def test_a_reason_that_no_output_gives_comes_last(local: "LocalRun", command: str, status: int, reason: str) -> None:
-    found, out, _ = local.run(f"{HEADER}---\nname: quiet\nrun: {command}\n---\nname: main\nrun: sleep 600\n")
+def test_a_reason_that_no_output_gives_comes_last(
+    local: "LocalRun", command: str, status: int, reason: str
+) -> None:
+    found, out, _ = local.run(
+        f"{HEADER}---\nname: quiet\nrun: {command}\n---\nname: main\nrun: sleep 600\n"
+    )
     assert found == status
     assert out.splitlines()[-1].endswith(f" | {reason}")
     assert "the last 0 lines" not in out
 
 
-def test_a_second_runner_touches_nothing_of_the_first(local: "LocalRun", make_run: "Callable[[str], LocalRun]") -> None:
+def test_a_second_runner_touches_nothing_of_the_first(
+    local: "LocalRun", make_run: "Callable[[str], LocalRun]"
+) -> None:
     """Like running `make demo` twice: it empties its directory first."""
     text = f"{HEADER}---\nname: main\nrun: echo there; sleep 600\n"
     (local.folder / "old").touch()
@@ -170,7 +197,9 @@ def test_without_primary_tasks_all_are_primary(local: "LocalRun") -> None:
     assert "whole" in local.log("two-0")  # as with SkyPilot, the other primaries run to their end
 
 
-def test_two_runs_side_by_side_have_addresses_of_their_own(make_run: "Callable[[str], LocalRun]") -> None:
+def test_two_runs_side_by_side_have_addresses_of_their_own(
+    make_run: "Callable[[str], LocalRun]",
+) -> None:
     server = (
         "python3 -c \"import os,socket,time; s=socket.create_server((os.environ['SKYPILOT_NODE_IPS'], 8000)); "
         "print('listening', s.getsockname()[0], flush=True); time.sleep(600)\""
@@ -188,7 +217,9 @@ def test_two_runs_side_by_side_have_addresses_of_their_own(make_run: "Callable[[
         assert run.finish()[0] == 143
 
 
-def test_the_merged_stream_has_prefixes_and_no_colours_outside_a_terminal(local: "LocalRun") -> None:
+def test_the_merged_stream_has_prefixes_and_no_colours_outside_a_terminal(
+    local: "LocalRun",
+) -> None:
     _, out, _ = local.run(
         f"{HEADER}---\nname: longer-name\nrun: printf 'a\\rb\\n'; touch $FOLDER/said; sleep 600\n"
         "---\nname: main\nrun: until [ -e $FOLDER/said ]; do sleep 0.02; done; printf 'one\\ntwo\\nno end'\n"
@@ -225,7 +256,9 @@ def test_setup_is_not_run(local: "LocalRun") -> None:
     assert "setup is not run" in out
 
 
-def test_secrets_come_from_the_option_or_the_environment(local: "LocalRun", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_come_from_the_option_or_the_environment(
+    local: "LocalRun", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FROM_HERE", "h1")
     monkeypatch.setenv("NAMED", "n1")
     text = f"{HEADER}---\nname: main\nsecrets: {{FROM_HERE: '', GIVEN: '', NAMED: x}}\nrun: echo $FROM_HERE $GIVEN $NAMED\n"

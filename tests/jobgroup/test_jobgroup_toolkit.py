@@ -1,4 +1,5 @@
-"""The CUDA toolkit with which SGLang compiles: setup.sh completes it, the agent passes it on, the doctor checks it."""
+"""The CUDA toolkit with which SGLang compiles: setup.sh completes it, the agent passes it on, the
+doctor checks it."""
 
 import shutil
 import subprocess
@@ -26,7 +27,10 @@ def _program(path: Path, text: str = "#!/bin/sh\n") -> Path:
 
 def _toolkit(home: Path, release: str = "13.0", linked: bool = True) -> Path:
     """A toolkit as setup.sh leaves it; its nvcc only prints a release."""
-    _program(home / "bin/nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n")
+    _program(
+        home / "bin/nvcc",
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.88'\n",
+    )
     (home / "lib").mkdir()
     (home / "lib/libcudart.so.13").touch()
     if linked:
@@ -37,17 +41,38 @@ def _toolkit(home: Path, release: str = "13.0", linked: bool = True) -> Path:
 
 @pytest.fixture
 def setup_folder(tmp_path: Path) -> Path:
-    """setup.sh with a uv that installs empty NVIDIA wheels and an apt-get that installs a compiler."""
+    """setup.sh with a uv that installs empty NVIDIA wheels and an apt-get that installs a
+    compiler."""
     (tmp_path / "jobgroup").mkdir()
     for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     wheels = f'"$5/{WHEELS}"'
     install = f"mkdir -p {wheels}/lib {wheels}/bin && touch {wheels}/lib/libcudart.so.13 {wheels}/lib/libnvrtc.so.13"
-    _program(tmp_path / "bin/uv", f'#!/bin/sh\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; {install}; fi\n')
+    _program(
+        tmp_path / "bin/uv",
+        f'#!/bin/sh\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; {install}; fi\n',
+    )
     _program(tmp_path / "bin/sudo", '#!/bin/sh\nshift; exec "$@"\n')
     driver = "libcuda.so.1 (libc6,x86-64) => /usr/lib/x86_64-linux-gnu/libcuda.so.1"
-    _program(tmp_path / "bin/ldconfig", f"#!/bin/sh\nprintf '\\tlibc.so.6 => /lib/libc.so.6\\n\\t{driver}\\n'\n")
-    for name in ("bash", "cat", "cksum", "mkdir", "touch", "ln", "basename", "dirname", "id", "sed", "head", "sh", "chmod"):
+    _program(
+        tmp_path / "bin/ldconfig",
+        f"#!/bin/sh\nprintf '\\tlibc.so.6 => /lib/libc.so.6\\n\\t{driver}\\n'\n",
+    )
+    for name in (
+        "bash",
+        "cat",
+        "cksum",
+        "mkdir",
+        "touch",
+        "ln",
+        "basename",
+        "dirname",
+        "id",
+        "sed",
+        "head",
+        "sh",
+        "chmod",
+    ):
         found = shutil.which(name)
         assert found is not None
         (tmp_path / "bin" / name).symlink_to(found)
@@ -57,23 +82,35 @@ def setup_folder(tmp_path: Path) -> Path:
 def _setup(folder: Path) -> "subprocess.CompletedProcess[str]":
     env = {"PATH": str(folder / "bin"), "HOME": str(folder)}
     command = ["bash", "jobgroup/setup.sh", "sglang"]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.integration
 def test_setup_completes_the_wheels_and_installs_a_compiler(setup_folder: Path) -> None:
-    _program(setup_folder / "bin/apt-get", '#!/bin/sh\necho "$@" >> calls\ncase $1 in install) ln -s /bin/sh bin/c++;; esac\n')
+    _program(
+        setup_folder / "bin/apt-get",
+        '#!/bin/sh\necho "$@" >> calls\ncase $1 in install) ln -s /bin/sh bin/c++;; esac\n',
+    )
     home = setup_folder / ".venv-sglang" / WHEELS
     for _ in range(2):  # the second time, everything is installed already
         assert (done := _setup(setup_folder)).returncode == 0, done.stderr
         assert (home / "lib64/libcudart.so").resolve() == home / "lib/libcudart.so.13"
         assert (home / "lib64/libnvrtc.so").resolve() == home / "lib/libnvrtc.so.13"
-        assert str((home / "lib64/stubs/libcuda.so").readlink()) == "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+        assert (
+            str((home / "lib64/stubs/libcuda.so").readlink())
+            == "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+        )
     assert (setup_folder / "calls").read_text().splitlines() == ["update -qq", "install -y -qq g++"]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("apt", [None, "exit 100", "case $1 in install) exit 100;; esac"], ids=["none", "broken", "refuses"])
+@pytest.mark.parametrize(
+    "apt",
+    [None, "exit 100", "case $1 in install) exit 100;; esac"],
+    ids=["none", "broken", "refuses"],
+)
 def test_setup_without_a_compiler_says_so_and_fails(setup_folder: Path, apt: str | None) -> None:
     if apt is not None:
         _program(setup_folder / "bin/apt-get", f"#!/bin/sh\n{apt}\n")
@@ -84,17 +121,23 @@ def test_setup_without_a_compiler_says_so_and_fails(setup_folder: Path, apt: str
 
 
 def test_the_parts_of_the_compiler_are_of_one_release() -> None:
-    """nvcc 13.0 with nvvm 13.3 fails: 'ptxas fatal: Unsupported .version 9.5; current version is 9.0'."""
+    """nvcc 13.0 with nvvm 13.3 fails: 'ptxas fatal: Unsupported .version 9.5; current version is
+    9.0'."""
     lines = (ROOT / "jobgroup/sglang-requirements.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     assert {pins[f"nvidia-{part}"] for part in ("cuda-nvcc", "cuda-crt", "nvvm")} == {"13.0.88"}
     assert pins["nvidia-cuda-cccl"].startswith("13.0.")
 
 
-def test_the_engine_finds_the_toolkit_of_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_finds_the_toolkit_of_its_own_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python, home = _program(tmp_path / "bin/python"), _toolkit(tmp_path / WHEELS)
     env = toolkit_env(python, {"PATH": "/usr/bin"})
-    assert env == {"CUDA_HOME": str(home), "PATH": f"{tmp_path}/bin:{home}/bin:/usr/bin"}  # the first folder has ninja
+    assert env == {
+        "CUDA_HOME": str(home),
+        "PATH": f"{tmp_path}/bin:{home}/bin:/usr/bin",
+    }  # the first folder has ninja
     for name in ("CUDA_HOME", "CUDA_PATH"):
         mine = toolkit_env(python, {"PATH": "/usr/bin", name: "/opt/cuda"})
         assert mine == {"CUDA_HOME": "/opt/cuda", "PATH": f"{tmp_path}/bin:/opt/cuda/bin:/usr/bin"}
@@ -104,16 +147,24 @@ def test_the_engine_finds_the_toolkit_of_its_own_environment(tmp_path: Path, mon
     started = engine_env(from_mapping({"rollout": settings}))
     assert started["CUDA_HOME"] == str(home)
     assert "CUDA_HOME" not in engine_env(from_mapping({"rollout": settings | {"device": "cpu"}}))
-    assert "CUDA_HOME" not in engine_env(from_mapping({"rollout": settings | {"engine": "embedded"}}))
+    assert "CUDA_HOME" not in engine_env(
+        from_mapping({"rollout": settings | {"engine": "embedded"}})
+    )
 
 
 def test_an_environment_without_the_wheels_leaves_the_toolkit_to_sglang(tmp_path: Path) -> None:
-    assert toolkit_env(tmp_path / "bin/python", {"PATH": "/usr/bin"}) == {"PATH": f"{tmp_path}/bin:/usr/bin"}
+    assert toolkit_env(tmp_path / "bin/python", {"PATH": "/usr/bin"}) == {
+        "PATH": f"{tmp_path}/bin:/usr/bin"
+    }
 
 
-def _plan(folder: Path, monkeypatch: pytest.MonkeyPatch, driver: str = "580.82.07", **env: str) -> Plan:
+def _plan(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, driver: str = "580.82.07", **env: str
+) -> Plan:
     """A rollout node whose nvidia-smi prints a recorded answer, with nothing else on its path."""
-    smi = _program(folder / "programs/nvidia-smi", f"#!/bin/sh\necho '{SMI.format(driver=driver)}'\n")
+    smi = _program(
+        folder / "programs/nvidia-smi", f"#!/bin/sh\necho '{SMI.format(driver=driver)}'\n"
+    )
     monkeypatch.setenv("PATH", str(smi.parent))
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -141,7 +192,9 @@ def _verdicts(plan: Plan) -> dict[str, tuple[str, str]]:
         ("", "warn"),
     ],
 )
-def test_the_driver_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, state: str) -> None:
+def test_the_driver_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, state: str
+) -> None:
     found = _verdicts(_plan(tmp_path, monkeypatch, driver))["NVIDIA driver"]
     assert found[0] == state
     assert driver in found[1]
@@ -187,9 +240,15 @@ def test_a_toolkit_of_another_cuda_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.integration
-def test_only_sglang_on_a_gpu_needs_a_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__ENGINE="embedded"))) == ["NVIDIA driver"]
-    assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__DEVICE="cpu"))) == ["NVIDIA driver"]
+def test_only_sglang_on_a_gpu_needs_a_toolkit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__ENGINE="embedded"))) == [
+        "NVIDIA driver"
+    ]
+    assert list(_verdicts(_plan(tmp_path, monkeypatch, RLHF_ROLLOUT__DEVICE="cpu"))) == [
+        "NVIDIA driver"
+    ]
     plan = _plan(tmp_path, monkeypatch)
     plan.assumed_gb = 80.0
     assert _verdicts(plan) == {}

@@ -36,11 +36,16 @@ run: {PYTHON} -m services.replay
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("RLHF_TRAINER__BATCH_SIZE: many", "field: trainer.batch_size · value: many · remedy: give a whole number"),
+        (
+            "RLHF_TRAINER__BATCH_SIZE: many",
+            "field: trainer.batch_size · value: many · remedy: give a whole number",
+        ),
         ("RUN_CONFIG: nothing.yaml", "field: --config · value: nothing.yaml"),
     ],
 )
-def test_a_wrong_setting_of_any_task_ends_the_group_at_once(local: "LocalRun", wrong: str, told: str) -> None:
+def test_a_wrong_setting_of_any_task_ends_the_group_at_once(
+    local: "LocalRun", wrong: str, told: str
+) -> None:
     status, out, _ = local.run(GROUP.replace("STATE_DIR: state", f"STATE_DIR: state, {wrong}"))
     assert status == WRONG_SETTING
     assert "replay-buffer FAILED after 0 restarts" in out
@@ -49,7 +54,10 @@ def test_a_wrong_setting_of_any_task_ends_the_group_at_once(local: "LocalRun", w
 
 
 def test_a_misspelt_variable_is_refused_before_anything_starts(local: "LocalRun") -> None:
-    for word, meant in (("MAX_STEP=3", "MAX_STEPS"), ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LEARNING_RATE")):
+    for word, meant in (
+        ("MAX_STEP=3", "MAX_STEPS"),
+        ("RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LEARNING_RATE"),
+    ):
         status, out, error = local.run(GROUP, "--env", word)
         assert (status, out) == (2, "")
         assert f"did you mean {meant}?" in error
@@ -57,12 +65,21 @@ def test_a_misspelt_variable_is_refused_before_anything_starts(local: "LocalRun"
 
 
 def test_torchrun_ends_with_the_status_and_the_reason_of_the_rank(tmp_path: "Path") -> None:
-    """With a missing model, the real launcher and trainer print one sentence, without the banner of torchrun."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "SKYPILOT_JOBGROUP_NAME": "small", "MODEL_NAME": "./nothing"}
+    """With a missing model, the real launcher and trainer print one sentence, without the banner of
+    torchrun."""
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "SKYPILOT_JOBGROUP_NAME": "small",
+        "MODEL_NAME": "./nothing",
+    }
     env |= {"JOBGROUP_HOSTS": "ppo-trainer-0.small=127.0.0.1", "RUN_DIR": str(tmp_path / "run")}
     command = [sys.executable, "-m", "common.process.topology", "torchrun", "-m", "trainer"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == WRONG_SETTING, done.stdout
     lines = done.stdout.rstrip().splitlines()
-    assert lines[-1].startswith("error: there is no such directory · field: model.name · value: ./nothing · remedy: ")
+    assert lines[-1].startswith(
+        "error: there is no such directory · field: model.name · value: ./nothing · remedy: "
+    )
     assert set(lines) == {lines[-1]}

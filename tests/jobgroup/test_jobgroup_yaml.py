@@ -55,7 +55,9 @@ def test_header_and_tasks_are_as_promised(group: spec.JobGroup) -> None:
     assert all(task.max_restarts == 3 and task.termination_delay_s == 10 for task in group.tasks)
 
 
-def test_a_packaged_configuration_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packaged_configuration_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"}, {}, {})
     assert "scrape_configs" in scrape.configuration(group, {}, None)
@@ -67,7 +69,13 @@ def test_a_packaged_configuration_is_found_from_any_folder(tmp_path: Path, monke
 def test_the_ports_in_the_comments_match_the_configuration() -> None:
     config = Config()
     told = {int(port) for port in re.findall(r"\b[Pp]ort (\d+)", TEXT)}
-    used = {config.data.port, config.reward.port, config.replay.port, config.rollout.router_port, config.rollout.engine_port}
+    used = {
+        config.data.port,
+        config.reward.port,
+        config.replay.port,
+        config.rollout.router_port,
+        config.rollout.engine_port,
+    }
     assert told == used == {8000, 8002, 8003, 30000, 30001}
 
 
@@ -81,7 +89,9 @@ def test_every_command_starts_a_module_that_exists(group: spec.JobGroup) -> None
 
 def test_an_env_from_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(PATH, {"MODEL_NAME": "tiny", "SEED": "3"}, {"HF_TOKEN": "given"}, {"rollout-server": 4})
+    group = spec.load(
+        PATH, {"MODEL_NAME": "tiny", "SEED": "3"}, {"HF_TOKEN": "given"}, {"rollout-server": 4}
+    )
     assert all(task.env["MODEL_NAME"] == "tiny" and task.env["SEED"] == "3" for task in group.tasks)
     assert dict(group.task("ppo-trainer", "").env).get("HF_TOKEN") == "given"
     assert group.task("rollout-server", "").num_nodes == 4
@@ -97,12 +107,19 @@ def test_the_settings_that_the_yaml_tells_are_the_defaults(group: spec.JobGroup)
 
 
 @pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)
-def test_a_setting_is_in_every_task_or_in_the_settings_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable reaches only the task that names it: what describes the run is a file, named once in each task."""
+def test_a_setting_is_in_every_task_or_in_the_settings_file(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable reaches only the task that names it: what describes the run is a file, named once
+    in each task."""
     monkeypatch.chdir(ROOT)
     tasks = spec.load(path, {}, {}, {}).tasks
     for task in tasks:
-        names = {name for name in task.env if name.startswith("RLHF_") or name in SHORT_NAMES or name == "RUN_CONFIG"}
+        names = {
+            name
+            for name in task.env
+            if name.startswith("RLHF_") or name in SHORT_NAMES or name == "RUN_CONFIG"
+        }
         shared = names - set(task.on_volumes)
         assert len(shared) <= 2
         assert all(other.env[name] == task.env[name] for other in tasks for name in shared)
@@ -113,14 +130,20 @@ def test_trap_no_sleep_for_readiness(group: spec.JobGroup) -> None:
     assert not re.search(r"\bsleep\b|\bwait\b|\buntil\b", scripts)
 
 
-def test_trap_every_trainer_node_trains(group: spec.JobGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_every_trainer_node_trains(
+    group: spec.JobGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = group.task("ppo-trainer", "")
     assert trainer.num_nodes == 2
     # The command does not depend on the rank.
     assert trainer.run == "exec .venv/bin/python -m common.process.topology torchrun -m trainer"
     commands = []
     for rank in (0, 1):
-        env = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+        env = {
+            "SKYPILOT_NODE_RANK": str(rank),
+            "SKYPILOT_NUM_NODES": "2",
+            "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        }
         command = topology.Topology.from_env(env).torchrun(["-m", "trainer"])
         place = command.index("--node-rank")
         assert command[place + 1] == str(rank)
@@ -142,7 +165,8 @@ def test_secrets_have_no_value_in_the_file() -> None:
 
 @pytest.mark.parametrize("path", GROUPS, ids=lambda path: path.stem)
 def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
-    """A secret does not reach a task that does not name it, and that service would answer anyone."""
+    """A secret does not reach a task that does not name it, and that service would answer
+    anyone."""
     _, *tasks = yaml.safe_load_all(path.read_text(encoding="utf-8"))
     assert len(tasks) >= 5
     for task in tasks:
@@ -151,12 +175,17 @@ def test_every_task_takes_the_token_of_the_run(path: Path) -> None:
 
 def _volumes() -> dict[str, dict[str, Any]]:
     """The volumes of the project by name."""
-    contents = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))]
+    contents = [
+        yaml.safe_load(path.read_text())
+        for path in sorted((ROOT / "jobgroup" / "volumes").glob("*.yaml"))
+    ]
     return {volume["name"]: volume for volume in contents}
 
 
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
-def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     group = spec.load(path, {}, {}, {})
     mounting: dict[str, list[spec.Task]] = {}
@@ -171,9 +200,13 @@ def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(path: Path, 
         if volume["type"] == "k8s-hostpath":  # a folder of the one machine
             assert all(task.num_nodes == 1 for task in group.tasks)
         else:
-            assert volume["config"]["access_mode"] == ("ReadWriteMany" if several else "ReadWriteOnce")
+            assert volume["config"]["access_mode"] == (
+                "ReadWriteMany" if several else "ReadWriteOnce"
+            )
             # SQLite is not safe on what several machines mount.
-            assert not several or not {"data-server", "replay-buffer"} & {task.name for task in tasks}
+            assert not several or not {"data-server", "replay-buffer"} & {
+                task.name for task in tasks
+            }
 
 
 def test_every_volume_is_mounted_by_a_job_group() -> None:
@@ -182,7 +215,9 @@ def test_every_volume_is_mounted_by_a_job_group() -> None:
 
 
 @pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
-def test_the_volumes_can_be_left_out(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_volumes_can_be_left_out(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(ROOT)
     without = tmp_path / "group.yaml"
     with without.open("w") as file:
@@ -190,7 +225,9 @@ def test_the_volumes_can_be_left_out(path: Path, tmp_path: Path, monkeypatch: py
     assert "volumes:" not in without.read_text()
     tasks = spec.load(without, {}, {}, {}).tasks
     with_volumes = [task.without_volumes() for task in spec.load(path, {}, {}, {}).tasks]
-    assert [(task.run, dict(task.env)) for task in tasks] == [(task.run, dict(task.env)) for task in with_volumes]
+    assert [(task.run, dict(task.env)) for task in tasks] == [
+        (task.run, dict(task.env)) for task in with_volumes
+    ]
 
 
 def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobGroup) -> None:
@@ -209,7 +246,12 @@ def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobG
 def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: Path) -> None:
     (tmp_path / "jobgroup").mkdir()
     (tmp_path / "bin").mkdir()
-    for name in ("jobgroup/setup.sh", "jobgroup/sglang-requirements.txt", "pyproject.toml", "constraints.txt"):
+    for name in (
+        "jobgroup/setup.sh",
+        "jobgroup/sglang-requirements.txt",
+        "pyproject.toml",
+        "constraints.txt",
+    ):
         shutil.copy(ROOT / name, tmp_path / name)
     uv = tmp_path / "bin" / "uv"  # an installer that only records its arguments
     uv.write_text('#!/bin/sh\necho "$@" >> calls\nif [ "$1" = venv ]; then mkdir -p "$5/bin"; fi\n')
@@ -222,7 +264,13 @@ def test_setup_installs_the_role_once_and_again_when_the_pins_change(tmp_path: P
         (tmp_path / "calls").write_text("")
         env = os.environ | {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin"}
         script = subprocess.run(
-            ["bash", "jobgroup/setup.sh", role], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False
+            ["bash", "jobgroup/setup.sh", role],
+            cwd=tmp_path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
         )
         return script.returncode, (tmp_path / "calls").read_text().splitlines()
 

@@ -1,4 +1,5 @@
-"""An operator starts the job group, watches it, loses a service, stops it, continues it, and hands over the result."""
+"""An operator starts the job group, watches it, loses a service, stops it, continues it, and hands
+over the result."""
 
 import json
 import os
@@ -25,27 +26,55 @@ class Group:
     """`jobgroup.local` with the settings of `make demo`."""
 
     def __init__(self, journey: Journey, model: Path) -> None:
-        self.journey, self.mark, self.output = journey, uuid.uuid4().hex, journey.folder / "output.txt"
+        self.journey, self.mark, self.output = (
+            journey,
+            uuid.uuid4().hex,
+            journey.folder / "output.txt",
+        )
         place = journey.folder
         settings = {
             **{"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml", "MODEL_NAME": str(model)},
-            **{"MAX_STEPS": str(STEPS), "RUN_DIR": str(place / "run"), "STATE_DIR": str(place / "state")},
+            **{
+                "MAX_STEPS": str(STEPS),
+                "RUN_DIR": str(place / "run"),
+                "STATE_DIR": str(place / "state"),
+            },
             **{"RLHF_TRAINER__CHECKPOINT_EVERY": "10", "OMP_NUM_THREADS": "1"},
         }
-        self.command = [sys.executable, "-m", "jobgroup.local", "jobgroup/rlhf-math-jobgroup.yaml", "--follow", "ppo-trainer"]
-        self.command += ["--log-dir", str(place / "logs"), *(f"--env={name}={value}" for name, value in settings.items())]
+        self.command = [
+            sys.executable,
+            "-m",
+            "jobgroup.local",
+            "jobgroup/rlhf-math-jobgroup.yaml",
+            "--follow",
+            "ppo-trainer",
+        ]
+        self.command += [
+            "--log-dir",
+            str(place / "logs"),
+            *(f"--env={name}={value}" for name, value in settings.items()),
+        ]
 
     def start(self) -> "subprocess.Popen[bytes]":
         environment = {**self.journey.env, "JOURNEY_MARK": self.mark}
         with self.output.open("w") as log:
-            return subprocess.Popen(self.command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def found(self, pattern: str, process: "subprocess.Popen[bytes]") -> str:
         """Waits for a line that matches the pattern and returns its first group."""
         limit = time.monotonic() + LIMIT_S
         while (match := re.search(pattern, self.output.read_text())) is None:
             assert process.poll() is None, self.output.read_text()[-6000:]
-            assert time.monotonic() < limit, f"{pattern} never came: {self.output.read_text()[-6000:]}"
+            assert time.monotonic() < limit, (
+                f"{pattern} never came: {self.output.read_text()[-6000:]}"
+            )
             time.sleep(0.05)
         return match[1]
 
@@ -55,7 +84,9 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
 ) -> None:
     journey = Journey("operator", tmp_path)
     with journey.part("asks whether the machine is ready"):
-        found = journey.run(f"{tmp_path}/.venv/bin/python -m jobgroup.doctor || test $? -eq 1", cwd=ROOT)
+        found = journey.run(
+            f"{tmp_path}/.venv/bin/python -m jobgroup.doctor || test $? -eq 1", cwd=ROOT
+        )
         assert re.search(r"[1-9]\d* ok, \d+ warn, \d+ fail", found)
     group = Group(journey, base_model.resolve())
     first = group.start()
@@ -69,16 +100,23 @@ def test_a_run_is_started_watched_repaired_stopped_continued_and_handed_over(
         page.until(lambda: page.count(".services .healthy") >= 6, "all are healthy")
         with journey.part("sees that the reward-server was killed"):
             os.kill(min(marked(group.mark, "-m services.reward")), signal.SIGKILL)
-            page.until(lambda: "reward-server is dead" in page.text("#alarms [role=alert]"), "it is red")
+            page.until(
+                lambda: "reward-server is dead" in page.text("#alarms [role=alert]"), "it is red"
+            )
         with journey.part("sees it come back"):
-            page.until(lambda: page.count(".services .healthy[data-name=reward-server]"), "it is back")
+            page.until(
+                lambda: page.count(".services .healthy[data-name=reward-server]"), "it is back"
+            )
             page.until(lambda: page.text("#alarms") == "", "and nothing is red")
         group.found(r"(step\s+1[1-9]/60)", first)
         with journey.part("stops it with Ctrl-C"):
             first.send_signal(signal.SIGINT)
             assert first.wait(LIMIT_S) == 130
             assert marked(group.mark) == []
-        page.until(lambda: "does not answer since" in page.text("#alarms [role=alert]"), "the trainer is gone")
+        page.until(
+            lambda: "does not answer since" in page.text("#alarms [role=alert]"),
+            "the trainer is gone",
+        )
         page.driver.get("about:blank")
         second = group.start()
         with journey.part("starts it again, until it goes on"):

@@ -13,18 +13,25 @@ from tests.support.viewer_page import Tab
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
-def test_own_data_and_reward_are_trained_on_read_compared_and_sent(base_model: Path, tmp_path: Path, page: Page) -> None:
+def test_own_data_and_reward_are_trained_on_read_compared_and_sent(
+    base_model: Path, tmp_path: Path, page: Page
+) -> None:
     journey = Journey("researcher", tmp_path)
     (tmp_path / ".cache").mkdir()
     (tmp_path / ".cache" / "tiny-base").symlink_to(base_model.resolve())
-    (_, problems), (_, reward), (_, training), (_, _) = blocks(ROOT / "docs/tutorials/own-data-and-reward.md")
+    (_, problems), (_, reward), (_, training), (_, _) = blocks(
+        ROOT / "docs/tutorials/own-data-and-reward.md"
+    )
     with journey.part("writes problems"):
         journey.run(problems)
     (tmp_path / "my_reward.py").write_text(reward)
     (tmp_path / "train.py").write_text(training)
     with journey.part("trains in one process, 20 steps"):
         assert "step   20/20" in journey.run(".venv/bin/python train.py")
-    lines = [json.loads(line) for line in (tmp_path / "outputs/brief/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "outputs/brief/metrics.jsonl").read_text().splitlines()
+    ]
     rewards = [line["reward"] for line in lines]
     assert sum(rewards[-5:]) > sum(rewards[:5])
     with journey.part("evaluates the result"):

@@ -1,4 +1,5 @@
-"""A user of TRL runs scripts from its documentation with the import changed, each as one process."""
+"""A user of TRL runs scripts from its documentation with the import changed, each as one
+process."""
 
 import json
 from pathlib import Path
@@ -82,19 +83,31 @@ print("steps", result.global_step, trainer.state.global_step, sorted(result.metr
 """
 
 
-def test_the_script_of_a_user_of_trl_runs_with_another_import(base_model: Path, tmp_path: Path, page: Page) -> None:
+def test_the_script_of_a_user_of_trl_runs_with_another_import(
+    base_model: Path, tmp_path: Path, page: Page
+) -> None:
     journey = Journey("user of TRL", tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT.replace("MODEL)", f"{str(base_model.resolve())!r})"))
     with journey.part("runs a script with another import"):
         printed = journey.run(".venv/bin/python train.py")
     assert "steps 2 2" in printed
     assert "eval_small_reward" in printed
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [sorted(line["rewards"]) for line in lines] == [["accuracy", "brevity"]] * 2
     assert lines[0]["logged"]["tokens"] > 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())["algorithm"]
-    assert {name: config[name] for name in ("aggregation", "advantage", "clip_high", "kl_coef", "kl_estimator")} == {
-        **{"aggregation": "constant", "advantage": "group_centred", "clip_high": 0.28, "kl_coef": 0.04},
+    assert {
+        name: config[name]
+        for name in ("aggregation", "advantage", "clip_high", "kl_coef", "kl_estimator")
+    } == {
+        **{
+            "aggregation": "constant",
+            "advantage": "group_centred",
+            "clip_high": 0.28,
+            "kl_coef": 0.04,
+        },
         "kl_estimator": "k2",
     }
     assert "| `lora.rank` | `8` |" in (tmp_path / "model" / "README.md").read_text()

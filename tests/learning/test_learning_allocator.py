@@ -10,7 +10,9 @@ _PINNED = "pinned_max_round_threshold_mb:16,pinned_max_cached_size_mb:16"
 _KNOWN = TorchVersion(torch.__version__) >= (2, 13) or torch.version.cuda is None
 """A build without CUDA has no pinned memory, and takes every key."""
 
-needs_limits = pytest.mark.skipif(not _KNOWN, reason="torch before 2.13 refuses limits of pinned memory")
+needs_limits = pytest.mark.skipif(
+    not _KNOWN, reason="torch before 2.13 refuses limits of pinned memory"
+)
 
 
 def test_a_setting_that_torch_does_not_know_is_left_out() -> None:
@@ -22,7 +24,8 @@ def test_a_setting_that_torch_does_not_know_is_left_out() -> None:
 
 @needs_limits
 def test_large_pinned_blocks_are_neither_rounded_nor_cached() -> None:
-    """Both matter: torch 2.13 picks a cached block by the next power of two, so it may be too small for the request."""
+    """Both matter: torch 2.13 picks a cached block by the next power of two, so it may be too small
+    for the request."""
     assert configure_allocators({}) == f"{_PINNED},expandable_segments:True"
 
 
@@ -40,7 +43,9 @@ def test_limits_of_the_user_are_kept() -> None:
     assert configure_allocators({"PYTORCH_ALLOC_CONF": own}) == f"{own},expandable_segments:True"
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not tell")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="torch 2.11 does not tell"
+)
 def test_what_is_returned_is_in_force() -> None:
     for own in ("", "expandable_segments:False"):
         settings = configure_allocators({"PYTORCH_ALLOC_CONF": own})

@@ -49,11 +49,19 @@ DYNAMIC: dict[str, Any] = {
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     "max_position_embeddings": POSITIONS,
 }
-BY_LENGTH = {"phi3": ("phi3", LONGROPE), "minicpm3": ("minicpm3", MINICPM), "dynamic": ("llama", DYNAMIC)}
+BY_LENGTH = {
+    "phi3": ("phi3", LONGROPE),
+    "minicpm3": ("minicpm3", MINICPM),
+    "dynamic": ("llama", DYNAMIC),
+}
 
 
 def settings(directory: Path, context: int, **more: Any) -> Config:
-    bounds = {"rollout.engine": "embedded", "rollout.max_context_tokens": context, "sampling.max_new_tokens": 8}
+    bounds = {
+        "rollout.engine": "embedded",
+        "rollout.max_context_tokens": context,
+        "sampling.max_new_tokens": 8,
+    }
     return from_mapping({"model.name": str(directory), **bounds, **more})
 
 
@@ -95,14 +103,18 @@ def generated(engine: Engine, prompts: list[Any], tokens: int) -> list[Any]:
 
 @pytest.mark.parametrize("context", [ORIGINAL, 100])
 @pytest.mark.parametrize("kind", BY_LENGTH)
-def test_a_sequence_is_scored_and_generated_as_if_alone(kind: str, context: int, tmp_path: Path) -> None:
+def test_a_sequence_is_scored_and_generated_as_if_alone(
+    kind: str, context: int, tmp_path: Path
+) -> None:
     directory = written(tmp_path, *BY_LENGTH[kind])
     scorer = Policy(settings(directory, context), Ranks()).scorer.eval()
     sequences = rows(12, context, context // 2, 8)
     for layout in {scorer.layout, Padded}:
         together = scored(scorer, sequences, layout)
         for sequence, found in zip(sequences, together, strict=True):
-            torch.testing.assert_close(found, scored(scorer, [sequence], layout)[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                found, scored(scorer, [sequence], layout)[0], atol=1e-5, rtol=0
+            )
 
     prompts = rows(5, context - 12, 7)  # the second crosses the length at which the factors change
     with running(directory, context) as engine:
@@ -116,7 +128,9 @@ def test_a_sequence_is_scored_and_generated_as_if_alone(kind: str, context: int,
         torch.testing.assert_close(by_trainer, torch.tensor(beside.logprobs), atol=1e-5, rtol=0)
 
 
-def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_model_is_the_trained_one(tmp_path: Path) -> None:
+def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_model_is_the_trained_one(
+    tmp_path: Path,
+) -> None:
     directory = written(tmp_path / "model", "phi3", LONGROPE)
     plain = AutoModelForCausalLM.from_pretrained(directory)
     sequence = torch.arange(3, 15)[None]
@@ -124,7 +138,9 @@ def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_mode
         own = plain(sequence).logits
         short = Policy(settings(directory, ORIGINAL), Ranks()).model.eval()
         torch.testing.assert_close(short(sequence).logits, own)
-        assert short.config.to_dict()["rope_parameters"] == plain.config.to_dict()["rope_parameters"]
+        assert (
+            short.config.to_dict()["rope_parameters"] == plain.config.to_dict()["rope_parameters"]
+        )
         critic = load_value_model(settings(directory, ORIGINAL + 1), Ranks())
         assert critic.module.config.rope_parameters["short_factor"] == FACTORS["long_factor"]
 
@@ -137,7 +153,11 @@ def test_within_the_original_length_nothing_changes_and_beyond_it_the_saved_mode
 
 def test_without_fixed_factors_the_check_finds_the_dependence(tmp_path: Path) -> None:
     """What `fix_rotary_factors` prevents is found by the check, which knows nothing of LongRoPE."""
-    for kind, more, bound in [("phi3", LONGROPE, 100), ("minicpm3", MINICPM, 100), ("llama", DYNAMIC, None)]:
+    for kind, more, bound in [
+        ("phi3", LONGROPE, 100),
+        ("minicpm3", MINICPM, 100),
+        ("llama", DYNAMIC, None),
+    ]:
         model = make(kind, vocab_size=400, **more)
         if kind == "llama":  # its frequencies change only beyond the positions that a run may use
             model.model.rotary_emb.config = copy.deepcopy(model.config)
@@ -146,7 +166,9 @@ def test_without_fixed_factors_the_check_finds_the_dependence(tmp_path: Path) ->
             check(model, bound)
 
 
-def check(model: Any, max_tokens: int | None = None, modes: tuple[bool, ...] = (False, True)) -> set[float]:
+def check(
+    model: Any, max_tokens: int | None = None, modes: tuple[bool, ...] = (False, True)
+) -> set[float]:
     scorer = Scorer(model)
     return check_alone(model, scorer.next_scores, torch.device("cpu"), max_tokens, modes=modes)
 
@@ -165,7 +187,9 @@ class Mixed(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy her
         states = self.layer(states, **options)
         if self.how == "norm":
             return self.norm(states.flatten(0, 1)).view_as(states)
-        if self.how == "capacity":  # a router whose first expert has room for some tokens of the whole batch
+        if (
+            self.how == "capacity"
+        ):  # a router whose first expert has room for some tokens of the whole batch
             flat = states.flatten(0, 1)
             room = torch.arange(len(flat)) >= len(flat) // 2
             return torch.where(room[:, None], flat, 2 * flat).view_as(states)
@@ -199,7 +223,9 @@ def test_families_pass_the_check_which_leaves_no_trace(kind: str) -> None:
 def test_a_model_that_routes_at_random_in_training_is_refused_with_that_reason() -> None:
     model = make("phimoe", num_local_experts=4, input_jitter_noise=0.01)  # as Phi-3.5-MoE
     state = torch.get_rng_state()
-    with pytest.raises(ConfigError, match="draws random numbers in training mode, not only for dropout"):
+    with pytest.raises(
+        ConfigError, match="draws random numbers in training mode, not only for dropout"
+    ):
         check(model)
     assert torch.equal(torch.get_rng_state(), state)
     check(model, modes=(False,))
@@ -209,7 +235,9 @@ def test_a_model_whose_layers_pass_no_options_on_is_padded(tmp_path: Path) -> No
     directory = written(tmp_path, "nemotron", {})
     model = make("nemotron", vocab_size=400)
     assert unpackable(model) is None
-    with pytest.raises(ConfigError, match=r"pass no options on to their attention.*trainer\.packing"):
+    with pytest.raises(
+        ConfigError, match=r"pass no options on to their attention.*trainer\.packing"
+    ):
         check(model)
     config = settings(directory, 100)
     assert Policy(config, Ranks()).scorer.layout is Padded
@@ -219,7 +247,9 @@ def test_a_model_whose_layers_pass_no_options_on_is_padded(tmp_path: Path) -> No
 
 
 def test_the_check_names_the_rates_of_dropout_in_updates() -> None:
-    model = make("gpt2", n_embd=32, n_head=4, n_layer=2, resid_pdrop=0.2, attn_pdrop=0.1, embd_pdrop=0.0)
+    model = make(
+        "gpt2", n_embd=32, n_head=4, n_layer=2, resid_pdrop=0.2, attn_pdrop=0.1, embd_pdrop=0.0
+    )
     assert check(model) == {0.1, 0.2}
     assert check(model, modes=(False,)) == set()
 
@@ -227,15 +257,23 @@ def test_the_check_names_the_rates_of_dropout_in_updates() -> None:
 def test_the_policy_knows_which_settings_drop_numbers_in_updates(tmp_path: Path) -> None:
     dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.3, "resid_pdrop": 0.1}
     gpt2 = written(tmp_path / "gpt2", "gpt2", {"n_embd": 32, "n_head": 4, "n_layer": 2, **dropout})
-    assert Policy(settings(gpt2, 100), Ranks()).scorer.dropout == ["resid_pdrop 0.1", "embd_pdrop 0.3"]
+    assert Policy(settings(gpt2, 100), Ranks()).scorer.dropout == [
+        "resid_pdrop 0.1",
+        "embd_pdrop 0.3",
+    ]
     llama = written(tmp_path / "llama", "llama", {"attention_dropout": 0.1})
     adapter = settings(llama, 100, **{"lora.rank": 2, "lora.dropout": 0.25})
     assert Policy(adapter, Ranks()).scorer.dropout == ["attention_dropout 0.1", "lora.dropout 0.25"]
-    assert Policy(settings(written(tmp_path / "plain", "llama", {}), 100), Ranks()).scorer.dropout == []
+    assert (
+        Policy(settings(written(tmp_path / "plain", "llama", {}), 100), Ranks()).scorer.dropout
+        == []
+    )
 
 
 def test_factors_of_every_kind_of_layer_are_fixed() -> None:
-    config = AutoConfig.for_model("phi3", head_dim=8, hidden_size=32, num_attention_heads=4, **LONGROPE)
+    config = AutoConfig.for_model(
+        "phi3", head_dim=8, hidden_size=32, num_attention_heads=4, **LONGROPE
+    )
     each = config.rope_parameters
     fix_rotary_factors(config, ORIGINAL)
     assert each["short_factor"] == FACTORS["short_factor"]

@@ -51,7 +51,8 @@ class Said(logging.Handler):
 
 @pytest.fixture
 def warnings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Counts graphs without compiling them to anything; yields torch's warnings, which it also prints."""
+    """Counts graphs without compiling them to anything; yields torch's warnings, which it also
+    prints."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
@@ -70,7 +71,8 @@ def compute(model: Decoder, kinds: int) -> None:
 
 
 def test_layers_are_compiled_for_many_cases_in_any_thread(warnings: list[str]) -> None:
-    """The backward pass recomputes layers in threads of torch, each with a context of its own. torch's limit is 8."""
+    """The backward pass recomputes layers in threads of torch, each with a context of its own.
+    torch's limit is 8."""
     model = Decoder()
     prepare(model, _SETTINGS, trained=True, device=torch.device("cpu"))
     for kinds in (6, 12):
@@ -79,7 +81,9 @@ def test_layers_are_compiled_for_many_cases_in_any_thread(warnings: list[str]) -
     assert not warnings
 
 
-def test_a_layer_that_is_no_longer_compiled_is_reported(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_no_longer_compiled_is_reported(
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("learning.sharding._GRAPHS", 3)
     model = Decoder()
     prepare(model, _SETTINGS, trained=True, device=torch.device("cpu"))
@@ -93,7 +97,9 @@ def score(model: PreTrainedModel, train: bool) -> None:
     completions = [np.arange(5, 5 + length, dtype=np.int32) for length in (6, 2)]
     targets = torch.from_numpy(np.concatenate(completions)).long()
     with torch.set_grad_enabled(train):
-        scores = Scorer(model, "off")(Padded.of(prompts, completions), targets, 1.0, entropy_gradient=False)
+        scores = Scorer(model, "off")(
+            Padded.of(prompts, completions), targets, 1.0, entropy_gradient=False
+        )
     if train:
         scores.logprobs.sum().backward()
 
@@ -102,10 +108,21 @@ def score(model: PreTrainedModel, train: bool) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 def test_gemma_3_and_its_reference_stay_compiled(warnings: list[str]) -> None:
-    more: dict[str, Any] = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
-    policy, reference = make("gemma3_text", **more), make("gemma3_text", **more).requires_grad_(False)
+    more: dict[str, Any] = {
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    policy, reference = (
+        make("gemma3_text", **more),
+        make("gemma3_text", **more).requires_grad_(False),
+    )
     for model, trained in ((policy, True), (reference, False)):
-        prepare(model, _SETTINGS.model_copy(update={"activation_checkpointing": True}), trained, torch.device("cpu"))
+        prepare(
+            model,
+            _SETTINGS.model_copy(update={"activation_checkpointing": True}),
+            trained,
+            torch.device("cpu"),
+        )
     for train in (False, True):
         score(policy.eval(), train)
         score(policy.train(), train)

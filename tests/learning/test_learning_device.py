@@ -1,4 +1,5 @@
-"""The device of a process: an assigned GPU that cannot be used stops every process and states the reason."""
+"""The device of a process: an assigned GPU that cannot be used stops every process and states the
+reason."""
 
 import ctypes
 import os
@@ -24,9 +25,16 @@ GIVEN = [
     ({"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES is 0,1"),
     ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937"}, "CUDA_VISIBLE_DEVICES is GPU-8932f937"),
     ({"CUDA_VISIBLE_DEVICES": "MIG-8932f937"}, "CUDA_VISIBLE_DEVICES is MIG-8932f937"),
-    ({"SKYPILOT_NUM_GPUS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}, "SKYPILOT_NUM_GPUS_PER_NODE is 1"),
+    (
+        {"SKYPILOT_NUM_GPUS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""},
+        "SKYPILOT_NUM_GPUS_PER_NODE is 1",
+    ),
 ]
-NOT_GIVEN = [{}, {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, *({"CUDA_VISIBLE_DEVICES": text} for text in ("", "-1", "-1,0", "none"))]
+NOT_GIVEN = [
+    {},
+    {"SKYPILOT_NUM_GPUS_PER_NODE": "0"},
+    *({"CUDA_VISIBLE_DEVICES": text} for text in ("", "-1", "-1,0", "none")),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +70,15 @@ def test_assigned_gpus_that_are_unusable_stop_everything(
 
 
 @pytest.mark.parametrize("env", NOT_GIVEN)
-def test_without_gpus_the_cpu_computes(monkeypatch: pytest.MonkeyPatch, env: dict[str, str]) -> None:
+def test_without_gpus_the_cpu_computes(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
     set_all(monkeypatch, env)
     assert assigned_gpus() is None
     assert choose_device("auto", "--device").type == Ranks().device.type == "cpu"
-    with pytest.raises(ConfigError, match=r"torch finds no GPU: .*field: trainer\.device · value: cuda"):
+    with pytest.raises(
+        ConfigError, match=r"torch finds no GPU: .*field: trainer\.device · value: cuda"
+    ):
         Ranks(device_kind="cuda")
 
 
@@ -85,10 +97,20 @@ class Library:
     ("cuda", "env", "driver", "said"),
     [
         (None, {}, None, r"torch \S+ is a CPU build.*install the CUDA build of the same version"),
-        ("13.0", {"CUDA_VISIBLE_DEVICES": ""}, 13000, r"is '', which hides every GPU.*unset it, or name GPUs"),
+        (
+            "13.0",
+            {"CUDA_VISIBLE_DEVICES": ""},
+            13000,
+            r"is '', which hides every GPU.*unset it, or name GPUs",
+        ),
         ("13.0", {"CUDA_VISIBLE_DEVICES": "-1"}, 13000, "is '-1', which hides every GPU"),
         ("13.0", {}, None, r"no NVIDIA driver \(libcuda\.so\.1\).*start a container with GPUs"),
-        ("13.0", {}, 12080, r"the driver supports CUDA 12\.8, but torch \S+ needs 13\.0.*update the driver"),
+        (
+            "13.0",
+            {},
+            12080,
+            r"the driver supports CUDA 12\.8, but torch \S+ needs 13\.0.*update the driver",
+        ),
         (
             "13.0",
             {"CUDA_VISIBLE_DEVICES": "7"},
@@ -98,7 +120,11 @@ class Library:
     ],
 )
 def test_the_reason_distinguishes_wheel_driver_and_hidden_devices(
-    monkeypatch: pytest.MonkeyPatch, cuda: str | None, env: dict[str, str], driver: int | None, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None,
+    env: dict[str, str],
+    driver: int | None,
+    said: str,
 ) -> None:
     def library(name: str) -> Library:
         assert name == "libcuda.so.1"
@@ -113,14 +139,23 @@ def test_the_reason_distinguishes_wheel_driver_and_hidden_devices(
         choose_device("auto", "trainer.device")
 
 
-def test_a_gpu_is_chosen_where_there_is_one_and_every_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_chosen_where_there_is_one_and_every_rank_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", "--device") == choose_device("cuda", "--device") == torch.device("cuda", 0)
+    assert (
+        choose_device("auto", "--device")
+        == choose_device("cuda", "--device")
+        == torch.device("cuda", 0)
+    )
     assert choose_device("cpu", "--device").type == "cpu"
     assert Ranks(local_rank=1, world_size=2, rank=1).device == torch.device("cuda", 1)
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "8")
-    with pytest.raises(ConfigError, match=r"torch finds 2 GPUs for 3 or more processes.*SKYPILOT_NUM_GPUS_PER_NODE is 8"):
+    with pytest.raises(
+        ConfigError,
+        match=r"torch finds 2 GPUs for 3 or more processes.*SKYPILOT_NUM_GPUS_PER_NODE is 8",
+    ):
         Ranks(local_rank=2, world_size=8, rank=2)
 
 
@@ -131,7 +166,9 @@ def test_a_cpu_computes_in_float32_and_a_gpu_in_the_precision_of_the_model() -> 
 
 
 def test_the_engine_gets_the_device_and_the_precision() -> None:
-    command = engine_command(Config(rollout=RolloutSection(engine="embedded")), Topology(), "m", "1")
+    command = engine_command(
+        Config(rollout=RolloutSection(engine="embedded")), Topology(), "m", "1"
+    )
     assert command[-5:] == ["--device", "auto", "--dtype", "bfloat16", "--enable-fp32-lm-head"]
     for use_gpu, kind in ((True, "cuda"), (False, "cpu")):
         config = TrainerConfig(use_gpu=use_gpu).to_config(100, 0, Path("run"))
@@ -144,14 +181,24 @@ def test_an_evaluation_on_a_missing_gpu_stops() -> None:
         evaluator.evaluate([{"prompt": "1+1?", "ground_truth": "2"}], LengthPenaltyFunction())
 
 
-@pytest.mark.parametrize(("own", "arguments", "value"), [(None, [], "0"), ("1", [], "1"), (None, ["--enable-symm-mem"], "1")])
+@pytest.mark.parametrize(
+    ("own", "arguments", "value"),
+    [(None, [], "0"), ("1", [], "1"), (None, ["--enable-symm-mem"], "1")],
+)
 def test_nccl_has_the_same_memory_setting_in_sglang_and_in_the_trainer(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str | None, arguments: list[str], value: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    own: str | None,
+    arguments: list[str],
+    value: str,
 ) -> None:
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if own is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", own)
-    config = Config(rollout=RolloutSection(engine_args=arguments), trainer=TrainerSection(run_dir=tmp_path / "run"))
+    config = Config(
+        rollout=RolloutSection(engine_args=arguments),
+        trainer=TrainerSection(run_dir=tmp_path / "run"),
+    )
     in_engine = engine_env(config)["NCCL_CUMEM_ENABLE"]
     found: list[str] = []
     monkeypatch.setattr(process, "run", lambda *_: found.append(os.environ["NCCL_CUMEM_ENABLE"]))

@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PhiConfig, PhiForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from learning.head import float32_logits, make_float32_logits
 from trainer.policy.logprobs import token_scores
@@ -33,7 +40,9 @@ def test_the_head_of_a_model_in_bfloat16_rounds_nothing(kind: str) -> None:
         make_float32_logits(model)
         logits = model(ids).logits
         head = model.get_output_embeddings()
-        exact = hidden.double() @ head.weight.double().T + (0 if head.bias is None else head.bias.double())
+        exact = hidden.double() @ head.weight.double().T + (
+            0 if head.bias is None else head.bias.double()
+        )
         targets = ids.flatten().roll(1)
         scored, _ = token_scores(head, hidden.flatten(0, 1), targets, 1.0, False)
     assert logits.dtype == torch.float32

@@ -1,4 +1,5 @@
-"""Packed rows give the same results as padded rows for supported models; other models are recognised beforehand."""
+"""Packed rows give the same results as padded rows for supported models; other models are
+recognised beforehand."""
 
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +33,10 @@ ROWS = {
     "an empty completion": [(4, [0, 3]), (6, [2, 0])],
     "mixed": [(1, [30, 2]), (25, [1, 40, 3]), (7, [5]), (60, [6, 6, 6]), (2, [1])],
 }
-WINDOWS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 PACKABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 with GQA": ("qwen2", {}),
     "qwen2 with windows": ("qwen2", {**WINDOWS, "use_sliding_window": True}),
@@ -74,14 +78,17 @@ def rows(name: str) -> tuple[list[Int32], list[Int32]]:
 
 
 def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str, torch.Tensor]:
-    """Returns scores, and gradients of a loss that weights every token and its entropy differently."""
+    """Returns scores, and gradients of a loss that weights every token and its entropy
+    differently."""
     prompts, completions = rows(name)
     targets = torch.from_numpy(np.concatenate(completions)).long()
     scorer = Scorer(model, "on" if layout is Packed else "off")
     assert scorer.layout is layout
     model.zero_grad()
     scores = scorer(layout.of(prompts, completions), targets, 0.7, entropy_gradient=True)
-    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1)) / len(targets)
+    weights = torch.randn(2, len(targets), generator=torch.Generator().manual_seed(1)) / len(
+        targets
+    )
     (weights * torch.stack([scores.logprobs, scores.entropy])).sum().backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     return {"logprobs": scores.logprobs.detach(), "entropy": scores.entropy.detach(), **gradients}
@@ -90,7 +97,9 @@ def results(model: PreTrainedModel, layout: type[Layout], name: str) -> dict[str
 def assert_same(packed: dict[str, torch.Tensor], padded: dict[str, torch.Tensor]) -> None:
     assert packed.keys() == padded.keys()
     for key, expected in padded.items():
-        torch.testing.assert_close(packed[key], expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            packed[key], expected, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -103,13 +112,16 @@ def test_packed_rows_equal_padded_rows(name: str) -> None:
 @pytest.mark.parametrize("name", ["mixed", "prompts longer than completions"])
 def test_packed_rows_equal_padded_rows_for_many_kinds_of_models(kind: str, name: str) -> None:
     """Compares with a model that uses transformers' own attention and masks."""
-    assert_same(results(packable(kind), Packed, name), results(packable(kind, "eager"), Padded, name))
+    assert_same(
+        results(packable(kind), Packed, name), results(packable(kind, "eager"), Padded, name)
+    )
 
 
 # dynamo triggers this warning.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
-    ("kept", "compiled"), [(True, False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)]
+    ("kept", "compiled"),
+    [(True, False), ("selective", False), pytest.param("selective", True, marks=pytest.mark.slow)],
 )
 def test_packed_rows_equal_padded_rows_with_gradient_checkpointing(
     kept: bool | Literal["selective"], compiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +144,10 @@ def test_selective_checkpointing_computes_no_matrix_product_again() -> None:
     for kept in (False, True, "selective"):
         model = packable("qwen2 with GQA")
         prepare(
-            model, TrainerSection.model_validate({"activation_checkpointing": kept}), trained=True, device=torch.device("cpu")
+            model,
+            TrainerSection.model_validate({"activation_checkpointing": kept}),
+            trained=True,
+            device=torch.device("cpu"),
         )
         model.train()
         with FlopCounterMode(display=False) as counter:
@@ -165,7 +180,10 @@ def test_a_packable_model_is_packed_unless_turned_off_and_otherwise_unchanged() 
 
 def test_a_shared_prompt_is_computed_once() -> None:
     packed = Packed.of(*rows("groups"))
-    assert packed.input_ids.shape == (1, 5 + 3 + 8 + 0 + 5 + 8 + 2 + 2 + 11)  # without the last tokens
+    assert packed.input_ids.shape == (
+        1,
+        5 + 3 + 8 + 0 + 5 + 8 + 2 + 2 + 11,
+    )  # without the last tokens
     assert packed.position_ids[0, :12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 8]
     assert packed.predicts[:6].tolist() == [4, 5, 6, 7, 4, 8]
     assert packed.predicts[13].item() == 4, "the completion of one token"
@@ -203,5 +221,7 @@ def test_values_are_the_same_packed_and_padded(config: Config) -> None:
         torch.nn.init.normal_(model.module.score.weight, generator=torch.Generator().manual_seed(0))
         result = model(model.layout.of(*rows("mixed")))
         result.square().mean().backward()
-        values.append((result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None]))
+        values.append(
+            (result.detach(), [p.grad for p in model.module.parameters() if p.grad is not None])
+        )
     torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)

@@ -33,22 +33,50 @@ class Nodes:
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
 
     def start(self, part: str, limit_s: float, torchrun: bool = False) -> None:
-        """Starts both ranks. Without torchrun they get its variables from here, which is quicker."""
+        """Starts both ranks. Without torchrun they get its variables from here, which is
+        quicker."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        worker, arguments = "tests.support.workers.liveness", (str(self.directory), part, str(limit_s))
+        worker, arguments = (
+            "tests.support.workers.liveness",
+            (str(self.directory), part, str(limit_s)),
+        )
         for node in range(2):
             env = os.environ | {
                 **{"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-                **{"RANK": str(node), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+                **{
+                    "RANK": str(node),
+                    "WORLD_SIZE": "2",
+                    "LOCAL_RANK": "0",
+                    "LOCAL_WORLD_SIZE": "1",
+                },
                 **{"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port)},
-                **{"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES)},
+                **{
+                    "SKYPILOT_NODE_RANK": str(node),
+                    "SKYPILOT_NUM_NODES": "2",
+                    "SKYPILOT_NODE_IPS": "\n".join(ADDRESSES),
+                },
                 "LIVENESS_MARK": f"{self.mark}-{node}",
             }
             if torchrun:
                 command = [
-                    *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-                    *("--nproc-per-node", "1", "--master-addr", ADDRESSES[0], "--master-port", str(port)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--nnodes",
+                        "2",
+                        "--node-rank",
+                        str(node),
+                    ),
+                    *(
+                        "--nproc-per-node",
+                        "1",
+                        "--master-addr",
+                        ADDRESSES[0],
+                        "--master-port",
+                        str(port),
+                    ),
                     *("-m", worker, *arguments),
                 ]
                 output = self._stack.enter_context(self._log(node).open("wb"))
@@ -63,7 +91,9 @@ class Nodes:
         limit = time.monotonic() + 400
         while not self._ready():
             alive = all(process.poll() is None for process in self.processes)
-            assert (alive and time.monotonic() < limit) or self._ready(), self.text(0) + self.text(1)
+            assert (alive and time.monotonic() < limit) or self._ready(), self.text(0) + self.text(
+                1
+            )
             time.sleep(0.05)
 
     def _ready(self) -> bool:
@@ -104,7 +134,8 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     ],
 )
 def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, lost: int) -> None:
-    """Kills it in a collective, whose own error is a foreign stack trace, or while rank 0 waits for something else."""
+    """Kills it in a collective, whose own error is a foreign stack trace, or while rank 0 waits for
+    something else."""
     nodes.start(part, limit_s=60, torchrun=True)
     nodes.signal(lost, signal.SIGKILL)
     assert nodes.status(1 - lost) != 0
@@ -113,12 +144,15 @@ def test_the_other_node_ends_and_names_a_killed_one(nodes: Nodes, part: str, los
     assert f"{who} is lost: its process was killed" in text
     assert "continues from its newest checkpoint" in text
     assert "liveness.py" in text.partition(" was here:")[2]  # where the rank waited
-    assert f"exitcode  : {LOST}" in text or lost == 0  # in torchrun's own report, unless node 0 is gone
+    assert (
+        f"exitcode  : {LOST}" in text or lost == 0
+    )  # in torchrun's own report, unless node 0 is gone
 
 
 @pytest.mark.parametrize("stopped", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
-    """Imitates a node without power or network: connections stay open, but nothing arrives any more."""
+    """Imitates a node without power or network: connections stay open, but nothing arrives any
+    more."""
     nodes.start("step", limit_s=10)
     nodes.signal(stopped, signal.SIGSTOP)
     assert nodes.status(1 - stopped) != 0
@@ -128,7 +162,8 @@ def test_a_silent_rank_is_lost(nodes: Nodes, stopped: int) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_were_all_stopped_for_long_go_on(nodes: Nodes) -> None:
-    """Imitates a machine that sleeps: each rank heard nothing from the other, but was stopped itself."""
+    """Imitates a machine that sleeps: each rank heard nothing from the other, but was stopped
+    itself."""
     limit_s = 8.0
     nodes.start("step", limit_s)
     for node in range(2):
@@ -141,14 +176,20 @@ def test_ranks_that_were_all_stopped_for_long_go_on(nodes: Nodes) -> None:
     nodes.signal(0, signal.SIGTERM)
 
     assert nodes.status(1) != 0
-    assert "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
+    assert (
+        "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run"
+        in nodes.text(1)
+    )
     assert "is lost:" not in nodes.text(0) + nodes.text(1)
 
 
 def test_an_error_of_one_rank_is_reported_by_the_other(nodes: Nodes) -> None:
     nodes.start("fail", limit_s=60)
     assert nodes.status(0) != 0
-    assert "rank 1 on ppo-trainer-1 (127.0.0.2) has failed: ServiceError: no room on the device" in nodes.text(0)
+    assert (
+        "rank 1 on ppo-trainer-1 (127.0.0.2) has failed: ServiceError: no room on the device"
+        in nodes.text(0)
+    )
     assert nodes.status(1) != 0
 
 
@@ -157,7 +198,10 @@ def test_a_rank_that_was_told_to_end_is_not_called_lost(nodes: Nodes) -> None:
     nodes.start("step", limit_s=60)
     nodes.signal(0, signal.SIGTERM)
     assert nodes.status(1) != 0
-    assert "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run" in nodes.text(1)
+    assert (
+        "rank 0 on ppo-trainer-0 (127.0.0.1) was stopped (SIGTERM or Ctrl-C) and has left the run"
+        in nodes.text(1)
+    )
     assert "is lost:" not in nodes.text(1)
 
 

@@ -16,12 +16,17 @@ IDS = torch.arange(10, 40)[None]
 
 
 @pytest.mark.parametrize("kind", ["Qwen3-MoE", "Mixtral", "olmoe", "gpt_oss"])
-def test_experts_of_an_unsharded_model_multiply_in_bfloat16(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autocast does not reach grouped products: without more, they would compute in float32 and a compiled layer in a loop."""
+def test_experts_of_an_unsharded_model_multiply_in_bfloat16(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast does not reach grouped products: without more, they would compute in float32 and a
+    compiled layer in a loop."""
     directory = write(kind, tmp_path / "model")
     pretrained = Pretrained(AutoModelForCausalLM, str(directory))
     settings = TrainerSection(compile=False)
-    model: Any = load(pretrained, lambda model: model, Ranks(device_kind="cpu"), settings, low_precision=True)
+    model: Any = load(
+        pretrained, lambda model: model, Ranks(device_kind="cpu"), settings, low_precision=True
+    )
     seen = set()
     product = torch.nn.functional.grouped_mm
 
@@ -36,7 +41,9 @@ def test_experts_of_an_unsharded_model_multiply_in_bfloat16(kind: str, tmp_path:
     assert seen == {(torch.bfloat16, torch.bfloat16)}
 
     exact = make(kind)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in exact.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in exact.named_parameters()
+    ]
     experts = [parameter for parameter in model.parameters() if parameter.ndim == 3]
     assert {parameter.dtype for parameter in experts} == {torch.float32}
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in experts)

@@ -14,10 +14,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
-def test_tensors_come_back_through_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+def test_tensors_come_back_through_blocks_of_any_size(
+    monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
     monkeypatch.setattr(parking, "_BLOCK_BYTES", block)
     torch.manual_seed(block)
-    tensors = [torch.randn(5, 3), torch.randn(1).bfloat16(), torch.arange(64), torch.zeros(0), torch.randn(4, 4).t()]
+    tensors = [
+        torch.randn(5, 3),
+        torch.randn(1).bfloat16(),
+        torch.arange(64),
+        torch.zeros(0),
+        torch.randn(4, 4).t(),
+    ]
     kept, place = copy.deepcopy(tensors), Parking(CPU)
     for _ in range(2):  # the second round reuses the blocks
         place.park(tensors)
@@ -59,8 +67,12 @@ def test_training_that_parks_between_its_steps_is_the_same() -> None:
             optimizer.zero_grad()
             if parked:
                 place.park([*model.parameters(), *optimizer.state_dict().values()])
-                assert all(parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters())
+                assert all(
+                    parameter.untyped_storage().nbytes() == 0 for parameter in model.parameters()
+                )
                 place.restore()
         return [*model.parameters(), *optimizer.state_dict().values()]
 
-    assert all(torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(train(True), train(False), strict=True)
+    )

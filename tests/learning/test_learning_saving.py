@@ -1,4 +1,5 @@
-"""Saved models: in several safetensors files, which transformers and the loader can read, and with checksums."""
+"""Saved models: in several safetensors files, which transformers and the loader can read, and with
+checksums."""
 
 import zlib
 from pathlib import Path
@@ -14,7 +15,9 @@ from learning.ranks import Ranks
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_large_model_is_saved_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+def test_a_large_model_is_saved_in_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
     monkeypatch.setattr(saving, "_MAX_FILE_BYTES", 20_000)
     sizes = {
         "hidden_size": 32,

@@ -1,4 +1,5 @@
-"""Copies through two buffers are exact for any size and in order, and no failed copy goes unnoticed."""
+"""Copies through two buffers are exact for any size and in order, and no failed copy goes
+unnoticed."""
 
 from functools import partial
 
@@ -14,8 +15,16 @@ CPU = torch.device("cpu")
 def test_every_tensor_arrives_whatever_the_size_of_the_buffers(size: int) -> None:
     torch.manual_seed(size)
     kinds = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
-    tensors = [torch.randint(0, 2, shape).to(kind) for shape in ((), (0,), (5,), (33, 3), (2, 0, 4)) for kind in kinds]
-    tensors += [torch.randn(40, 30).t(), torch.randn(9, 9)[::2], torch.nn.Parameter(torch.randn(6, 2))]
+    tensors = [
+        torch.randint(0, 2, shape).to(kind)
+        for shape in ((), (0,), (5,), (33, 3), (2, 0, 4))
+        for kind in kinds
+    ]
+    tensors += [
+        torch.randn(40, 30).t(),
+        torch.randn(9, 9)[::2],
+        torch.nn.Parameter(torch.randn(6, 2)),
+    ]
     staging = Staging(CPU, size)
     down = [staging.to_host(tensor) for tensor in tensors]
     staging.wait()

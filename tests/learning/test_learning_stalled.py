@@ -1,4 +1,5 @@
-"""One of two real ranks never reaches a collective: each rank, also the one that waits in it, reports where it is."""
+"""One of two real ranks never reaches a collective: each rank, also the one that waits in it,
+reports where it is."""
 
 import os
 import time
@@ -13,7 +14,11 @@ pytestmark = pytest.mark.integration
 
 
 def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
-    shared = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     shared |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     wanted = {0: "in all_reduce", 1: "threading.Event().wait()"}
     ranks: list[Forked] = []
@@ -21,11 +26,18 @@ def test_every_rank_says_where_it_is(tmp_path: Path) -> None:
     try:
         for rank in wanted:
             env = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(Forked("tests.support.workers.stalled_ranks", str(tmp_path), log=output, env=env))
+            ranks.append(
+                Forked("tests.support.workers.stalled_ranks", str(tmp_path), log=output, env=env)
+            )
         limit = time.monotonic() + 400
         for rank, place in wanted.items():
             log = tmp_path / f"rank{rank}.log"
-            said = ("nothing has happened for ", "; this process is at: the update of step 3", place, "stalled_ranks.py")
+            said = (
+                "nothing has happened for ",
+                "; this process is at: the update of step 3",
+                place,
+                "stalled_ranks.py",
+            )
             while not (log.exists() and all(text in log.read_text() for text in said)):
                 assert time.monotonic() < limit, output.read_text()
                 assert [process.poll() for process in ranks] == [None, None], output.read_text()

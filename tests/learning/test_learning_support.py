@@ -1,4 +1,5 @@
-"""Log-probabilities over the tokens a sampler kept match a softmax over only those, in value and gradient."""
+"""Log-probabilities over the tokens a sampler kept match a softmax over only those, in value and
+gradient."""
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ class _Other(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
 
 
 def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], list[int]]:
-    """Completions with truncated sampling, with a minimum length longer or shorter than they are, or neither.
+    """Completions with truncated sampling, with a minimum length longer or shorter than they are,
+    or neither.
 
     Also returns lengths and tokens.
     """
@@ -38,7 +40,14 @@ def rows(rng: np.random.Generator) -> tuple[list[Sampled | None], list[int], lis
         tokens += own.tolist()
         if number in (0, 3):
             lists = [np.unique([token, *rng.integers(0, VOCABULARY, 6)]) for token in own]
-            sampled.append(Sampled(np.concatenate(lists).astype(np.int32), np.array([*map(len, lists)], np.int32), NONE, 0))
+            sampled.append(
+                Sampled(
+                    np.concatenate(lists).astype(np.int32),
+                    np.array([*map(len, lists)], np.int32),
+                    NONE,
+                    0,
+                )
+            )
         else:
             least = minimum.get(number)
             barred = np.array([1, 2, 3], np.int32)
@@ -55,7 +64,11 @@ def allowed(sampled: list[Sampled | None], lengths: list[int]) -> torch.Tensor:
             if row is not None and len(row.kept_counts):
                 first = int(row.kept_counts[:place].sum())
                 line[:] = False
-                line[torch.from_numpy(row.kept_tokens[first : first + row.kept_counts[place]].astype(np.int64))] = True
+                line[
+                    torch.from_numpy(
+                        row.kept_tokens[first : first + row.kept_counts[place]].astype(np.int64)
+                    )
+                ] = True
             elif row is not None and place < row.min_new_tokens:
                 line[torch.from_numpy(row.barred.astype(np.int64))] = False
             found.append(line)
@@ -65,14 +78,19 @@ def allowed(sampled: list[Sampled | None], lengths: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("plain", [True, False], ids=["linear", "other head"])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk", [512, 4])
-def test_scores_over_a_support(plain: bool, entropy_gradient: bool, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_over_a_support(
+    plain: bool, entropy_gradient: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs, "_CPU_CHUNK", chunk)
     monkeypatch.setattr(logprobs, "_KEPT_BYTES", 0 if chunk == 4 else 1 << 20)
     rng = np.random.default_rng(1)
     torch.manual_seed(1)
     sampled, lengths, tokens = rows(rng)
     support = Support.of(sampled, lengths)
-    linear, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.randn(sum(lengths), HIDDEN, requires_grad=True)
+    linear, hidden = (
+        nn.Linear(HIDDEN, VOCABULARY),
+        torch.randn(sum(lengths), HIDDEN, requires_grad=True),
+    )
     targets, weights = torch.tensor(tokens), torch.randn(sum(lengths))
 
     free = allowed(sampled, lengths)
@@ -87,12 +105,16 @@ def test_scores_over_a_support(plain: bool, entropy_gradient: bool, chunk: int, 
     ours = (found * weights).sum() + (theirs.sum() * 0.3 if entropy_gradient else 0)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(theirs, entropy, atol=1e-5, rtol=1e-5)
-    for mine, other in zip(torch.autograd.grad(ours, [hidden, linear.weight]), gradients, strict=True):
+    for mine, other in zip(
+        torch.autograd.grad(ours, [hidden, linear.weight]), gradients, strict=True
+    ):
         torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
 
 
 def test_completions_of_the_whole_vocabulary_have_no_support() -> None:
-    completion = Completion(np.array([5], np.int32), np.array([-1.0], np.float32), "", "stop", [(0, 0, 1)])
+    completion = Completion(
+        np.array([5], np.int32), np.array([-1.0], np.float32), "", "stop", [(0, 0, 1)]
+    )
     group = Group("g", "p", "", "", np.array([1], np.int32), [completion])
     assert Sampled.of(group, completion) is None
     assert Support.of([None, None], [3, 1]) is None

@@ -1,4 +1,5 @@
-"""Variable-length attention as on GPUs, with plain kernels on a CPU: matches rows and compiles without graph breaks."""
+"""Variable-length attention as on GPUs, with plain kernels on a CPU: matches rows and compiles
+without graph breaks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,10 @@ from tests.support.varlen_kernels import install
 from trainer.policy.scorer import Scorer
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen2 with windows": ("Qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
+    "Qwen2 with windows": (
+        "Qwen2",
+        {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    ),
     "Llama without GQA": ("Llama 3", {"num_key_value_heads": 4}),
     "Qwen3 with larger heads": ("Qwen3", {"head_dim": 24}),
 }
@@ -31,7 +35,8 @@ def _kernels() -> None:
 
 
 def batch(seed: int) -> tuple[list[Int32], list[Int32]]:
-    """Groups of prompts longer and shorter than their completions, some of which have one token or none."""
+    """Groups of prompts longer and shorter than their completions, some of which have one token or
+    none."""
     rng = np.random.default_rng(seed)
     prompts, completions = [], []
     for length in (*rng.integers(1, 40, 3).tolist(), 2):
@@ -43,14 +48,17 @@ def batch(seed: int) -> tuple[list[Int32], list[Int32]]:
 
 
 def scores(scorer: Scorer, seed: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Returns log-probabilities, and gradients of a loss that weights every token and its entropy differently."""
+    """Returns log-probabilities, and gradients of a loss that weights every token and its entropy
+    differently."""
     prompts, completions = batch(seed)
     targets = torch.from_numpy(np.concatenate(completions)).long()
     scorer.zero_grad()
     found = scorer(Packed.of(prompts, completions), targets, 0.8, entropy_gradient=True)
     weights = torch.linspace(-1, 1, len(targets)) / len(targets)
     (weights * found.logprobs + weights.square() * found.entropy).sum().backward()
-    return found.logprobs.detach(), {name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None}
+    return found.logprobs.detach(), {
+        name: p.grad.clone() for name, p in scorer.named_parameters() if p.grad is not None
+    }
 
 
 def made(kind: str) -> Any:
@@ -61,7 +69,9 @@ def made(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE, GEMMA])
-def test_the_variable_length_kernel_matches_rows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_length_kernel_matches_rows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scorer = Scorer(made(kind), "on")
     for seed in range(2):
         logprobs, gradients = scores(scorer, seed)
@@ -71,13 +81,24 @@ def test_the_variable_length_kernel_matches_rows(kind: str, monkeypatch: pytest.
         torch.testing.assert_close(other, logprobs, atol=1e-5, rtol=0)
         assert theirs.keys() == gradients.keys()
         for name, expected in gradients.items():
-            torch.testing.assert_close(theirs[name], expected, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                theirs[name],
+                expected,
+                atol=1e-5,
+                rtol=0,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo triggers it
-@pytest.mark.parametrize("kind", ["Gemma 3 text", "Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"])
-def test_layers_compile_without_graph_breaks_or_repeats_per_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["Gemma 3 text", "Qwen2", "Qwen3", "Llama 3", "Mistral", "Phi-3", "Qwen3-MoE", "Mixtral"],
+)
+def test_layers_compile_without_graph_breaks_or_repeats_per_batch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("learning.attention._has_kernel", lambda query: True)
     scorer, compiled = Scorer(make(kind), "on"), Scorer(make(kind), "on")
     torch._dynamo.reset()
@@ -90,19 +111,23 @@ def test_layers_compile_without_graph_breaks_or_repeats_per_batch(kind: str, mon
         graphs.append(counters["stats"]["unique_graphs"])
         expected, theirs = scores(scorer, seed)
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
-        assert all(torch.allclose(gradients[name], grad, atol=1e-5) for name, grad in theirs.items())
+        assert all(
+            torch.allclose(gradients[name], grad, atol=1e-5) for name, grad in theirs.items()
+        )
     torch._dynamo.reset()
     assert not counters["graph_break"]
     assert graphs[-1] == graphs[1] > 0, "lengths are dynamic"
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "expected"), [(9, torch.bfloat16, 2), (7, torch.bfloat16, 1), (9, torch.float32, 1)]
+    ("capability", "dtype", "expected"),
+    [(9, torch.bfloat16, 2), (7, torch.bfloat16, 1), (9, torch.float32, 1)],
 )
 def test_the_kernel_is_chosen_when_a_layer_is_compiled(
     capability: int, dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses a fake GPU with made-up properties. A check that dynamo cannot trace would break every layer."""
+    """Uses a fake GPU with made-up properties. A check that dynamo cannot trace would break every
+    layer."""
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     properties = SimpleNamespace(major=capability, minor=5)
@@ -114,12 +139,15 @@ def test_the_kernel_is_chosen_when_a_layer_is_compiled(
     torch._dynamo.reset()
     with FakeTensorMode():
         query = torch.empty(1, 2, 4, 64, device="cuda:0", dtype=dtype)
-        assert torch.compile(attend, backend="aot_eager", fullgraph=True)(query).shape == (expected,)
+        assert torch.compile(attend, backend="aot_eager", fullgraph=True)(query).shape == (
+            expected,
+        )
     torch._dynamo.reset()
 
 
 def test_a_kernel_without_gqa_gets_repeated_key_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch 2.11; the kernel here checks that the numbers of heads match or that it is told otherwise."""
+    """As with torch 2.11; the kernel here checks that the numbers of heads match or that it is told
+    otherwise."""
     scorer = Scorer(made("Qwen2"), "on")
     logprobs, gradients = scores(scorer, 0)
     told: list[dict[str, Any]] = []
@@ -135,4 +163,7 @@ def test_a_kernel_without_gqa_gets_repeated_key_heads(monkeypatch: pytest.Monkey
         other, theirs = scores(scorer, 0)
         assert ("enable_gqa" in told[-1]) is knows
         torch.testing.assert_close(other, logprobs, atol=1e-5, rtol=0)
-        assert all(torch.allclose(theirs[name], expected, atol=1e-5) for name, expected in gradients.items())
+        assert all(
+            torch.allclose(theirs[name], expected, atol=1e-5)
+            for name, expected in gradients.items()
+        )

@@ -16,7 +16,9 @@ from services.engine.scheduler import RequestRefused
 
 @pytest.fixture
 def store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False)
+    return dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=5), wait_for_workers=False
+    )
 
 
 def test_a_rank_that_is_alone_has_not_joined(store: dist.TCPStore) -> None:
@@ -25,7 +27,8 @@ def test_a_rank_that_is_alone_has_not_joined(store: dist.TCPStore) -> None:
 
 
 def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a device, NCCL would connect only at the first weights. What NCCL itself does needs GPUs."""
+    """Without a device, NCCL would connect only at the first weights. What NCCL itself does needs
+    GPUs."""
     asked: list[dict[str, Any]] = []
 
     def make(*_: Any, **options: Any) -> tuple[Any, None]:
@@ -43,9 +46,16 @@ def test_nccl_connects_when_it_joins(store: dist.TCPStore, monkeypatch: pytest.M
 async def test_an_engine_that_leaves_a_forming_group_keeps_the_next_one_of_that_name(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(distributed, "_TIMEOUT_S", 1.0)  # nobody else joins: the abandoned threads must end
+    monkeypatch.setattr(
+        distributed, "_TIMEOUT_S", 1.0
+    )  # nobody else joins: the abandoned threads must end
     updates = distributed.WeightUpdates(cast(Any, None))  # groups do not need the engine
-    place = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    place = {
+        "master_address": "127.0.0.1",
+        "master_port": store.port,
+        "rank_offset": 1,
+        "world_size": 2,
+    }
     body = distributed.InitBody.model_validate(place | {"backend": "gloo"})
     first = asyncio.create_task(updates.init(body))
     await asyncio.sleep(0)

@@ -9,6 +9,8 @@ from tests.support.metrics_pages import Family, pages
 
 
 @pytest.fixture(scope="session")
-def found(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Family]]:
+def found(
+    base_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Family]]:
     """The metric families of the real pages, by service and name."""
     return asyncio.run(pages(base_model, tmp_path_factory.mktemp("pages")))

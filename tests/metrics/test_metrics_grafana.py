@@ -1,4 +1,5 @@
-"""docs/reference/grafana-dashboard.json queries only metrics that exist and has the fields Grafana needs."""
+"""docs/reference/grafana-dashboard.json queries only metrics that exist and has the fields Grafana
+needs."""
 
 import asyncio
 import json
@@ -24,13 +25,18 @@ FORMS = {"row", "stat", "timeseries"}
 
 @pytest.fixture(scope="module")
 def dashboard() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((ROOT / "docs" / "reference" / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        (ROOT / "docs" / "reference" / "grafana-dashboard.json").read_text(encoding="utf-8")
+    )
     return content
 
 
 def queries(dashboard: dict[str, Any]) -> dict[str, list[str]]:
     """The queries of every panel, by its title."""
-    return {panel["title"]: [target["expr"] for target in panel.get("targets", [])] for panel in dashboard["panels"]}
+    return {
+        panel["title"]: [target["expr"] for target in panel.get("targets", [])]
+        for panel in dashboard["panels"]
+    }
 
 
 def asked(dashboard: dict[str, Any], prefix: str | tuple[str, ...]) -> set[str]:
@@ -54,14 +60,23 @@ def test_every_metric_of_the_project_is_on_a_real_page_with_its_labels(
 
 
 @pytest.mark.integration
-async def test_every_metric_of_the_router_is_on_its_real_page(dashboard: dict[str, Any], tmp_path: Path) -> None:
+async def test_every_metric_of_the_router_is_on_its_real_page(
+    dashboard: dict[str, Any], tmp_path: Path
+) -> None:
     port = free_port()
-    with recorders(1) as (_, urls), router_process(urls, tmp_path / "log", router_metrics_port=port) as router:
+    with (
+        recorders(1) as (_, urls),
+        router_process(urls, tmp_path / "log", router_metrics_port=port) as router,
+    ):
         async with RolloutClient("router", router, deadline_s=60) as client:
-            await client.generate([5, 6, 7], n=2, max_new_tokens=4, temperature=0.7, stop_token_ids=[1])
+            await client.generate(
+                [5, 6, 7], n=2, max_new_tokens=4, temperature=0.7, stop_token_ids=[1]
+            )
         there: set[str] = set()
         async with httpx.AsyncClient(trust_env=False) as http, asyncio.timeout(60):
-            while asked(dashboard, "smg_") - there:  # some appear with an engine's next health check
+            while (
+                asked(dashboard, "smg_") - there
+            ):  # some appear with an engine's next health check
                 await asyncio.sleep(0.2)
                 page = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
                 there = {name for family in parse(page).values() for name in family.samples}
@@ -77,7 +92,9 @@ def test_every_metric_of_sglang_exists(dashboard: dict[str, Any]) -> None:
 
 
 def test_the_dashboard_has_the_fields_that_grafana_needs(dashboard: dict[str, Any]) -> None:
-    assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "refresh"} <= set(dashboard)
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time", "refresh"} <= set(
+        dashboard
+    )
     assert dashboard["schemaVersion"] >= 36
     variables = [variable["name"] for variable in dashboard["templating"]["list"]]
     panels = dashboard["panels"]
@@ -101,7 +118,12 @@ def test_the_dashboard_has_the_fields_that_grafana_needs(dashboard: dict[str, An
 def test_no_panel_covers_another(dashboard: dict[str, Any]) -> None:
     places = [(panel["title"], panel["gridPos"]) for panel in dashboard["panels"]]
     for (one, a), (other, b) in combinations(places, 2):
-        apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"] or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        apart = (
+            a["x"] + a["w"] <= b["x"]
+            or b["x"] + b["w"] <= a["x"]
+            or a["y"] + a["h"] <= b["y"]
+            or b["y"] + b["h"] <= a["y"]
+        )
         assert apart, f"{one} and {other}"
 
 

@@ -1,4 +1,5 @@
-"""The /metrics page of every service: standard names, complete documentation, and the trainer's numbers."""
+"""The /metrics page of every service: standard names, complete documentation, and the trainer's
+numbers."""
 
 import re
 from dataclasses import replace
@@ -17,12 +18,18 @@ from trainer.rollouts.evaluation import Evaluation
 
 pytestmark = pytest.mark.integration
 
-NOT_BASE_UNITS = re.compile(r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb|kib|mib|gib|percent|pct)(_|$)")
+NOT_BASE_UNITS = re.compile(
+    r"_(ms|millis\w*|us|micros\w*|minutes|hours|kb|mb|gb|kib|mib|gib|percent|pct)(_|$)"
+)
 
 
-def test_the_document_lists_every_metric_of_every_service(found: dict[str, dict[str, Family]]) -> None:
+def test_the_document_lists_every_metric_of_every_service(
+    found: dict[str, dict[str, Family]],
+) -> None:
     made = framed(table(found))
-    assert documented() == made, f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
+    assert documented() == made, (
+        f"{DOCUMENT} is stale: PYTHONPATH=. .venv/bin/python -m tests.support.metrics_pages writes it"
+    )
 
 
 def test_names_and_units_follow_prometheus(found: dict[str, dict[str, Family]]) -> None:
@@ -37,16 +44,42 @@ def test_names_and_units_follow_prometheus(found: dict[str, dict[str, Family]]) 
                 assert family.name.endswith("_seconds"), where
 
 
-def test_every_service_reports_its_identity_and_process_usage(found: dict[str, dict[str, Family]]) -> None:
-    common = {"rlhf_build_info", "rlhf_healthy", "rlhf_http_requests_total", "rlhf_http_request_duration_seconds"}
-    common |= {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds", "process_max_fds"}
+def test_every_service_reports_its_identity_and_process_usage(
+    found: dict[str, dict[str, Family]],
+) -> None:
+    common = {
+        "rlhf_build_info",
+        "rlhf_healthy",
+        "rlhf_http_requests_total",
+        "rlhf_http_request_duration_seconds",
+    }
+    common |= {
+        "process_cpu_seconds_total",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+        "process_max_fds",
+    }
     for service, families in found.items():
         assert common <= set(families), service
 
 
 def record(step: int, dropped: dict[str, int], alarms: dict[str, str]) -> StepRecord:
     update = UpdateMetrics(
-        0.5, 1.5, 1e-6, 0.1, 1.0, 0.01, 0.0, 0.001, 0.02, 0.1, 2.0, 0.9, trained_tokens=100, updates=2, skipped=1
+        0.5,
+        1.5,
+        1e-6,
+        0.1,
+        1.0,
+        0.01,
+        0.0,
+        0.001,
+        0.02,
+        0.1,
+        2.0,
+        0.9,
+        trained_tokens=100,
+        updates=2,
+        skipped=1,
     )
     return StepRecord(
         step=step,
@@ -81,25 +114,46 @@ def test_metrics_have_no_value_before_the_first_step_and_then_add_up() -> None:
         assert got is not None, metric
         return got
 
-    names = ("reward", "accuracy_ratio", "kl_reference_nats", "evaluation_accuracy_ratio", "last_step_timestamp_seconds")
+    names = (
+        "reward",
+        "accuracy_ratio",
+        "kl_reference_nats",
+        "evaluation_accuracy_ratio",
+        "last_step_timestamp_seconds",
+    )
     assert all(isnan(value(name)) for name in names), "0 would be a number"
     numbers.begin(0, 10)
     numbers.record(record(1, {"stale": 2}, {"kl_rollout": "too high"}), fresh_groups=3)
     assert value("alarm", name="kl_rollout") == 1
     numbers.record(record(2, {"stale": 2, "reward": 1}, {}), fresh_groups=3)
-    assert (value("step"), value("total_steps"), value("reward"), value("truncated_ratio")) == (2, 10, 0.75, 0.25)
-    assert (value("effective_sample_ratio"), value("entropy_nats"), value("kl_coefficient")) == (0.9, 2.0, 0.1)
+    assert (value("step"), value("total_steps"), value("reward"), value("truncated_ratio")) == (
+        2,
+        10,
+        0.75,
+        0.25,
+    )
+    assert (value("effective_sample_ratio"), value("entropy_nats"), value("kl_coefficient")) == (
+        0.9,
+        2.0,
+        0.1,
+    )
     assert value("alarm", name="kl_rollout") == 0
     assert value("dropped_groups_total", reason="stale") == 2
     assert value("dropped_groups_total", reason="reward") == 1
     assert (value("groups_total", source="fresh"), value("groups_total", source="reused")) == (6, 2)
     assert value("trained_tokens_total") == 200
-    assert (value("updates_total", result="applied"), value("updates_total", result="skipped")) == (4, 2)
+    assert (value("updates_total", result="applied"), value("updates_total", result="skipped")) == (
+        4,
+        2,
+    )
     assert value("stage_seconds_total", stage="update") == 1
     assert (value("step_duration_seconds_count"), value("step_duration_seconds_sum")) == (2, 8)
     assert isnan(value("critic_value_loss")), "there is no critic"
     numbers.evaluated(Evaluation(2, 0.5, 0.1, 25, 0.8, 8, []))
-    assert (value("evaluation_accuracy_ratio"), value("evaluation_standard_error_ratio")) == (0.5, 0.1)
+    assert (value("evaluation_accuracy_ratio"), value("evaluation_standard_error_ratio")) == (
+        0.5,
+        0.1,
+    )
     assert value("evaluation_pass_ratio", k="8") == 0.8
     numbers.record(replace(record(3, {}, {}), accuracy=None), fresh_groups=3)
     numbers.evaluated(Evaluation(3, None, None, 25, None, 8, []))

@@ -1,4 +1,5 @@
-"""The scrape configurations: docs/reference/prometheus.yml, and the one a local run writes for its own addresses."""
+"""The scrape configurations: docs/reference/prometheus.yml, and the one a local run writes for its
+own addresses."""
 
 import shutil
 import subprocess
@@ -12,14 +13,19 @@ from jobgroup import scrape, spec
 from tests.support.paths import ROOT
 
 GROUP = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
-TOKEN_FILE = "/etc/prometheus/api_token"  # noqa: S105 - its name
+TOKEN_FILE = "/etc/prometheus/api_token"  # noqa: S105
 
 
 def made(
-    env: dict[str, str] | None = None, token_file: str | None = None, hosts: str = "", group: Path = GROUP
+    env: dict[str, str] | None = None,
+    token_file: str | None = None,
+    hosts: str = "",
+    group: Path = GROUP,
 ) -> dict[str, Any]:
     loaded = spec.load(group, env or {}, {}, {})
-    content: dict[str, Any] = yaml.safe_load(scrape.configuration(loaded, {"JOBGROUP_HOSTS": hosts}, token_file))
+    content: dict[str, Any] = yaml.safe_load(
+        scrape.configuration(loaded, {"JOBGROUP_HOSTS": hosts}, token_file)
+    )
     return content
 
 
@@ -61,9 +67,16 @@ def test_the_token_goes_to_all_but_the_router() -> None:
 
 
 def test_a_local_run_uses_its_own_addresses() -> None:
-    names = ("data-server-0", "rollout-server-0", "rollout-server-1", "reward-server-0", "replay-buffer-0")
+    names = (
+        "data-server-0",
+        "rollout-server-0",
+        "rollout-server-1",
+        "reward-server-0",
+        "replay-buffer-0",
+    )
     hosts = ",".join(
-        f"{name}.rlhf-math=127.7.{i}.1:{10 * i}" for i, name in enumerate((*names, "ppo-trainer-0", "ppo-trainer-1"))
+        f"{name}.rlhf-math=127.7.{i}.1:{10 * i}"
+        for i, name in enumerate((*names, "ppo-trainer-0", "ppo-trainer-1"))
     )
     found = targets(made(hosts=hosts))
     assert found["data-server"] == ["127.7.0.1:8000"]
@@ -79,5 +92,7 @@ def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     token_file.write_text("x" * 32)
     path = tmp_path / "prometheus.yml"
     path.write_text(scrape.configuration(spec.load(GROUP, {}, {}, {}), {}, str(token_file)))
-    done = subprocess.run(["promtool", "check", "config", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["promtool", "check", "config", str(path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

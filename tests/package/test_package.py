@@ -1,4 +1,5 @@
-"""The wheel works outside the checkout; its packages never hide other packages silently, nor are they hidden."""
+"""The wheel works outside the checkout; its packages never hide other packages silently, nor are
+they hidden."""
 
 import re
 import subprocess
@@ -21,8 +22,14 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"rlhf_math"}
     ours = [path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file()]
-    wanted = {f"rlhf_math/checkout/{path.relative_to(ROOT)}" for path in ours if path.suffix != ".pyc"}
-    wanted |= {"rlhf_math/py.typed", "rlhf_math/checkout/constraints.txt", "rlhf_math/checkout/pyproject.toml"}
+    wanted = {
+        f"rlhf_math/checkout/{path.relative_to(ROOT)}" for path in ours if path.suffix != ".pyc"
+    }
+    wanted |= {
+        "rlhf_math/py.typed",
+        "rlhf_math/checkout/constraints.txt",
+        "rlhf_math/checkout/pyproject.toml",
+    }
     assert len(wanted) > 200
     assert wanted <= names
     assert not any("tests/" in name for name in names)
@@ -39,7 +46,9 @@ def test_the_wheel_has_one_top_level_package_with_every_project_file(wheel: Path
         ("rlhf-gpu-check", "parts of at most eight minutes"),
     ],
 )
-def test_every_script_explains_itself_by_its_own_name(installed: Installed, script: str, words: str) -> None:
+def test_every_script_explains_itself_by_its_own_name(
+    installed: Installed, script: str, words: str
+) -> None:
     done = installed.run(script, "--help")
     assert done.returncode == 0, done.stderr
     assert f"usage: {script}" in done.stdout
@@ -59,7 +68,8 @@ def test_a_module_of_the_documentation_runs_without_a_checkout(installed: Instal
 
 @pytest.mark.slow
 def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model: Path) -> None:
-    """Starts every process: launcher, reward workers, router and engine under their supervisor, torchrun."""
+    """Starts every process: launcher, reward workers, router and engine under their supervisor,
+    torchrun."""
     settings = {
         "RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml",
         "MODEL_NAME": str(base_model),
@@ -69,14 +79,18 @@ def test_one_step_of_a_job_group_from_the_wheel(installed: Installed, base_model
     settings |= {"BATCH_SIZE": "2", "MAX_STEPS": "1", "RLHF_TRAINER__EVAL_EVERY": "0"}
     words = [word for name, value in settings.items() for word in ("--env", f"{name}={value}")]
     nodes = ["--num-nodes", "rollout-server=1", "--num-nodes", "ppo-trainer=1"]
-    done = installed.run("rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--log-dir", "logs", timeout_s=400)
+    done = installed.run(
+        "rlhf-local", "rlhf-math-jobgroup.yaml", *nodes, *words, "--log-dir", "logs", timeout_s=400
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     root = installed.site_packages / "rlhf_math" / "checkout"
     assert f"running {root / 'jobgroup' / 'rlhf-math-jobgroup.yaml'}" in done.stdout + done.stderr
     assert len((installed.folder / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_training_through_the_python_api_of_the_wheel(installed: Installed, base_model: Path) -> None:
+def test_training_through_the_python_api_of_the_wheel(
+    installed: Installed, base_model: Path
+) -> None:
     done = installed.python(
         "import warnings; warnings.simplefilter('ignore', RuntimeWarning)\n"
         "from rlhf_math import MathRewardFunction, OnlineRLTrainer, Prompt, TrainerConfig\n"
@@ -100,11 +114,19 @@ def test_installing_hides_no_other_package(installed: Installed) -> None:
 
 
 def test_importing_says_which_packages_it_hides(installed: Installed) -> None:
-    done = installed.python("import rlhf_math, common, services; print(common.__file__, services.__file__)")
+    done = installed.python(
+        "import rlhf_math, common, services; print(common.__file__, services.__file__)"
+    )
     assert done.returncode == 0, done.stderr
     root = installed.site_packages / "rlhf_math" / "checkout"
-    assert done.stdout.split() == [str(root / name / "__init__.py") for name in ("common", "services")]
-    others = [installed.site_packages / "common", installed.site_packages / "benchmarks", installed.folder / "services"]
+    assert done.stdout.split() == [
+        str(root / name / "__init__.py") for name in ("common", "services")
+    ]
+    others = [
+        installed.site_packages / "common",
+        installed.site_packages / "benchmarks",
+        installed.folder / "services",
+    ]
     for hidden in others:
         assert f"it hides {hidden / '__init__.py'} in this process" in done.stderr
     assert done.stderr.count("RuntimeWarning") == 3
@@ -116,7 +138,9 @@ def test_another_package_named_benchmarks_may_be_imported_already(installed: Ins
 
 
 @pytest.mark.slow
-def test_the_gpu_check_runs_its_sections_beside_another_package_benchmarks(installed: Installed) -> None:
+def test_the_gpu_check_runs_its_sections_beside_another_package_benchmarks(
+    installed: Installed,
+) -> None:
     words = ["--device", "cpu", "--small", "--only", "machine", "--out", "check"]
     done = installed.run("rlhf-gpu-check", *words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -135,14 +159,26 @@ def test_an_already_imported_package_is_an_error_that_names_both(installed: Inst
 def test_in_a_checkout_the_packages_are_those_beside_it() -> None:
     code = "import trainer, rlhf_math, common; print(rlhf_math.ROOT, common.__file__)"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
     )
     assert done.stdout.split() == [str(ROOT), str(ROOT / "common" / "__init__.py")], done.stderr
 
 
 def test_an_editable_install_names_the_checkout_and_copies_no_code(tmp_path: Path) -> None:
     code = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     archive = zipfile.ZipFile(tmp_path / done.stdout.strip())
     assert archive.read("_rlhf_math.pth").decode().split() == [str(ROOT)]
@@ -154,7 +190,14 @@ def test_the_lock_has_the_versions_of_the_constraints() -> None:
     locked = {package["name"]: package.get("version") for package in packages}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     names = {name: re.sub(r"[-_.]+", "-", name).lower() for name in pins}
-    differing = {name: (pins[name], locked.get(key)) for name, key in names.items() if locked.get(key) != pins[name]}
+    differing = {
+        name: (pins[name], locked.get(key))
+        for name, key in names.items()
+        if locked.get(key) != pins[name]
+    }
     assert not differing, "uv lock $(sed 's/^/--upgrade-package /' constraints.txt)"
-    hosts = {re.match(r"https?://([^/]*)", url) for url in re.findall(r'"(https?://[^"]+)"', (ROOT / "uv.lock").read_text())}
+    hosts = {
+        re.match(r"https?://([^/]*)", url)
+        for url in re.findall(r'"(https?://[^"]+)"', (ROOT / "uv.lock").read_text())
+    }
     assert {host[1] for host in hosts if host} == {"pypi.org", "files.pythonhosted.org"}

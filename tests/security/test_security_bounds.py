@@ -27,15 +27,29 @@ _BODIES = (control, distributed, openai, protocol)
 
 
 def kinds() -> list[type[Any]]:
-    """Returns every type on the wire: the schemas, the services' JSON bodies, and the bodies in SGLang's format."""
+    """Returns every type on the wire: the schemas, the services' JSON bodies, and the bodies in
+    SGLang's format."""
     found: list[type[Any]] = [Wire]
     for kind in found:
-        found += [each for each in kind.__subclasses__() if not each.__module__.startswith("tests.")]
-    structs = [kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+        found += [
+            each for each in kind.__subclasses__() if not each.__module__.startswith("tests.")
+        ]
+    structs = [
+        kind
+        for kind in vars(schemas).values()
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    ]
     bodies = {
-        kind for module in _BODIES for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, BaseModel)
+        kind
+        for module in _BODIES
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, BaseModel)
     }
-    return [*dict.fromkeys(found), *structs, *sorted(bodies - {BaseModel}, key=lambda kind: kind.__name__)]
+    return [
+        *dict.fromkeys(found),
+        *structs,
+        *sorted(bodies - {BaseModel}, key=lambda kind: kind.__name__),
+    ]
 
 
 def unbounded(hint: Any, bounded: bool = False) -> Iterator[Any]:
@@ -43,7 +57,11 @@ def unbounded(hint: Any, bounded: bool = False) -> Iterator[Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         inner, *marks = arguments
-        limits = [mark for mark in marks if isinstance(mark, AtMost) or getattr(mark, "max_length", None) is not None]
+        limits = [
+            mark
+            for mark in marks
+            if isinstance(mark, AtMost) or getattr(mark, "max_length", None) is not None
+        ]
         yield from unbounded(inner, bool(limits))
         return
     if (origin or hint) in (list, dict, set, frozenset) and not bounded:
@@ -65,7 +83,9 @@ def test_every_list_and_mapping_on_the_wire_is_bounded(base_model: Path, tmp_pat
     assert loose == {}, "give it an AtMost (pydantic) or a Meta(max_length=…) (msgspec)"
 
 
-@pytest.mark.parametrize("hint", [list[int], dict[str, int], list[int] | None, Annotated[list[list[int]], AtMost(3)]])
+@pytest.mark.parametrize(
+    "hint", [list[int], dict[str, int], list[int] | None, Annotated[list[list[int]], AtMost(3)]]
+)
 def test_the_walk_finds_a_new_unbounded_field(hint: Any) -> None:
     assert list(unbounded(hint))
 
@@ -83,7 +103,11 @@ def test_validation_stops_at_the_first_error_and_before_the_first_item_of_too_ma
     Number = Annotated[int, AfterValidator(count)]
     cases: list[tuple[Any, Any, Any]] = [
         (Annotated[list[Number], AtMost(1000)], [-1] * 1000, [1] * 1001),
-        (Annotated[dict[str, Number], AtMost(1000)], {str(i): -1 for i in range(1000)}, {str(i): 1 for i in range(1001)}),
+        (
+            Annotated[dict[str, Number], AtMost(1000)],
+            {str(i): -1 for i in range(1000)},
+            {str(i): 1 for i in range(1001)},
+        ),
     ]
     for kind, wrong, many in cases:
         seen = 0
@@ -119,8 +143,16 @@ CALLS = [
     ("data", "/pass_rates", b'{"prompt_ids":%s,"pass_rates":[0.5],"request_id":"a"}'),
     ("data", "/seek", b"%s"),
     ("critic", "/restore", b'{"run_id":%s}'),
-    ("environment", "/episodes", b'{"request_id":"a","task":{"env":"e","columns":%s},"sampling":{"max_new_tokens":5}}'),
-    ("environment", "/episodes", b'{"request_id":"a","task":{"env":"e","messages":%s},"sampling":{"max_new_tokens":5}}'),
+    (
+        "environment",
+        "/episodes",
+        b'{"request_id":"a","task":{"env":"e","columns":%s},"sampling":{"max_new_tokens":5}}',
+    ),
+    (
+        "environment",
+        "/episodes",
+        b'{"request_id":"a","task":{"env":"e","messages":%s},"sampling":{"max_new_tokens":5}}',
+    ),
     ("environment", "/episodes", b"%s"),
     ("environment", f"/sessions/{OPEN_SESSION}/v1/chat/completions", b'{"messages":%s}'),
     (
@@ -130,7 +162,11 @@ CALLS = [
     ),
     ("environment", f"/sessions/{OPEN_SESSION}/v1/responses", b'{"input":%s}'),
     ("environment", f"/sessions/{OPEN_SESSION}/v1/messages", b'{"messages":%s}'),
-    ("environment", f"/sessions/{OPEN_SESSION}/v1/messages", b'{"messages":[{"role":"user","content":%s}]}'),
+    (
+        "environment",
+        f"/sessions/{OPEN_SESSION}/v1/messages",
+        b'{"messages":[{"role":"user","content":%s}]}',
+    ),
     ("engine", "/generate", b'{"input_ids":%s}'),
     ("engine", "/generate", b'{"input_ids":[1],"sampling_params":%s}'),
     ("engine", "/v1/chat/completions", b'{"messages":%s}'),
@@ -145,12 +181,23 @@ CALLS = [
 async def test_many_items_are_refused_with_a_short_error_while_others_are_answered(
     name: str, base_model: Path, tmp_path: Path
 ) -> None:
-    app = make(name, tiny(base_model, tmp_path, "--algorithm.name", "ppo", "--data.curriculum", "difficulty"))
+    app = make(
+        name,
+        tiny(base_model, tmp_path, "--algorithm.name", "ppo", "--data.curriculum", "difficulty"),
+    )
     headers = {"content-type": "application/json", "authorization": f"Bearer {OPEN_SESSION}"}
     life = (app if name != "agent" else create_app("x")).router.lifespan_context(app)
-    async with life, httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", headers=headers) as http:
-        for index, (path, frame) in enumerate((path, frame) for service, path, frame in CALLS if service == name):
-            # One path gets every kind of body under concurrent calls; the other paths share its reading code.
+    async with (
+        life,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x", headers=headers
+        ) as http,
+    ):
+        for index, (path, frame) in enumerate(
+            (path, frame) for service, path, frame in CALLS if service == name
+        ):
+            # One path gets every kind of body under concurrent calls; the other paths share its
+            # reading code.
             for kind in MANY if index == 0 else ("names", "millions"):
                 work = asyncio.create_task(http.post(path, content=frame % MANY[kind]))
                 between = 0
@@ -182,7 +229,9 @@ json_values = st.recursive(
 
 
 @given(json_values, st.integers(1, 40), st.booleans())
-def test_items_are_counted_as_they_are_whatever_texts_hold(value: Any, chunk: int, ascii_: bool) -> None:
+def test_items_are_counted_as_they_are_whatever_texts_hold(
+    value: Any, chunk: int, ascii_: bool
+) -> None:
     def items(value: Any) -> int:
         if not isinstance(value, list | dict):
             return 0

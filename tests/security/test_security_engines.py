@@ -1,4 +1,5 @@
-"""Both engines behind the real router, started by an agent with a token and certificates, and refused strangers."""
+"""Both engines behind the real router, started by an agent with a token and certificates, and
+refused strangers."""
 
 import asyncio
 import contextlib
@@ -75,7 +76,10 @@ async def node(
     for name, value in {"API_TOKEN": token, **certificates.env()}.items():
         monkeypatch.setenv(name, value)
     topology, config, logs = Topology(), node_config, tmp_path / "logs"
-    plugin = {"PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin"), "OMP_NUM_THREADS": "1"}
+    plugin = {
+        "PYTHONPATH": str(ROOT / "jobgroup" / "sglang-cpu" / "plugin"),
+        "OMP_NUM_THREADS": "1",
+    }
     if config.rollout.engine == "embedded":
         plugin["PYTHONPATH"] = str(ROOT)
     engine_url = topology.url(ROLLOUT, config.rollout.engine_port)
@@ -83,7 +87,9 @@ async def node(
     engine_words = engine_command(config, topology, config.model.name, "7")
     env = engine_env(config) | topology.loopback_env() | plugin
     engine = await Child.start("engine", engine_words, env, logs / "engine.log")
-    router = await Child.start("router", router_command(config, topology), router_env(), logs / "router.log")
+    router = await Child.start(
+        "router", router_command(config, topology), router_env(), logs / "router.log"
+    )
     try:
         async with (
             EngineClient("engine", engine_url) as engine_api,
@@ -113,8 +119,12 @@ def command_lines() -> dict[str, bytes]:
 async def stranger(like: Client, key: str | None = None) -> AsyncIterator[httpx.AsyncClient]:
     """Yields a client that knows the certificates but has no token or a wrong one."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    new = httpx.Limits(max_keepalive_connections=0)  # the router closes a connection after refusing to read a body
-    async with httpx.AsyncClient(base_url=like.base_url, verify=trusted(), headers=headers, timeout=60, limits=new) as http:
+    new = httpx.Limits(
+        max_keepalive_connections=0
+    )  # the router closes a connection after refusing to read a body
+    async with httpx.AsyncClient(
+        base_url=like.base_url, verify=trusted(), headers=headers, timeout=60, limits=new
+    ) as http:
         yield http
 
 
@@ -131,7 +141,12 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
     await node.engine.pause()
     await node.engine.resume()
 
-    body = {"input_ids": [20], "sampling_params": {"max_new_tokens": 2}, "model_path": "/tmp", "url": "https://127.0.0.1:9"}  # noqa: S108
+    body = {
+        "input_ids": [20],
+        "sampling_params": {"max_new_tokens": 2},
+        "model_path": "/tmp",  # noqa: S108
+        "url": "https://127.0.0.1:9",
+    }
     for key in (None, "of-another-run-0123456789"):
         async with stranger(node.engine, key) as http:
             for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/load_lora_adapter",
@@ -146,13 +161,21 @@ async def test_engine_and_router_work_with_the_token_and_refuse_others(node: Nod
             listed = (await node.router.request("GET", "/workers")).json()["workers"]
             assert (await http.get("/workers")).status_code == 401
             assert (await http.delete(f"/workers/{listed[0]['id']}")).status_code == 401
-            assert (await http.get("/get_model_info")).status_code in (401, 404, 503)  # the engine refuses it
-    assert await node.router.reconcile(node.engine.base_url, wanted=True), "nobody has removed the engine"
+            assert (await http.get("/get_model_info")).status_code in (
+                401,
+                404,
+                503,
+            )  # the engine refuses it
+    assert await node.router.reconcile(node.engine.base_url, wanted=True), (
+        "nobody has removed the engine"
+    )
     assert "api_key" not in listed[0]
     while not await node.router.reconcile(node.engine.base_url, wanted=False):  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
-    assert not [pid for pid, words in command_lines().items() if node.token.encode() in words], "the token can be read with ps"
+    assert not [pid for pid, words in command_lines().items() if node.token.encode() in words], (
+        "the token can be read with ps"
+    )
     for log in node.logs.iterdir():
         assert node.token.encode() not in log.read_bytes(), log
     if "sglang" in (node.logs / "engine.log").read_text():
@@ -177,7 +200,10 @@ async def test_client_refuses_a_foreign_certificate(other_certificates: Certific
     async with server, Client("impostor", f"https://127.0.0.1:{port}") as client:
         with pytest.raises((httpx.TransportError, OSError), match=r"(?i)certificate"):
             await client.http.get("/health", timeout=60)
-        for call in (lambda: client.request("GET", "/health", deadline_s=1000), lambda: wait_healthy([client], 1000)):
+        for call in (
+            lambda: client.request("GET", "/health", deadline_s=1000),
+            lambda: wait_healthy([client], 1000),
+        ):
             with pytest.raises(
                 ServiceError, match=r"the certificate of impostor is not trusted.*TLS_CA"
             ):  # at once, not at the deadline

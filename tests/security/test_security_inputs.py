@@ -35,7 +35,8 @@ BOMBS = {
     "empty mappings": b"\x81\xa1a\xdd" + (10_000_000).to_bytes(4, "big") + b"\x80" * 10_000_000,
     "a list that says it is long": b"\x81\xa1a\xdd\xff\xff\xff\xff",
     "a mapping that says it is long": b"\x81\xa1a\xdf\xff\xff\xff\xff",
-    "lists of lists": b"\x81\xa1a\xdc\x00\x40" + (b"\xdd" + (200_000).to_bytes(4, "big") + b"\x90" * 200_000) * 64,
+    "lists of lists": b"\x81\xa1a\xdc\x00\x40"
+    + (b"\xdd" + (200_000).to_bytes(4, "big") + b"\x90" * 200_000) * 64,
     "depth": b"\x81\xa1a" + b"\x91" * 100_000,
     "an extension": b"\x81\xa1a\xc7\x05\x01hello",
     "more than its bytes": b"\x81\xa1a\xc6\xff\xff\xff\xff",
@@ -131,12 +132,17 @@ def test_settings_have_no_credentials(url: str) -> None:
         with pytest.raises(ValueError, match="API_TOKEN"):
             RolloutSection(engine_args=word)
     assert "token" not in {
-        field for section in Config().model_dump().values() if isinstance(section, dict) for field in section
+        field
+        for section in Config().model_dump().values()
+        if isinstance(section, dict)
+        for field in section
     }
 
 
 @pytest.mark.integration
-def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, other_certificates: Certificates) -> None:
+def test_certificates_that_cannot_be_used_are_named(
+    certificates: Certificates, other_certificates: Certificates
+) -> None:
     env = certificates.env()
     assert tls({}).scheme == "http"
     assert tls(env).scheme == "https"
@@ -150,7 +156,9 @@ def test_certificates_that_cannot_be_used_are_named(certificates: Certificates, 
 
 
 @pytest.mark.integration
-def test_urls_follow_the_certificates(certificates: Certificates, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_urls_follow_the_certificates(
+    certificates: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Topology(group="g", local_hosts={})
     assert place.url("reward-server", 8002) == "http://reward-server-0.g:8002"
     for name, value in certificates.env().items():
@@ -176,7 +184,9 @@ def test_strangers_cannot_join_the_liveness_watch_of_ranks(monkeypatch: pytest.M
         assert watch._gone == {}
         known = socket.create_connection(place)
         known.sendall(f"hello {token} 1\ngone 1 done \n".encode())
-        assert known.recv(5) == b"gone ", "whoever has the token is let in, and rank 0 passes on what it says"
+        assert known.recv(5) == b"gone ", (
+            "whoever has the token is let in, and rank 0 passes on what it says"
+        )
         for sock in (liar, talker, known, *silent):
             sock.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "liveness"]

@@ -1,4 +1,5 @@
-"""Syntax trees of the sources: calls that run foreign code or open a shell occur only in the known places."""
+"""Syntax trees of the sources: calls that run foreign code or open a shell occur only in the known
+places."""
 
 import ast
 from collections.abc import Iterator
@@ -12,18 +13,30 @@ FOLDERS = ("common", "learning", "services", "trainer", "jobgroup")
 ALLOWED = {
     ("services/sandbox/inside.py", "exec"): "the program of a model, in the sandbox",
     ("services/sandbox/inside.py", "eval"): "the test of a program, in the sandbox",
-    ("services/sandbox/program.py", "pickle"): "written by the test's process, read by the program's, in the sandbox",
+    (
+        "services/sandbox/program.py",
+        "pickle",
+    ): "written by the test's process, read by the program's, in the sandbox",
     ("services/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
-    ("services/sandbox/remote.py", "import_module"): "modules of the sandbox's Python, in the sandbox",
+    (
+        "services/sandbox/remote.py",
+        "import_module",
+    ): "modules of the sandbox's Python, in the sandbox",
     ("common/process/imports.py", "import_module"): "what a setting of the operator's names",
-    ("services/reward/worker.py", "import_module"): "modules of this project, which run the operator's functions",
+    (
+        "services/reward/worker.py",
+        "import_module",
+    ): "modules of this project, which run the operator's functions",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
     (
         "trainer/policy/checkpoint.py",
         "all_gather_object",
     ): "between the ranks of a run, as DCP does itself",
-    ("learning/saving.py", "dcp"): "its metadata is a pickle: read from the operator's own run directory alone",
+    (
+        "learning/saving.py",
+        "dcp",
+    ): "its metadata is a pickle: read from the operator's own run directory alone",
     ("jobgroup/spec.py", "yaml.load_all"): "with a loader that is a SafeLoader",
     ("services/rollout/keyed.py", "run_module"): "the module that the agent's command names",
 }
@@ -31,12 +44,20 @@ ALLOWED = {
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
            "recv_object_list"}  # fmt: skip
-SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "tempfile.mktemp", "mktemp"}
+SHELLS = {
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "tempfile.mktemp",
+    "mktemp",
+}
 PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle"}
 
 
 def dotted(node: ast.AST) -> str:
-    """Returns the dotted name of an expression, such as `torch.load`; `?` replaces a part that is not a name."""
+    """Returns the dotted name of an expression, such as `torch.load`; `?` replaces a part that is
+    not a name."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
@@ -54,7 +75,11 @@ def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """Yields every construct of a module that needs a reason, with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+            )
             for name in names:
                 if name.split(".")[0] in PICKLES:
                     yield name.split(".")[0], node.lineno
@@ -84,8 +109,12 @@ def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
         for keyword in ("trust_remote_code", "allow_pickle"):
             if said(node, keyword) is True:
                 yield keyword, node.lineno
-        if last == "from_pretrained" and f".{name}".split(".")[-2].startswith(("AutoModel", "auto")):
-            options = any(keyword.arg is None for keyword in node.keywords)  # **options, built on the lines before
+        if last == "from_pretrained" and f".{name}".split(".")[-2].startswith(
+            ("AutoModel", "auto")
+        ):
+            options = any(
+                keyword.arg is None for keyword in node.keywords
+            )  # **options, built on the lines before
             if said(node, "use_safetensors") is not True and not options:
                 yield "from_pretrained", node.lineno
 
@@ -97,7 +126,11 @@ def test_every_call_that_runs_foreign_code_is_known() -> None:
             place = path.relative_to(ROOT).as_posix()
             for what, line in dangers(ast.parse(path.read_text(encoding="utf-8"))):
                 found.setdefault((place, what), []).append(line)
-    unknown = [f"{place}:{lines[0]}: {what}" for (place, what), lines in found.items() if (place, what) not in ALLOWED]
+    unknown = [
+        f"{place}:{lines[0]}: {what}"
+        for (place, what), lines in found.items()
+        if (place, what) not in ALLOWED
+    ]
     assert unknown == [], "give a reason in ALLOWED, or do without"
     assert set(ALLOWED) <= set(found), "a reason for what is not there any more"
 
@@ -140,4 +173,6 @@ def test_safe_construct_is_not_reported() -> None:
 def test_no_tracked_file_looks_like_a_pickle() -> None:
     endings = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".joblib", ".npy")
     folders = [ROOT / folder for folder in (*FOLDERS, "benchmarks", "docs", "tests")]
-    assert [path for folder in folders for path in folder.rglob("*") if Path(path).suffix in endings] == []
+    assert [
+        path for folder in folders for path in folder.rglob("*") if Path(path).suffix in endings
+    ] == []

@@ -40,7 +40,10 @@ async def apps(secret: str, base_model: Path, tmp_path: Path) -> AsyncIterator[d
     config = tiny(base_model, tmp_path, "--algorithm.name", "ppo")
     made = {name: make(name, config) for name in SERVICES}
     yield made
-    async with made["replay"].router.lifespan_context(made["replay"]), made["data"].router.lifespan_context(made["data"]):
+    async with (
+        made["replay"].router.lifespan_context(made["replay"]),
+        made["data"].router.lifespan_context(made["data"]),
+    ):
         pass  # closes their databases
 
 
@@ -51,7 +54,13 @@ def calls(app: FastAPI) -> Iterator[tuple[str, str]]:
         path = re.sub(r"{[^}]+}", "1", route.path)
         for method in sorted(route.methods or ()):
             yield method, path
-    yield from [("OPTIONS", "/health"), ("POST", "/health"), ("GET", "/absent"), ("GET", "//health"), ("GET", "/health/")]
+    yield from [
+        ("OPTIONS", "/health"),
+        ("POST", "/health"),
+        ("GET", "/absent"),
+        ("GET", "//health"),
+        ("GET", "/health/"),
+    ]
 
 
 @pytest.mark.integration
@@ -59,18 +68,26 @@ async def test_every_call_of_every_service_needs_the_token(apps: dict[str, FastA
     for name, app in apps.items():
         seen = list(calls(app))
         assert len(seen) > 12, name
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://x"
+        ) as http:
             for method, path in seen:
                 for header in (None, f"Basic {TOKEN}", f"Bearer {TOKEN}x"):
                     answer = await http.request(
-                        method, f"http://x{path}", headers={} if header is None else {"authorization": header}
+                        method,
+                        f"http://x{path}",
+                        headers={} if header is None else {"authorization": header},
                     )
                     where = f"{name}: {method} {path} with {header}"
                     if (method, path, header) == ("GET", "/health", None):  # probes need no token
                         assert answer.status_code in (200, 503), where
                         assert set(answer.json()) == {"status"}, where
                         continue
-                    if (name, method, header) == ("trainer", "GET", None) and path in PAGES:  # no run data
+                    if (name, method, header) == (
+                        "trainer",
+                        "GET",
+                        None,
+                    ) and path in PAGES:  # no run data
                         assert answer.status_code in (200, 307), where
                         continue
                     assert answer.status_code == 401, where
@@ -88,12 +105,17 @@ async def test_calls_with_the_token_succeed(apps: dict[str, FastAPI]) -> None:
         async with client:
             for path in ("/health", "/metrics", "/docs", "/openapi.json"):
                 answer = await client.http.get(path)
-                assert answer.status_code == 200 or (path == "/health" and answer.json()["reason"]), name
+                assert answer.status_code == 200 or (
+                    path == "/health" and answer.json()["reason"]
+                ), name
                 assert TOKEN not in answer.text
 
 
 def test_every_credential_must_be_right() -> None:
-    right, wrong = (b"authorization", f"Bearer {TOKEN}".encode()), (b"authorization", b"Bearer wrong")
+    right, wrong = (
+        (b"authorization", f"Bearer {TOKEN}".encode()),
+        (b"authorization", b"Bearer wrong"),
+    )
     assert accepts(TOKEN, [right]) is True
     assert accepts(TOKEN, [right, right]) is True
     assert accepts(TOKEN, [(b"authorization", f"bearer  {TOKEN}".encode())]) is True
@@ -105,8 +127,13 @@ def test_every_credential_must_be_right() -> None:
 
 def test_a_stranger_is_refused_before_the_body_is_read(secret: str) -> None:
     app = create_app("thing")
-    with BackgroundServer(app, "127.0.0.1", 0) as server, socket.create_connection(("127.0.0.1", server.port), 30) as sock:
-        sock.sendall(b"POST /flush HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n")
+    with (
+        BackgroundServer(app, "127.0.0.1", 0) as server,
+        socket.create_connection(("127.0.0.1", server.port), 30) as sock,
+    ):
+        sock.sendall(
+            b"POST /flush HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
+        )
         assert sock.recv(65536).startswith(b"HTTP/1.1 401 ")
 
 
@@ -119,12 +146,21 @@ async def test_a_websocket_is_refused(secret: str) -> None:
     async def send(message: object) -> None:
         said.append(message)
 
-    await app({"type": "websocket", "path": "/health", "headers": [], "subprotocols": []}, receive, send)
+    await app(
+        {"type": "websocket", "path": "/health", "headers": [], "subprotocols": []}, receive, send
+    )
     assert said == [{"type": "websocket.close", "code": 1008}]
 
 
 @pytest.mark.parametrize(
-    "value", ["short", "fifteen-letters", "with a blank in it", "line\nbreak-0123456789", "ümläut-012345678"]
+    "value",
+    [
+        "short",
+        "fifteen-letters",
+        "with a blank in it",
+        "line\nbreak-0123456789",
+        "ümläut-012345678",
+    ],
 )
 def test_a_token_that_is_short_or_cannot_be_sent_is_refused_without_being_shown(value: str) -> None:
     with pytest.raises(ConfigError, match=r"API_TOKEN.*openssl rand -hex 32") as caught:
@@ -142,7 +178,9 @@ async def test_waiting_ends_at_once_when_the_token_is_wrong(secret: str) -> None
     transport = httpx.ASGITransport(app)
     async with Client("thing", "http://x", transport=transport) as client:
         await wait_healthy([client], 30)
-    async with Client("thing", "http://x", transport=transport, headers={"authorization": "Bearer of-another-run"}) as client:
+    async with Client(
+        "thing", "http://x", transport=transport, headers={"authorization": "Bearer of-another-run"}
+    ) as client:
         with pytest.raises(ServiceError, match="thing: the token is wrong") as caught:
             await asyncio.wait_for(wait_healthy([client], 1000), 60)
     assert caught.value.status == 401
@@ -162,7 +200,14 @@ def test_listening_on_all_addresses_without_a_token_is_logged(
 
 
 @pytest.mark.parametrize(
-    ("host", "own"), [("127.9.9.9", True), ("::1", True), ("localhost", True), ("10.0.0.5", False), ("pod-0", False)]
+    ("host", "own"),
+    [
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("10.0.0.5", False),
+        ("pod-0", False),
+    ],
 )
 def test_loopback_hosts_are_recognised(host: str, own: bool) -> None:
     assert is_loopback(host) is own
@@ -176,7 +221,11 @@ def test_training_in_one_process_goes_on_with_a_token(
     config = tiny(base_model, tmp_path)
     said = io.StringIO()
     assert train_in_process(config, Console(file=said)).is_dir()
-    left = [path for path in tmp_path.rglob("*") if path.is_file() and TOKEN.encode() in path.read_bytes()]
+    left = [
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and TOKEN.encode() in path.read_bytes()
+    ]
     assert left == []
     assert TOKEN not in said.getvalue()
 
@@ -187,7 +236,11 @@ def test_secrets_are_taken_out_of_a_stream_however_it_is_cut() -> None:
     expected = text.replace(TOKEN.encode(), b"[secret]").replace(b"hf_0123456789", b"[secret]")
     for size in (1, 2, 3, 7, 28, 1000):
         redactor = SecretRedactor(env)
-        assert b"".join(redactor.feed(text[i : i + size]) for i in range(0, len(text), size)) + redactor.end() == expected
+        assert (
+            b"".join(redactor.feed(text[i : i + size]) for i in range(0, len(text), size))
+            + redactor.end()
+            == expected
+        )
     assert SecretRedactor(env).redact("\ud800 hf_0123456789") == "\ud800 [secret]"
     assert SecretRedactor({"API_TOKEN": ""}).feed(b"as it is") == b"as it is"
 

@@ -13,7 +13,10 @@ from typing import Any
 
 
 def post(url: str, body: Any, key: str = "") -> tuple[int, Any]:
-    headers = {"content-type": "application/json", "authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}"}
+    headers = {
+        "content-type": "application/json",
+        "authorization": f"Bearer {key or os.environ['OPENAI_API_KEY']}",
+    }
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
     try:
         with urllib.request.urlopen(request) as answer:  # noqa: S310
@@ -87,7 +90,9 @@ def main(task: dict[str, Any]) -> None:
         note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)
         time.sleep(1000)
     elif mode == "variables":
-        write({"secrets": len([name for name in os.environ if "TOKEN" in name or "SECRET" in name])})
+        write(
+            {"secrets": len([name for name in os.environ if "TOKEN" in name or "SECRET" in name])}
+        )
         print(sorted(os.environ))
 
 

@@ -47,10 +47,14 @@ def tiny(model: Path, directory: Path, *more: str) -> Config:
 
 
 def make(service: str, config: Config) -> FastAPI:
-    """Makes the app of one service. The agent's node is not started; the trainer has one version of one tensor."""
+    """Makes the app of one service. The agent's node is not started; the trainer has one version of
+    one tensor."""
     body = config.max_body_mb << 20
     if service == "data":
-        return create_data_app(config, *(load_split(config.data, split, config.seed)[:50] for split in ("train", "eval")))
+        return create_data_app(
+            config,
+            *(load_split(config.data, split, config.seed)[:50] for split in ("train", "eval")),
+        )
     if service == "reward":
         return create_reward_app(config.reward, body)
     if service == "replay":
@@ -80,6 +84,8 @@ def _environment(config: Config, body: int) -> FastAPI:
     service = EpisodeService(section, Template(engine.tokenizer, [stop]), router, [stop], metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=300)
     limits = EpisodeLimits(turns=500, sampled_tokens=10**6)
-    session = service.open_session(EpisodeRequest(request_id="open", task=task, sampling=sampling, limits=limits))
+    session = service.open_session(
+        EpisodeRequest(request_id="open", task=task, sampling=sampling, limits=limits)
+    )
     service._sessions[OPEN_SESSION] = session
     return create_environment_app(service, body, metrics)

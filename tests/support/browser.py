@@ -15,8 +15,20 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 PATIENCE_S = 400
 _ARGUMENTS = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-    *("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"),
+    *(
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+    ),
+    *(
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+    ),
     *("--disable-default-apps", "--disable-extensions", "--no-proxy-server"),
 )
 
@@ -60,7 +72,9 @@ class Page:
         def told(_: object) -> bool:
             return bool(condition())
 
-        WebDriverWait(self.driver, PATIENCE_S, 0.1).until(told, f"never: {what}; the page says:\n{self.text('body')}")
+        WebDriverWait(self.driver, PATIENCE_S, 0.1).until(
+            told, f"never: {what}; the page says:\n{self.text('body')}"
+        )
 
     def errors(self) -> list[str]:
         """Returns the console's messages of every level."""
@@ -73,8 +87,8 @@ class Page:
         return tuple(int(part) for part in colour[4:-1].split(","))
 
     def charts(self) -> dict[str, dict[str, Any]]:
-        """Returns for each visible chart, by title, its stated values, the number of drawn pixels and the number of
-        colours that fill an area."""
+        """Returns for each visible chart, by title, its stated values, the number of drawn pixels
+        and the number of colours that fill an area."""
         found: dict[str, dict[str, Any]] = self.run(_CHARTS)
         return found
 

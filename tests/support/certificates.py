@@ -1,10 +1,16 @@
-"""A certificate authority and its certificate, made with openssl, for every address that a local run may use."""
+"""A certificate authority and its certificate, made with openssl, for every address that a local
+run may use."""
 
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-NODES = [f"127.{block}.{task}.{node}" for block in range(1, 255) for task in range(1, 6) for node in (1, 2)]
+NODES = [
+    f"127.{block}.{task}.{node}"
+    for block in range(1, 255)
+    for task in range(1, 6)
+    for node in (1, 2)
+]
 
 
 @dataclass(frozen=True)
@@ -16,7 +22,11 @@ class Certificates:
     key: Path
 
     def env(self) -> dict[str, str]:
-        return {"TLS_CERT": str(self.certificate), "TLS_KEY": str(self.key), "TLS_CA": str(self.authority)}
+        return {
+            "TLS_CERT": str(self.certificate),
+            "TLS_KEY": str(self.key),
+            "TLS_CA": str(self.authority),
+        }
 
 
 def make_certificates(directory: Path) -> Certificates:
@@ -27,10 +37,33 @@ def make_certificates(directory: Path) -> Certificates:
     (directory / "extensions").write_text(extensions)
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
     _openssl(
-        directory, "req", "-x509", *new_key, "-days", "2", "-subj", "/CN=test authority", "-keyout", "ca.key", "-out", "ca.pem"
+        directory,
+        "req",
+        "-x509",
+        *new_key,
+        "-days",
+        "2",
+        "-subj",
+        "/CN=test authority",
+        "-keyout",
+        "ca.key",
+        "-out",
+        "ca.pem",
     )
-    _openssl(directory, "req", *new_key, "-subj", "/CN=test", "-keyout", "key.pem", "-out", "request.pem")
-    signed_by = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extensions")
+    _openssl(
+        directory, "req", *new_key, "-subj", "/CN=test", "-keyout", "key.pem", "-out", "request.pem"
+    )
+    signed_by = (
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "extensions",
+    )
     _openssl(directory, "x509", "-req", "-in", "request.pem", *signed_by, "-out", "cert.pem")
     return made
 

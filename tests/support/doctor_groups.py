@@ -45,8 +45,11 @@ QWEN_7B = {
 
 
 def write_group(folder: Path, tasks: Mapping[str, str], env: Mapping[str, object]) -> Path:
-    """Writes a job group; `tasks` maps names to extra lines of their documents, and `env` applies to every task."""
-    envs = json.dumps({key: str(value) for key, value in {"STATE_DIR": folder / "state", **env}.items()})
+    """Writes a job group; `tasks` maps names to extra lines of their documents, and `env` applies
+    to every task."""
+    envs = json.dumps(
+        {key: str(value) for key, value in {"STATE_DIR": folder / "state", **env}.items()}
+    )
     documents = [f"name: {name}\nrun: 'true'\nenvs: {envs}\n{more}" for name, more in tasks.items()]
     path = folder / "group.yaml"
     path.write_text("---\n".join(["name: small\nexecution: parallel\n", *documents]))
@@ -71,8 +74,11 @@ def write_model(folder: Path, config: Mapping[str, object]) -> Path:
 
 
 @contextmanager
-def serving(answers: Mapping[str, Any], *, status: int = 200, ahead_s: float = 0.0, token: str = "") -> Iterator[int]:
-    """Serves JSON by path to GET and HEAD on 127.0.0.1, and 404 elsewhere; its clock is `ahead_s` ahead of ours."""
+def serving(
+    answers: Mapping[str, Any], *, status: int = 200, ahead_s: float = 0.0, token: str = ""
+) -> Iterator[int]:
+    """Serves JSON by path to GET and HEAD on 127.0.0.1, and 404 elsewhere; its clock is `ahead_s`
+    ahead of ours."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -11,8 +11,11 @@ TOKENS = 240
 LIMIT_S = 400
 
 
-def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None) -> "Future[Any]":
-    """Starts a request of 240 tokens and waits until it runs on `worker`; `asked` is another route to it."""
+def long_request(
+    worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked: httpx.Client | None = None
+) -> "Future[Any]":
+    """Starts a request of 240 tokens and waits until it runs on `worker`; `asked` is another route
+    to it."""
     body = {"input_ids": PROMPT, "rid": rid, "return_logprob": True}
     body["sampling_params"] = {"max_new_tokens": TOKENS, "ignore_eos": True}
     limit = time.monotonic() + LIMIT_S
@@ -26,7 +29,11 @@ def long_request(worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, asked
 
 
 def paused_request(
-    worker: httpx.Client, pool: ThreadPoolExecutor, rid: str, mode: str | None, asked: httpx.Client | None = None
+    worker: httpx.Client,
+    pool: ThreadPoolExecutor,
+    rid: str,
+    mode: str | None,
+    asked: httpx.Client | None = None,
 ) -> "Future[Any]":
     """Starts a request of 240 tokens as `long_request` does and pauses the engine before it ends.
 

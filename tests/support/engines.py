@@ -1,4 +1,5 @@
-"""A random tiny model, and both engines and the router as real processes, to test the rollout interface."""
+"""A random tiny model, and both engines and the router as real processes, to test the rollout
+interface."""
 
 import contextlib
 import os
@@ -16,7 +17,12 @@ import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from common.process import child
 from common.process.topology import Topology
@@ -46,11 +52,16 @@ def write_model(directory: Path, seed: int) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(["Tom has 3 apples and buys 4 more apples."], trainer)
     pad, _, eos = special
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=CHAT_TEMPLATE)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=eos, pad_token=pad, chat_template=CHAT_TEMPLATE
+    )
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=len(fast),
@@ -75,7 +86,14 @@ def write_adapter(directory: Path, model: Path, seed: int) -> Path:
     """Writes a LoRA adapter of rank 4 that changes the model's output."""
     from peft import LoraConfig  # slow to import
 
-    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # SGLang needs the neighbours of some
+    targets = [
+        "q_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ]  # SGLang needs the neighbours of some
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from PEFT, about transformers
         adapted = AutoModelForCausalLM.from_pretrained(model)
@@ -88,8 +106,11 @@ def write_adapter(directory: Path, model: Path, seed: int) -> Path:
     return directory
 
 
-def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], completion: Sequence[int]) -> Float32:
-    """Returns log-probabilities (nats) of the completion's tokens, computed by transformers and PEFT in float32."""
+def expected_logprobs(
+    model: Path, adapter: Path | None, prompt: Sequence[int], completion: Sequence[int]
+) -> Float32:
+    """Returns log-probabilities (nats) of the completion's tokens, computed by transformers and
+    PEFT in float32."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     if adapter is not None:
         from peft import PeftModel
@@ -103,7 +124,12 @@ def expected_logprobs(model: Path, adapter: Path | None, prompt: Sequence[int], 
 
 
 def start(
-    command: list[str], log: Path, ready: Callable[[], bool], *, env: dict[str, str] | None = None, limit_s: float = 400
+    command: list[str],
+    log: Path,
+    ready: Callable[[], bool],
+    *,
+    env: dict[str, str] | None = None,
+    limit_s: float = 400,
 ) -> subprocess.Popen[bytes]:
     """Starts a process and returns it once ready; raises an error with its log otherwise.
 
@@ -156,12 +182,27 @@ def answers(url: str) -> bool:
 
 
 @contextmanager
-def engine_process(model: Path, log: Path, *extra: str, port: int | None = None) -> Iterator[tuple[str, Forked]]:
-    """Runs `python -m services.engine`, on the CPU unless `extra` overrides it; yields its URL and process."""
+def engine_process(
+    model: Path, log: Path, *extra: str, port: int | None = None
+) -> Iterator[tuple[str, Forked]]:
+    """Runs `python -m services.engine`, on the CPU unless `extra` overrides it; yields its URL and
+    process."""
     port = port or free_port()
     url = f"http://127.0.0.1:{port}"
-    words = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *extra]
-    process = _ready(Forked("services.engine", *words, log=log), log, lambda: answers(f"{url}/health"))
+    words = [
+        "--model-path",
+        str(model),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+        *extra,
+    ]
+    process = _ready(
+        Forked("services.engine", *words, log=log), log, lambda: answers(f"{url}/health")
+    )
     try:
         yield url, process
     finally:
@@ -181,10 +222,20 @@ def sglang_process(
     """Runs real SGLang on this CPU with the agent's command and environment; yields its URL."""
     port = free_port()
     python = str(SGLANG / "bin" / "python")
-    rollout = RolloutSection(device="cpu", engine_python=python, engine_port=port, max_running_requests=64)
+    rollout = RolloutSection(
+        device="cpu", engine_python=python, engine_port=port, max_running_requests=64
+    )
     sampling = SamplingSection(max_new_tokens=max_new_tokens)
-    config = Config(model=ModelSection(name=str(model)), rollout=rollout, lora=lora or LoraSection(), sampling=sampling)
-    command, url = engine_command(config, Topology(), str(model), version), f"http://127.0.0.1:{port}"
+    config = Config(
+        model=ModelSection(name=str(model)),
+        rollout=rollout,
+        lora=lora or LoraSection(),
+        sampling=sampling,
+    )
+    command, url = (
+        engine_command(config, Topology(), str(model), version),
+        f"http://127.0.0.1:{port}",
+    )
     env = engine_env(config) | Topology().loopback_env() | {"PYTHONPATH": str(PLUGIN)}
     process = start(command, log, lambda: answers(f"{url}/health"), env=env, limit_s=400)
     try:
@@ -193,25 +244,32 @@ def sglang_process(
         end(process)
 
 
-needs_smg = pytest.mark.skipif(find_spec("smg") is None, reason="smg is not installed: pip install -e '.[smg]'")
+needs_smg = pytest.mark.skipif(
+    find_spec("smg") is None, reason="smg is not installed: pip install -e '.[smg]'"
+)
 ROUTERS = ["sglang-router", pytest.param("smg", marks=[needs_smg, pytest.mark.slow])]
 """Values of `rollout.router`."""
 
 
 @contextmanager
 def router_process(worker_url: str | Sequence[str], log: Path, **settings: Any) -> Iterator[str]:
-    """Runs the real router with the agent's command line; yields its URL once it lists all engines as healthy.
+    """Runs the real router with the agent's command line; yields its URL once it lists all engines
+    as healthy.
 
     `settings` belong to the rollout section.
     """
     worker_urls = [worker_url] if isinstance(worker_url, str) else worker_url
-    section = RolloutSection(**{"router_port": free_port(), "router_metrics_port": free_port(), **settings})
+    section = RolloutSection(
+        **{"router_port": free_port(), "router_metrics_port": free_port(), **settings}
+    )
     url = f"http://127.0.0.1:{section.router_port}"
     command = router_command(Config(rollout=section), Topology())
     process = start(command, log, lambda: answers(f"{url}/health"))
     try:
         for worker in worker_urls:
-            httpx.post(f"{url}/workers", json={"url": worker}, trust_env=False, timeout=60).raise_for_status()
+            httpx.post(
+                f"{url}/workers", json={"url": worker}, trust_env=False, timeout=60
+            ).raise_for_status()
         limit = time.monotonic() + 400
         while len(routed(url)) < len(worker_urls):
             assert time.monotonic() < limit, f"the router lists {routed(url)}:\n{log.read_text()}"

@@ -111,7 +111,8 @@ class Faulty:
 
 @dataclass
 class AnsweringEngine:
-    """Engines behind SGLang's `/generate` that answer a prompt with the letters of a function's result."""
+    """Engines behind SGLang's `/generate` that answer a prompt with the letters of a function's
+    result."""
 
     reply: Callable[[str], str]
     tokenizer: Any = field(default_factory=trap_tokenizer)
@@ -128,9 +129,13 @@ class AnsweringEngine:
             self.asked.append(body)
             if self.failures:
                 self.failures -= 1
-                return JSONResponse({"error": {"code": "engine_failed", "message": "the engine has failed"}}, 500)
+                return JSONResponse(
+                    {"error": {"code": "engine_failed", "message": "the engine has failed"}}, 500
+                )
             most = body["sampling_params"]["max_new_tokens"]
-            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[:most]
+            ids = letters(self.tokenizer, self.reply(self.tokenizer.decode(body["input_ids"])))[
+                :most
+            ]
             finish = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
             meta = {
                 "finish_reason": {"type": finish},
@@ -154,16 +159,26 @@ class Served:
 
 
 @asynccontextmanager
-async def served(environment: type | str, reply: Callable[[str], str], **settings: Any) -> AsyncIterator[Served]:
+async def served(
+    environment: type | str, reply: Callable[[str], str], **settings: Any
+) -> AsyncIterator[Served]:
     """Serves an environment, given as a class or by name, with engines that answer with `reply`."""
     engine = AnsweringEngine(reply)
-    name = environment if isinstance(environment, str) else f"python:{environment.__module__}:{environment.__name__}"
+    name = (
+        environment
+        if isinstance(environment, str)
+        else f"python:{environment.__module__}:{environment.__name__}"
+    )
     section = EnvironmentSection(name=name, **settings)
     template = Template(engine.tokenizer, [engine.tokenizer.eos_token_id])
-    async with RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(engine.app())) as router:
+    async with RolloutClient(
+        "rollout-server", BASE, transport=httpx.ASGITransport(engine.app())
+    ) as router:
         sock = listen("127.0.0.1", 0)
         gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        service = EpisodeService(section, template, router, [engine.tokenizer.eos_token_id], gateway=gateway)
+        service = EpisodeService(
+            section, template, router, [engine.tokenizer.eos_token_id], gateway=gateway
+        )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)
         async with (
@@ -176,8 +191,12 @@ async def served(environment: type | str, reply: Callable[[str], str], **setting
         sock.close()
 
 
-def request_for(environment: str, prompt: str = "1+2?", truth: str = "3", n: int = 1, **limits: Any) -> EpisodeRequest:
+def request_for(
+    environment: str, prompt: str = "1+2?", truth: str = "3", n: int = 1, **limits: Any
+) -> EpisodeRequest:
     """Returns a request for n episodes."""
     task = EpisodeTask(env=environment, prompt=prompt, ground_truth=truth)
     sampling = EpisodeSampling(max_new_tokens=300)
-    return EpisodeRequest(request_id="r1", n=n, task=task, sampling=sampling, limits=EpisodeLimits(**limits))
+    return EpisodeRequest(
+        request_id="r1", n=n, task=task, sampling=sampling, limits=EpisodeLimits(**limits)
+    )

@@ -1,4 +1,5 @@
-"""Custom trackers for `trackers.names`: one that records everything, and others that fail in every way."""
+"""Custom trackers for `trackers.names`: one that records everything, and others that fail in every
+way."""
 
 import atexit
 import json
@@ -17,7 +18,9 @@ class Keeps:
 
     def __init__(self, run: RunInfo) -> None:
         self.run, self.where = run, "kept.jsonl"
-        self._keep("start", asdict(run) | {"directory": str(run.directory), "parameters": run.parameters})
+        self._keep(
+            "start", asdict(run) | {"directory": str(run.directory), "parameters": run.parameters}
+        )
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self._keep("metrics", {"step": step, "values": values})

@@ -1,16 +1,29 @@
-"""Tiny random models of the families that people train, each with its family's kind of tokenizer and chat template."""
+"""Tiny random models of the families that people train, each with its family's kind of tokenizer
+and chat template."""
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_models import make
 
-CORPUS = ["Tom has 3 apples and buys 4 more apples. How many apples now?", "#### 7", "user assistant system think"]
+CORPUS = [
+    "Tom has 3 apples and buys 4 more apples. How many apples now?",
+    "#### 7",
+    "user assistant system think",
+]
 _CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -55,8 +68,19 @@ class Family:
     def write(self, directory: Path, seed: int = 0) -> Path:
         """Writes model and tokenizer."""
         tokenizer = self._tokenizer()
-        ids = {"vocab_size": len(tokenizer) + 5, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-        model = make(self.kind, seed, **ids, **self.more, pad_token_id=tokenizer.eos_token_id, max_position_embeddings=256)
+        ids = {
+            "vocab_size": len(tokenizer) + 5,
+            "eos_token_id": tokenizer.eos_token_id,
+            "bos_token_id": tokenizer.bos_token_id,
+        }
+        model = make(
+            self.kind,
+            seed,
+            **ids,
+            **self.more,
+            pad_token_id=tokenizer.eos_token_id,
+            max_position_embeddings=256,
+        )
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
         return directory
@@ -64,18 +88,30 @@ class Family:
     def _tokenizer(self) -> PreTrainedTokenizerFast:
         special = [*([self.bos] if self.bos else []), *self.special]
         if self.pieces:
-            made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106  # a token of text
-            made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-            parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+            made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # a token of text  # noqa: S106
+            made.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+            )
+            parts: list[Any] = [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
             made.decoder = decoders.Sequence(parts)
-            trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", *special], show_progress=False)
+            trainer = trainers.BpeTrainer(
+                vocab_size=120, special_tokens=["<unk>", *special], show_progress=False
+            )
         else:
             made = Tokenizer(models.BPE())
             made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             made.decoder = decoders.ByteLevel()
             alphabet = pre_tokenizers.ByteLevel.alphabet()
             trainer = trainers.BpeTrainer(
-                vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+                vocab_size=300,
+                special_tokens=special,
+                initial_alphabet=alphabet,
+                show_progress=False,
             )
         made.train_from_iterator(CORPUS, trainer)
         if self.pieces:
@@ -85,7 +121,9 @@ class Family:
             made = Tokenizer.from_str(json.dumps(state))
         if self.bos:
             number = made.token_to_id(self.bos)
-            made.post_processor = processors.TemplateProcessing(single=f"{self.bos} $A", special_tokens=[(self.bos, number)])
+            made.post_processor = processors.TemplateProcessing(
+                single=f"{self.bos} $A", special_tokens=[(self.bos, number)]
+            )
         named: dict[str, Any] = {"bos_token": self.bos, "eos_token": self.special[-1]}
         return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=self.template, **named)
 
@@ -96,11 +134,24 @@ FAMILIES = {
     "Qwen2.5": Family("Qwen2", _CHATML, _IM),
     "Qwen3": Family("Qwen3", _QWEN3, ("<think>", "</think>", *_IM)),
     "Llama 3": Family(
-        "Llama 3", _LLAMA3, ("<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|begin_of_text|>"
+        "Llama 3",
+        _LLAMA3,
+        ("<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
     ),
     "Mistral": Family("Mistral", _MISTRAL, ("[INST]", "[/INST]", "</s>"), "<s>", pieces=True),
-    "Gemma 3": Family("Gemma 3 text", _GEMMA, ("<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>", pieces=True),
+    "Gemma 3": Family(
+        "Gemma 3 text", _GEMMA, ("<eos>", "<start_of_turn>", "<end_of_turn>"), "<bos>", pieces=True
+    ),
     "SmolLM2": Family("llama", _CHATML, _IM, more=_TIED),
-    "SmolLM3": Family("smollm3", _CHATML, ("<think>", "</think>", *_IM), more={"num_hidden_layers": 4, **_TIED}),
-    "Phi-3": Family("Phi-3", _PHI3, ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"), "<s>", pieces=True),
+    "SmolLM3": Family(
+        "smollm3", _CHATML, ("<think>", "</think>", *_IM), more={"num_hidden_layers": 4, **_TIED}
+    ),
+    "Phi-3": Family(
+        "Phi-3",
+        _PHI3,
+        ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "<s>",
+        pieces=True,
+    ),
 }

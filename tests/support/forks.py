@@ -1,4 +1,5 @@
-"""Runs modules in forks of a process that has imported torch and transformers: a second per start instead of six."""
+"""Runs modules in forks of a process that has imported torch and transformers: a second per start
+instead of six."""
 
 import ctypes
 import multiprocessing
@@ -16,34 +17,49 @@ from tests.support.paths import ROOT
 
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.support.workers.preloaded"])
-_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "MALLOC_ARENA_MAX": "2"}
+_ENVIRONMENT = {
+    "PYTHONPATH": str(ROOT),
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "MALLOC_ARENA_MAX": "2",
+}
 """The environment variables that the forking process reads at import."""
 _PR_SET_PDEATHSIG = 1
 
 
 class Forked:
-    """Runs `python -m MODULE ARGUMENTS` in a forked process that leads a group and ends with this one.
+    """Runs `python -m MODULE ARGUMENTS` in a forked process that leads a group and ends with this
+    one.
 
     It has the methods of `subprocess.Popen` that tests use.
     """
 
     stdin = None
 
-    def __init__(self, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, module: str, *arguments: str, log: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         self._module = module
-        call = (module, arguments, dict(os.environ if env is None else env) | _ENVIRONMENT, str(log))
+        call = (
+            module,
+            arguments,
+            dict(os.environ if env is None else env) | _ENVIRONMENT,
+            str(log),
+        )
         self._process = _CONTEXT.Process(target=_run, args=call, daemon=True)
         with mock.patch.dict(os.environ, _ENVIRONMENT):
             self._process.start()
         self.pid = int(self._process.pid)
 
     def poll(self) -> int | None:
-        """Returns the exit status, None while the process runs, or the negative number of the signal that ended it."""
+        """Returns the exit status, None while the process runs, or the negative number of the
+        signal that ended it."""
         status: int | None = self._process.exitcode
         return status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Returns the exit status; raises subprocess.TimeoutExpired if it still runs after `timeout` seconds."""
+        """Returns the exit status; raises subprocess.TimeoutExpired if it still runs after
+        `timeout` seconds."""
         self._process.join(timeout)
         status = self.poll()
         if status is None:
@@ -64,7 +80,9 @@ class Forked:
 def _run(module: str, arguments: tuple[str, ...], environment: dict[str, str], log: str) -> None:
     """Runs the module in the forked process and appends its output to the file `log`."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests are a shell's background job
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where the tests are a shell's background job
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):

@@ -14,7 +14,8 @@ from tests.support.forks import Forked
 from tests.support.ports import free_port
 
 SECONDS = int(os.environ.get("FUZZ_SECONDS", "0"))
-"""Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of examples."""
+"""Seconds of fuzzing per service in the long form (`make fuzz`); 0: a fixed small number of
+examples."""
 
 
 class Service:
@@ -45,7 +46,12 @@ class Service:
     def memory_mb(self) -> float:
         """Returns the resident memory of the process and its children."""
         main = psutil.Process(self.process.pid)
-        return float(sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))) / 1e6
+        return (
+            float(
+                sum(process.memory_info().rss for process in (main, *main.children(recursive=True)))
+            )
+            / 1e6
+        )
 
     def close(self) -> None:
         self.http.close()

@@ -23,7 +23,9 @@ _T = TypeVar("_T")
 VOCABULARY = 300
 
 
-def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0, position: int = 0) -> Group:
+def make_group(
+    rng: np.random.Generator, rewards: list[float], version: int = 0, position: int = 0
+) -> Group:
     """Returns a group of random completions of different lengths with the given rewards."""
     completions = []
     for reward in rewards:
@@ -52,9 +54,15 @@ def make_group(rng: np.random.Generator, rewards: list[float], version: int = 0,
 
 
 def off_policy_groups() -> list[Group]:
-    """Returns four groups of four, one with equal rewards, sampled by a different policy than a new one."""
+    """Returns four groups of four, one with equal rewards, sampled by a different policy than a new
+    one."""
     rng = np.random.default_rng(1)
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    rewards = [
+        [1.0, 0.0, 0.0, 1.0],
+        [0.0, 0.0, 1.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [0.0, 1.0, 1.0, 1.0],
+    ]
     groups = [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
     for group in groups:
         for completion in group.completions:
@@ -65,10 +73,13 @@ def off_policy_groups() -> list[Group]:
 
 
 def with_algorithm(config: Config, **settings: Any) -> Config:
-    """Returns a copy with these algorithm settings, defaults for the rest, and a teacher if the algorithm needs one."""
+    """Returns a copy with these algorithm settings, defaults for the rest, and a teacher if the
+    algorithm needs one."""
     changed = config.model_copy(deep=True)
     preset = RECIPES[settings.get("name", "grpo")]
-    changed.algorithm = AlgorithmSection.model_validate({"rollout_correction": "none", **preset, **settings})
+    changed.algorithm = AlgorithmSection.model_validate(
+        {"rollout_correction": "none", **preset, **settings}
+    )
     if changed.algorithm.advantage == "none":
         changed.teacher = TeacherSection(url="http://127.0.0.1:1")
     return changed
@@ -86,20 +97,27 @@ def known(column: _T | None) -> _T:
 
 
 def prepared(
-    policy: Policy, groups: Sequence[Group], weights: list[float] | None = None, reference: Reference | None = None
+    policy: Policy,
+    groups: Sequence[Group],
+    weights: list[float] | None = None,
+    reference: Reference | None = None,
 ) -> Batch:
-    """Returns the batch of these groups as the training loop prepares it for `policy`; a critic's values are random.
+    """Returns the batch of these groups as the training loop prepares it for `policy`; a critic's
+    values are random.
 
     The default `reference` is the initial model of the run.
     """
     items = zip(groups, weights or [1.0] * len(groups), strict=True)
-    batch = Batch.of([TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step)
+    batch = Batch.of(
+        [TrainingGroup(group, weight) for group, weight in items], policy.config, policy.step
+    )
     fill(batch, policy, reference or Reference(policy))
     return batch
 
 
 def learner_logprobs(model: Path, groups: Sequence[Group], temperature: float) -> list[Float32]:
-    """Returns the learner's log-probabilities of tokens before any update, relative to each token's sampling set."""
+    """Returns the learner's log-probabilities of tokens before any update, relative to each token's
+    sampling set."""
     config = Config(algorithm=AlgorithmSection(rollout_correction="none"))
     config.model.name, config.sampling.temperature = str(model), temperature
     batch = batch_of(groups, config, max(group.weight_version for group in groups))
@@ -131,8 +149,12 @@ def save(
 ) -> Path:
     """Saves a complete checkpoint of the policy and a refreshed `reference`. A collective call."""
     checkpoints = Checkpoints(directory, policy.ranks, keep, static=lambda: static)
-    parts = policy.snapshots(checkpoints.alone) | (reference.snapshots(checkpoints.alone) if reference else {})
+    parts = policy.snapshots(checkpoints.alone) | (
+        reference.snapshots(checkpoints.alone) if reference else {}
+    )
     same = identity(policy.config)
-    path = checkpoints.save(RunState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy, identity=same), parts)
+    path = checkpoints.save(
+        RunState(policy.step, 7, "run", policy.kl_coef, accuracy=accuracy, identity=same), parts
+    )
     checkpoints.wait()
     return path

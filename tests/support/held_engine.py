@@ -1,4 +1,5 @@
-"""Holds an engine of this process between two tokens, so that a test sees a state that would pass."""
+"""Holds an engine of this process between two tokens, so that a test sees a state that would
+pass."""
 
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ from services.engine.sampling import Inputs
 
 @contextmanager
 def held(engine: Engine) -> Iterator[None]:
-    """Inside, the engine answers prompts with their first token and then waits; it runs later calls after one more."""
+    """Inside, the engine answers prompts with their first token and then waits; it runs later calls
+    after one more."""
     decode, released = engine.model.decode, threading.Event()
 
     def wait(inputs: Inputs) -> NDArray[np.float64]:

@@ -1,4 +1,5 @@
-"""A small Hugging Face hub on a local port, with enough of the HTTP API for `datasets` to load parquet files."""
+"""A small Hugging Face hub on a local port, with enough of the HTTP API for `datasets` to load
+parquet files."""
 
 import hashlib
 import io
@@ -52,26 +53,50 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(self._listing(files, rest[2:]))
         elif not rest or rest[0] == "revision":
             siblings = [{"rfilename": path} for path in files]
-            self._json({"id": name, "sha": SHA, "siblings": siblings, "private": False, "tags": [], "downloads": 0})
+            self._json(
+                {
+                    "id": name,
+                    "sha": SHA,
+                    "siblings": siblings,
+                    "private": False,
+                    "tags": [],
+                    "downloads": 0,
+                }
+            )
         else:
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
     def _listing(self, files: Mapping[str, bytes], folder: list[str]) -> list[dict[str, Any]]:
         """Lists a folder's files and subfolders."""
-        inside = {path: path.split("/")[len(folder) :] for path in files if path.split("/")[: len(folder)] == folder}
+        inside = {
+            path: path.split("/")[len(folder) :]
+            for path in files
+            if path.split("/")[: len(folder)] == folder
+        }
         folders = {"/".join([*folder, rest[0]]) for rest in inside.values() if len(rest) > 1}
-        entries = [self._entry(path, files[path]) for path, rest in inside.items() if len(rest) == 1]
-        return entries + [{"type": "directory", "path": path, "size": 0, "oid": SHA} for path in sorted(folders)]
+        entries = [
+            self._entry(path, files[path]) for path, rest in inside.items() if len(rest) == 1
+        ]
+        return entries + [
+            {"type": "directory", "path": path, "size": 0, "oid": SHA} for path in sorted(folders)
+        ]
 
     @staticmethod
     def _entry(path: str, data: bytes) -> dict[str, Any]:
-        return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}  # noqa: S324
+        return {
+            "type": "file",
+            "path": path,
+            "size": len(data),
+            "oid": hashlib.sha1(data).hexdigest(),  # noqa: S324
+        }
 
     def _file(self, data: bytes | None) -> None:
         if data is None:
             self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
             return
-        self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": SHA})
+        self._send(
+            200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": SHA}
+        )
 
     def _json(self, answer: object) -> None:
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
@@ -123,7 +148,9 @@ def table(rows: list[dict[str, Any]]) -> bytes:
     return file.getvalue()
 
 
-def data_set(config: str, train: list[dict[str, Any]], test: list[dict[str, Any]]) -> dict[str, bytes]:
+def data_set(
+    config: str, train: list[dict[str, Any]], test: list[dict[str, Any]]
+) -> dict[str, bytes]:
     return {
         "README.md": CARD.format(config=config, folder=config).encode(),
         f"{config}/train-00000-of-00001.parquet": table(train),

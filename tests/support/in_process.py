@@ -33,10 +33,18 @@ def stored(config: Config) -> list[Group]:
 
 
 class Faulty(httpx.AsyncBaseTransport):
-    """Answers calls to `/generate` whose numbers are in `failing` with `response` instead of the engine's answer."""
+    """Answers calls to `/generate` whose numbers are in `failing` with `response` instead of the
+    engine's answer."""
 
-    def __init__(self, app: FastAPI, failing: set[int], response: Callable[[], httpx.Response]) -> None:
-        self.inner, self.failing, self.response, self.calls = httpx.ASGITransport(app), failing, response, 0
+    def __init__(
+        self, app: FastAPI, failing: set[int], response: Callable[[], httpx.Response]
+    ) -> None:
+        self.inner, self.failing, self.response, self.calls = (
+            httpx.ASGITransport(app),
+            failing,
+            response,
+            0,
+        )
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/generate":

@@ -44,7 +44,10 @@ def messages() -> str:
     client = anthropic.Anthropic()
     conversation: list[Any] = [{"role": "user", "content": TEXT}]
     first = client.messages.create(model="claude", max_tokens=50, messages=conversation)
-    conversation += [{"role": "assistant", "content": first.content}, {"role": "user", "content": "Are you sure?"}]
+    conversation += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": "Are you sure?"},
+    ]
     with client.messages.stream(model="claude", max_tokens=50, messages=conversation) as stream:
         return stream.get_final_text()
 
@@ -58,7 +61,11 @@ def agents() -> str:
         """Adds two numbers."""
         return a + b
 
-    agent = Agent(name="Counter", instructions="Answer with a number.", tools=[add] if TASK["columns"].get("tools") else [])
+    agent = Agent(
+        name="Counter",
+        instructions="Answer with a number.",
+        tools=[add] if TASK["columns"].get("tools") else [],
+    )
 
     async def run() -> str:
         first = await Runner.run(agent, TEXT)
@@ -85,12 +92,23 @@ def smol() -> str:
         """
         return a + b
 
-    model = OpenAIServerModel("policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+    model = OpenAIServerModel(
+        "policy", os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
+    )
     return str(ToolCallingAgent([add], model, max_steps=4, verbosity_level=0).run(TEXT))
 
 
 if __name__ == "__main__":
-    kinds = {"chat": chat, "responses": responses, "messages": messages, "agents": agents, "smol": smol}
+    kinds = {
+        "chat": chat,
+        "responses": responses,
+        "messages": messages,
+        "agents": agents,
+        "smol": smol,
+    }
     said = kinds[sys.argv[1]]()
-    reward = {"said": zlib.crc32(said.encode()) % 8 / 8, "right": float(said == TASK["ground_truth"])}
+    reward = {
+        "said": zlib.crc32(said.encode()) % 8 / 8,
+        "right": float(said == TASK["ground_truth"]),
+    }
     Path(os.environ["EPISODE_REWARD_FILE"]).write_text(json.dumps(reward))

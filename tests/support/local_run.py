@@ -16,20 +16,40 @@ LIMIT_S = 400
 
 
 class LocalRun:
-    """Runs `python -m jobgroup.local` in its own folder; every process carries a mark in its environment."""
+    """Runs `python -m jobgroup.local` in its own folder; every process carries a mark in its
+    environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.logs = folder, folder / "logs"
         self.mark = uuid.uuid4().hex
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, text: str, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
+    def start(
+        self, text: str, *arguments: str, stdout: int = subprocess.PIPE
+    ) -> subprocess.Popen[bytes]:
         """Starts the runner on this YAML."""
         (self.folder / "group.yaml").write_text(text)
-        env = os.environ | {"PYTHONPATH": str(ROOT), "RUN_MARK": self.mark, "FOLDER": str(self.folder)}
-        command = [sys.executable, "-m", "jobgroup.local", "group.yaml", "--log-dir", "logs", *arguments]
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "RUN_MARK": self.mark,
+            "FOLDER": str(self.folder),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "jobgroup.local",
+            "group.yaml",
+            "--log-dir",
+            "logs",
+            *arguments,
+        ]
         self.process = subprocess.Popen(
-            command, cwd=self.folder, env=env, stdout=stdout, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            cwd=self.folder,
+            env=env,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         return self.process
 
@@ -61,7 +81,10 @@ class LocalRun:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get("RUN_MARK") == self.mark:
+                if (
+                    process.status() != psutil.STATUS_ZOMBIE
+                    and process.environ().get("RUN_MARK") == self.mark
+                ):
                     found.append(process)
             except psutil.Error:
                 continue

@@ -9,10 +9,14 @@ from tests.support.paths import ROOT
 
 
 def locked(extras: Sequence[str], packages: Sequence[str] = ()) -> set[str]:
-    """Returns the distributions that our package with these extras brings, and those of other `packages`."""
+    """Returns the distributions that our package with these extras brings, and those of other
+    `packages`."""
     lock = tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))
     known = {package["name"]: package for package in lock["package"]}
-    waiting: list[tuple[str, tuple[str, ...]]] = [("rlhf-math", tuple(extras)), *((name, ()) for name in packages)]
+    waiting: list[tuple[str, tuple[str, ...]]] = [
+        ("rlhf-math", tuple(extras)),
+        *((name, ()) for name in packages),
+    ]
     seen: set[tuple[str, tuple[str, ...]]] = set()
     while waiting:
         found = waiting.pop()

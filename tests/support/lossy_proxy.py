@@ -1,4 +1,5 @@
-"""A proxy on a real socket that loses answers: it forwards the request to the service, then closes the connection."""
+"""A proxy on a real socket that loses answers: it forwards the request to the service, then closes
+the connection."""
 
 import asyncio
 from collections import Counter
@@ -7,7 +8,8 @@ from contextlib import asynccontextmanager
 
 
 class LossyProxy:
-    """Loses the first answer to every call (method and path, without the query) after the service has done the work."""
+    """Loses the first answer to every call (method and path, without the query) after the service
+    has done the work."""
 
     def __init__(self, port: int) -> None:
         self._service, self.port = port, 0
@@ -42,9 +44,12 @@ class LossyProxy:
 
 
 async def _message(reader: asyncio.StreamReader) -> tuple[str, bytes]:
-    """Reads the first line and all bytes of a request or an answer that has a Content-Length or no body."""
+    """Reads the first line and all bytes of a request or an answer that has a Content-Length or no
+    body."""
     head = await reader.readuntil(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     assert "transfer-encoding" not in headers
     return first, head + await reader.readexactly(int(headers.get("content-length", 0)))

@@ -1,4 +1,5 @@
-"""The real `/metrics` pages of every app, and the table in docs/reference/metrics.md that is generated from them.
+"""The real `/metrics` pages of every app, and the table in docs/reference/metrics.md that is
+generated from them.
 
 `python -m tests.support.metrics_pages` writes the table into the document.
 """
@@ -41,23 +42,37 @@ class Family:
     @property
     def samples(self) -> set[str]:
         """The names that a query may use."""
-        return {f"{self.name}{end}" for end in ("_bucket", "_sum", "_count")} if self.kind == "histogram" else {self.name}
+        return (
+            {f"{self.name}{end}" for end in ("_bucket", "_sum", "_count")}
+            if self.kind == "histogram"
+            else {self.name}
+        )
 
 
 def parse(page: str) -> dict[str, Family]:
-    """Parses a page's metrics by name from its HELP and TYPE lines, without counters' start times (`_created`)."""
+    """Parses a page's metrics by name from its HELP and TYPE lines, without counters' start times
+    (`_created`)."""
     texts = dict(re.findall(r"^# HELP (\S+) ?(.*)$", page, re.MULTILINE))
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", page, re.MULTILINE))
-    return {name: Family(name, kinds[name], texts.get(name, "")) for name in kinds if not name.endswith("_created")}
+    return {
+        name: Family(name, kinds[name], texts.get(name, ""))
+        for name in kinds
+        if not name.endswith("_created")
+    }
 
 
 async def page(service: str, model: Path, directory: Path) -> dict[str, Family]:
     """Returns the metrics of a service's page, with their labels."""
     app = make(service, tiny(model, directory / service))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test"
+    ) as client:
         found = parse((await client.get("/metrics")).raise_for_status().text)
     labels: Mapping[str, list[str]] = app.state.metrics.labels
-    return {name: Family(name, family.kind, family.text, tuple(labels.get(name, ()))) for name, family in found.items()}
+    return {
+        name: Family(name, family.kind, family.text, tuple(labels.get(name, ())))
+        for name, family in found.items()
+    }
 
 
 async def pages(model: Path, directory: Path) -> dict[str, dict[str, Family]]:
@@ -66,7 +81,8 @@ async def pages(model: Path, directory: Path) -> dict[str, dict[str, Family]]:
 
 
 def table(found: Mapping[str, Mapping[str, Family]]) -> str:
-    """Formats all metrics in Markdown: first those common to all services, then the others of each."""
+    """Formats all metrics in Markdown: first those common to all services, then the others of
+    each."""
     common = set.intersection(*(set(families) for families in found.values()))
     lines = ["### Every service\n", *_rows([found["data"][name] for name in common])]
     for service, title in TITLES.items():
@@ -102,7 +118,9 @@ def main() -> None:
     """Writes the table into the document."""
     with TemporaryDirectory() as directory:
         made = table(asyncio.run(pages(ROOT / ".cache" / "tiny-base", Path(directory))))
-    DOCUMENT.write_text(_TABLE.sub(lambda _: framed(made), DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
+    DOCUMENT.write_text(
+        _TABLE.sub(lambda _: framed(made), DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,21 @@ GPU = 80 * 10**9
 _QWEN: dict[str, Any] = {"model_type": "qwen2"}
 QWEN_05B = ModelShape.of(
     _QWEN
-    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+    }
     | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 )
 QWEN_7B = ModelShape.of(
     _QWEN
-    | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+    }
     | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False}
 )

@@ -1,4 +1,5 @@
-"""OpenEnv servers, written as in OpenEnv's documentation: `uvicorn tests.support.openenv_servers:echo`."""
+"""OpenEnv servers, written as in OpenEnv's documentation: `uvicorn
+tests.support.openenv_servers:echo`."""
 
 # mypy: ignore-errors
 
@@ -38,7 +39,9 @@ class Echo(Environment):
         super().__init__()
         self._state = State()
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, ground_truth: str = "") -> Heard:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, ground_truth: str = ""
+    ) -> Heard:
         self.wanted = ground_truth
         self._state = State(episode_id=episode_id or str(uuid4()))
         return Heard(heard="Say a number.")
@@ -79,17 +82,23 @@ class Tools(MCPEnvironment):
         super().__init__(server)
         self._state, self.found = State(), 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, ground_truth: str = "0") -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, ground_truth: str = "0"
+    ) -> Observation:
         self.wanted = int(ground_truth)
         return Observation()
 
-    async def step_async(self, action: Any, timeout_s: float | None = None, **rest: Any) -> Observation:
+    async def step_async(
+        self, action: Any, timeout_s: float | None = None, **rest: Any
+    ) -> Observation:
         observation = await super().step_async(action, timeout_s, **rest)
         if isinstance(action, CallToolAction):
             observation.reward = float(self.found == self.wanted)
         return observation
 
-    def _step_impl(self, action: Action, timeout_s: float | None = None, **rest: Any) -> Observation:
+    def _step_impl(
+        self, action: Action, timeout_s: float | None = None, **rest: Any
+    ) -> Observation:
         return Observation()
 
     @property

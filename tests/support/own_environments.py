@@ -14,7 +14,8 @@ OPEN_SESSION = "a-session-whose-name-is-known"
 
 
 class Insists:
-    """Asks again and again. Every reward differs from the ones before it, whatever the model answers."""
+    """Asks again and again. Every reward differs from the ones before it, whatever the model
+    answers."""
 
     graded = itertools.count()
 
@@ -34,7 +35,8 @@ class Insists:
 
 
 class Ponders(Insists):
-    """Takes its time and counts its turns in the reward, so that tests can compare the record with reality."""
+    """Takes its time and counts its turns in the reward, so that tests can compare the record with
+    reality."""
 
     async def step(self, messages: list[dict[str, Any]]) -> str | None:  # type: ignore[override]
         """Asks three times, slowly."""

@@ -8,7 +8,8 @@ from services.reward.functions import RewardFunction
 
 
 class KeywordReward(RewardFunction):
-    """A user's own function in the style of the documentation; reads another column of the data set."""
+    """A user's own function in the style of the documentation; reads another column of the data
+    set."""
 
     @property
     def name(self) -> str:
@@ -20,7 +21,8 @@ class KeywordReward(RewardFunction):
 
 
 class Moody(RewardFunction):
-    """Does what the completion says: raises, hangs, dies, returns nonsense or prints; otherwise scores 0.5."""
+    """Does what the completion says: raises, hangs, dies, returns nonsense or prints; otherwise
+    scores 0.5."""
 
     name = "moody"
 

@@ -13,12 +13,18 @@ LIMIT_S = 600.0
 
 
 def run_ranks(count: int, worker: str, *arguments: str) -> None:
-    """Runs a module of `tests.support.workers` on `count` ranks over gloo, with torchrun's environment.
+    """Runs a module of `tests.support.workers` on `count` ranks over gloo, with torchrun's
+    environment.
 
-    If a rank fails or LIMIT_S is over, kills the others and raises RuntimeError with the output of all ranks.
+    If a rank fails or LIMIT_S is over, kills the others and raises RuntimeError with the output of
+    all ranks.
     """
     port = str(free_port())
-    shared = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared = os.environ | {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks: list[Forked] = []
     with TemporaryDirectory() as logs:
@@ -26,11 +32,16 @@ def run_ranks(count: int, worker: str, *arguments: str) -> None:
             for rank in range(count):
                 environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 module = f"tests.support.workers.{worker}"
-                ranks.append(Forked(module, *arguments, env=environment, log=Path(logs) / str(rank)))
+                ranks.append(
+                    Forked(module, *arguments, env=environment, log=Path(logs) / str(rank))
+                )
             limit = time.monotonic() + LIMIT_S
             while (statuses := [rank.poll() for rank in ranks]) != [0] * count:
                 if any(statuses) or time.monotonic() > limit:
-                    output = "\n".join(path.read_text(errors="replace")[-5000:] for path in sorted(Path(logs).iterdir()))
+                    output = "\n".join(
+                        path.read_text(errors="replace")[-5000:]
+                        for path in sorted(Path(logs).iterdir())
+                    )
                     raise RuntimeError(f"the ranks of {worker} ended with {statuses}:\n{output}")
                 time.sleep(0.02)
         finally:

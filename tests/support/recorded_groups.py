@@ -1,4 +1,5 @@
-"""Runs for the tests of the rollout viewer, with synthetic groups and lines in the form of `groups.jsonl`."""
+"""Runs for the tests of the rollout viewer, with synthetic groups and lines in the form of
+`groups.jsonl`."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +12,13 @@ from common.wire.schemas import Completion, Group
 from trainer.observe.group_files import LINES, GroupRecorder, RecordedGroup
 
 
-def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prompt: str = "How many?", **more: Any) -> Group:
+def group(
+    number: int,
+    rewards: Sequence[float],
+    texts: Sequence[str] = (),
+    prompt: str = "How many?",
+    **more: Any,
+) -> Group:
     """Returns a group of completions with the tokens 3 to 9."""
     texts = texts or [f"text {i}" for i in range(len(rewards))]
     completions = [
@@ -29,22 +36,44 @@ def group(number: int, rewards: Sequence[float], texts: Sequence[str] = (), prom
         for reward, text in zip(rewards, texts, strict=True)
     ]
     tokens = np.array([3, 4], np.int32)
-    return Group(f"group-{number}", f"prompt/{number % 3}", prompt, "5", tokens, completions, position=number, **more)
+    return Group(
+        f"group-{number}",
+        f"prompt/{number % 3}",
+        prompt,
+        "5",
+        tokens,
+        completions,
+        position=number,
+        **more,
+    )
 
 
 def trained(item: Group, shift: float = 0.01) -> RecordedGroup:
     """Returns the group with advantages, and with log-probabilities that differ by `shift`."""
     rewards = item.rewards - item.rewards.mean()
     advantages = [np.full(7, reward, np.float32) for reward in rewards]
-    return RecordedGroup(item, advantages, [completion.logprobs + np.float32(shift) for completion in item.completions])
+    return RecordedGroup(
+        item,
+        advantages,
+        [completion.logprobs + np.float32(shift) for completion in item.completions],
+    )
 
 
-def record(directory: Path, steps: Sequence[Sequence[RecordedGroup]], keep_bytes: int = 1 << 30, done: int = 0) -> None:
+def record(
+    directory: Path,
+    steps: Sequence[Sequence[RecordedGroup]],
+    keep_bytes: int = 1 << 30,
+    done: int = 0,
+) -> None:
     """Records steps from `done` + 1 on."""
     directory.mkdir(parents=True, exist_ok=True)
     recorder = GroupRecorder(directory, keep_bytes, done)
     for step, items in enumerate(steps, done + 1):
-        recorder.step(step, [item for item in items if not item.reason], [item for item in items if item.reason])
+        recorder.step(
+            step,
+            [item for item in items if not item.reason],
+            [item for item in items if item.reason],
+        )
     recorder.flush()
 
 

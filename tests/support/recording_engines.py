@@ -35,16 +35,32 @@ class Recorder:
         body = await request.json()
         self.bodies.append(body)
         self.ids.append(request.headers.get(REQUEST_HEADER))
-        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.1, 1, None]], "weight_version": "7"}
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-0.1, 1, None]],
+            "weight_version": "7",
+        }
         if body.get("lora_path"):
             meta["weight_version"] = "default"
         prompts = len(body["input_ids"]) if isinstance(body["input_ids"][0], list) else 1
-        return [{"text": "x", "output_ids": [1], "meta_info": meta}] * (prompts * body["sampling_params"].get("n", 1))
+        return [{"text": "x", "output_ids": [1], "meta_info": meta}] * (
+            prompts * body["sampling_params"].get("n", 1)
+        )
 
     async def chat(self, request: Request) -> dict[str, Any]:
         self.bodies.append(await request.json())
-        choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-        return {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": "x"},
+            "finish_reason": "stop",
+        }
+        return {
+            "id": "1",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "m",
+            "choices": [choice],
+        }
 
     async def anything(self, path: str) -> dict[str, Any]:
         self.other.append(path)

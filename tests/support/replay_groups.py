@@ -32,4 +32,6 @@ def make_group(
         for i, reward in enumerate(rewards)
     ]
     prompt = np.array([1, 2], np.int32)
-    return Group(group_id, prompt_id, "1 + 1?", "2", prompt, completions, position=position, created_at=5.0)
+    return Group(
+        group_id, prompt_id, "1 + 1?", "2", prompt, completions, position=position, created_at=5.0
+    )

@@ -13,9 +13,15 @@ from tests.support.paths import ROOT
 @contextmanager
 def reward_server(port: int, state_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Starts a real reward-server; yields its process at once."""
-    environment = os.environ | {"RLHF_REWARD__PORT": str(port), "RLHF_REWARD__WORKERS": "1", "STATE_DIR": str(state_dir)}
+    environment = os.environ | {
+        "RLHF_REWARD__PORT": str(port),
+        "RLHF_REWARD__WORKERS": "1",
+        "STATE_DIR": str(state_dir),
+    }
     command = [sys.executable, "-m", "services.reward"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         yield process
     finally:

@@ -32,13 +32,20 @@ def names(count: int) -> dict[str, LocalHost]:
     """Returns loopback addresses that no other run on this machine uses."""
     block = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 256}"
     hosts = {f"{ROLLOUT}-{i}.{GROUP}": LocalHost(f"{block}.{10 + i}") for i in range(count)}
-    return hosts | {f"{TRAINER}-0.{GROUP}": LocalHost(f"{block}.20"), f"{REWARD}-0.{GROUP}": LocalHost(f"{block}.30")}
+    return hosts | {
+        f"{TRAINER}-0.{GROUP}": LocalHost(f"{block}.20"),
+        f"{REWARD}-0.{GROUP}": LocalHost(f"{block}.30"),
+    }
 
 
 def environment(rank: int, count: int, state_dir: Path, model: Path) -> dict[str, str]:
     hosts = names(count)
     ips = "\n".join(hosts[f"{ROLLOUT}-{i}.{GROUP}"].address for i in range(count))
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "SKYPILOT_", "RUN_CONFIG"))}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("RLHF_", "SKYPILOT_", "RUN_CONFIG"))
+    }
     return clean | {
         "SKYPILOT_JOBGROUP_NAME": GROUP,
         "SKYPILOT_NODE_RANK": str(rank),
@@ -65,7 +72,9 @@ def flip_last_byte(path: Path) -> None:
 class Node:
     """A `python -m services.rollout` process, with access to its agent's HTTP API."""
 
-    def __init__(self, rank: int, count: int, state_dir: Path, model: Path, **settings: str) -> None:
+    def __init__(
+        self, rank: int, count: int, state_dir: Path, model: Path, **settings: str
+    ) -> None:
         self.rank = rank
         self.url = f"http://{names(count)[f'{ROLLOUT}-{rank}.{GROUP}'].address}:30002"
         self.engine_url = self.url.replace(":30002", ":30001")
@@ -91,7 +100,9 @@ class Node:
         return answer
 
     def healthy(self) -> bool:
-        assert self.process.poll() is None, f"node {self.rank} ended: {self.output.read_text()[-3000:]}"
+        assert self.process.poll() is None, (
+            f"node {self.rank} ended: {self.output.read_text()[-3000:]}"
+        )
         with contextlib.suppress(httpx.TransportError):
             return self.get("/health").is_success
         return False
@@ -100,7 +111,8 @@ class Node:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def engine(self) -> psutil.Process:
-        """The engine's own process, a child of the guard that the agent starts; the guard is there a moment earlier."""
+        """The engine's own process, a child of the guard that the agent starts; the guard is there
+        a moment earlier."""
         guard = psutil.Process(self.status()["engine_pid"])
         while not (children := guard.children()):
             assert guard.status() != psutil.STATUS_ZOMBIE, "the engine's guard ended"
@@ -126,20 +138,28 @@ class Cluster:
         self.model = directory / "model"
         torch.manual_seed(0)
         tokenizer = make_tokenizer(iter(["1 + 2 = 3", "4 + 5 = 9"]))
-        make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(self.model)
+        make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(
+            self.model
+        )
         tokenizer.save_pretrained(self.model)
         self.tensors = load_file(self.model / "model.safetensors")
         self.board = WeightBoard(directory / "published")
         self.nodes = [Node(rank, count, directory, self.model, **settings) for rank in range(count)]
 
     def publish(self, run_id: str, version: int, spoil: bool = False) -> WeightManifest:
-        """Publishes random weights of the same shapes; with `spoil`, one byte differs from the manifest."""
+        """Publishes random weights of the same shapes; with `spoil`, one byte differs from the
+        manifest."""
         target = self.board.directory / f"v{version:06d}"
         shutil.rmtree(self.board.directory, ignore_errors=True)
         shutil.copytree(self.model, target)
-        weights = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in self.tensors.items()}
+        weights = {
+            name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in self.tensors.items()
+        }
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-        files = [WeightFile(name=file.name, size=file.stat().st_size, xxh3=checksum(file)) for file in sorted(target.iterdir())]
+        files = [
+            WeightFile(name=file.name, size=file.stat().st_size, xxh3=checksum(file))
+            for file in sorted(target.iterdir())
+        ]
         if spoil:
             self.flip_byte(version)
         manifest = WeightManifest(version=version, run_id=run_id, files=files)
@@ -162,7 +182,9 @@ class Cluster:
     def routed(self) -> set[str]:
         """Returns the engines to which the router sends requests."""
         with contextlib.suppress(httpx.TransportError):
-            answer = httpx.get(self.nodes[0].router_url + "/workers", timeout=5, trust_env=False).json()
+            answer = httpx.get(
+                self.nodes[0].router_url + "/workers", timeout=5, trust_env=False
+            ).json()
             return {worker["url"] for worker in answer["workers"] if worker["is_healthy"]}
         return set()
 
@@ -177,11 +199,17 @@ async def until(condition: Callable[[], bool], what: str, cluster: Cluster) -> N
 
 async def generate(rollout: RolloutClient) -> int:
     """Requests a short completion through the router and returns its weight version."""
-    completions = await rollout.generate([5, 6, 7], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[])
+    completions = await rollout.generate(
+        [5, 6, 7], n=2, max_new_tokens=4, temperature=1.0, stop_token_ids=[]
+    )
     return completions[0].weight_version
 
 
 def requests_served(node: Node) -> int:
     text = httpx.get(node.engine_url + "/metrics", timeout=10, trust_env=False).text
-    lines = [line for line in text.splitlines() if "http_requests_total{" in line and 'route="/generate"' in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if "http_requests_total{" in line and 'route="/generate"' in line
+    ]
     return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))

@@ -32,7 +32,9 @@ def run(code: CodeRewardFunction, source: str, expected: str = "contained\n") ->
     start = time.monotonic()
     [result] = code.results(source, [{"input": "", "output": expected}])
     assert time.monotonic() - start < 30, "it is bounded even on a busy machine"
-    assert code.results("print(6 * 7)", [{"input": "", "output": "42"}])[0].status == "passed", "the slots work on"
+    assert code.results("print(6 * 7)", [{"input": "", "output": "42"}])[0].status == "passed", (
+        "the slots work on"
+    )
     return result
 
 

@@ -1,15 +1,24 @@
-"""Hooks that teach schemathesis about these services (SCHEMATHESIS_HOOKS): msgpack, 503 as "not now", long waits."""
+"""Hooks that teach schemathesis about these services (SCHEMATHESIS_HOOKS): msgpack, 503 as "not
+now", long waits."""
 
 from typing import Any
 
 import msgpack
 import schemathesis
-from schemathesis import Case, CheckContext, DeserializationContext, HookContext, Response, SerializationContext
+from schemathesis import (
+    Case,
+    CheckContext,
+    DeserializationContext,
+    HookContext,
+    Response,
+    SerializationContext,
+)
 
 from tests.support.own_environments import INSISTS, OPEN_SESSION
 
 _SMALLEST = {"wait_s": 0.05, "n": 2, "deadline_s": 5.0}
-"""Limits for waits and batches, which services grant as asked: long ones are not hangs but would take time here."""
+"""Limits for waits and batches, which services grant as asked: long ones are not hangs but would
+take time here."""
 
 
 @schemathesis.serializer("application/msgpack")
@@ -39,8 +48,15 @@ def _with_lists(value: Any) -> Any:
 @schemathesis.hook
 def before_call(_: HookContext, case: "Case[Any]", kwargs: dict[str, Any]) -> None:
     if "/sessions/" in case.path:  # otherwise the call is refused before its body is read
-        case.path_parameters["session"], case.headers["authorization"] = OPEN_SESSION, f"Bearer {OPEN_SESSION}"
-    if case.path == "/episodes" and isinstance(case.body, dict) and isinstance(task := case.body.get("task"), dict):
+        case.path_parameters["session"], case.headers["authorization"] = (
+            OPEN_SESSION,
+            f"Bearer {OPEN_SESSION}",
+        )
+    if (
+        case.path == "/episodes"
+        and isinstance(case.body, dict)
+        and isinstance(task := case.body.get("task"), dict)
+    ):
         task["env"] = INSISTS
     for part in (case.query, case.body):
         _shorten(part)

@@ -1,4 +1,5 @@
-"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]` takes a screenshot for the docs."""
+"""`python -m tests.support.screenshots URL FILE.png [--dark] [--size 1360x900]` takes a screenshot
+for the docs."""
 
 import argparse
 import tempfile
@@ -9,7 +10,8 @@ from tests.support.browser import chromium
 
 
 def main() -> None:
-    """Takes the picture once the charts exist and the services were polled twice, so that rates are known."""
+    """Takes the picture once the charts exist and the services were polled twice, so that rates are
+    known."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("file", type=Path)
@@ -17,7 +19,10 @@ def main() -> None:
     parser.add_argument("--size", default="1360x900")
     arguments = parser.parse_args()
     width, height = (int(part) for part in arguments.size.split("x"))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, chromium(Path(profile)) as page:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+        chromium(Path(profile)) as page,
+    ):
         page.open(arguments.url, width, height, arguments.dark)
         page.until(page.charts, "charts")
         time.sleep(4)

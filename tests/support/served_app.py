@@ -1,4 +1,5 @@
-"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL` runs one service in a process until SIGTERM."""
+"""`python -m tests.support.served_app SERVICE PORT DIRECTORY MODEL` runs one service in a process
+until SIGTERM."""
 
 import sys
 from contextlib import asynccontextmanager
@@ -10,7 +11,16 @@ from fastapi import FastAPI
 from services.http.app import serve
 from tests.support.apps import make, tiny
 
-SMALL = ("--algorithm.name", "ppo", "--reward.math_timeout_s", "0.5", "--max_body_mb", "1", "--data.curriculum", "difficulty")
+SMALL = (
+    "--algorithm.name",
+    "ppo",
+    "--reward.math_timeout_s",
+    "0.5",
+    "--max_body_mb",
+    "1",
+    "--data.curriculum",
+    "difficulty",
+)
 
 
 def fuzzed(service: str, directory: Path, model: Path) -> FastAPI:

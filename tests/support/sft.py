@@ -1,4 +1,5 @@
-"""Training on worked answers in this process, and random rows of them, for the random tiny models."""
+"""Training on worked answers in this process, and random rows of them, for the random tiny
+models."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,8 @@ from trainer.sft.run import TASK, SftRun
 
 
 def fine_tune(config: Config, examples: Examples, console: Console) -> Path:
-    """Trains in this process; returns the last checkpoint. Raises ConfigError or another ServiceError on failure."""
+    """Trains in this process; returns the last checkpoint. Raises ConfigError or another
+    ServiceError on failure."""
     if config.trainer.num_threads:
         torch.set_num_threads(config.trainer.num_threads)
     assert config.trainer.run_dir is not None
@@ -34,5 +36,11 @@ def random_rows(count: int, seed: int) -> list[TrainingSequence]:
         if n % 2:
             learned[1 : int(rng.integers(2, length - 1))] = 0
         prompt = rng.integers(3, VOCABULARY, int(rng.integers(3, 9)))
-        rows.append(TrainingSequence(prompt.astype(np.int32), rng.integers(3, VOCABULARY, length).astype(np.int32), learned))
+        rows.append(
+            TrainingSequence(
+                prompt.astype(np.int32),
+                rng.integers(3, VOCABULARY, length).astype(np.int32),
+                learned,
+            )
+        )
     return rows

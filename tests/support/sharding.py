@@ -16,7 +16,8 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
 _NEAR = 3e-5
-"""A hundredth of a weight's change in three updates: AdamW divides a gradient near 0 by its own rounded size."""
+"""A hundredth of a weight's change in three updates: AdamW divides a gradient near 0 by its own
+rounded size."""
 SETTINGS = {
     "trainer.learning_rate": "1e-3",
     "trainer.warmup_steps": "0",
@@ -29,7 +30,11 @@ SETTINGS = {
 
 
 def arguments(policy_dir: Path, **more: Any) -> list[str]:
-    settings = SETTINGS | {"model.name": str(policy_dir)} | {f"trainer.{name}": str(value) for name, value in more.items()}
+    settings = (
+        SETTINGS
+        | {"model.name": str(policy_dir)}
+        | {f"trainer.{name}": str(value) for name, value in more.items()}
+    )
     return [word for name, value in settings.items() for word in (f"--{name}", value)]
 
 
@@ -51,12 +56,16 @@ class One:
 
     def check(self, directory: Path, name: str, ranks: int) -> None:
         found = json.loads((directory / f"{name}.json").read_text())
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(self.metrics[-len(found) :]), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(found), torch.tensor(self.metrics[-len(found) :]), atol=1e-5, rtol=1e-5
+        )
         for rank in range(ranks):
             weights = load_file(directory / f"{name}-{rank}.safetensors")
             assert weights.keys() == self.weights.keys()
             for key, expected in self.weights.items():
-                torch.testing.assert_close(weights[key], expected, atol=_NEAR, rtol=0, msg=f"{name} {rank} {key}")
+                torch.testing.assert_close(
+                    weights[key], expected, atol=_NEAR, rtol=0, msg=f"{name} {rank} {key}"
+                )
 
 
 def nested(settings: dict[str, str]) -> dict[str, dict[str, str]]:

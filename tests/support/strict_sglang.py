@@ -1,9 +1,9 @@
 """A stand-in for SGLang 0.5.21 that records its control calls and refuses the same calls as SGLang.
 
-The fields and their types come from SGLang's request classes, and so does the order of a session: `begin`, updates,
-`end`, and no flush of the cache while requests run. Memory is released in a pause and resumed once. Where SGLang's
-process would end (an assertion, `set.remove`, work without memory), `ended` holds the reason. `recorded` holds every
-call with its body.
+The fields and their types come from SGLang's request classes, and so does the order of a session:
+`begin`, updates, `end`, and no flush of the cache while requests run. Memory is released in a pause
+and resumed once. Where SGLang's process would end (an assertion, `set.remove`, work without
+memory), `ended` holds the reason. `recorded` holds every call with its body.
 """
 
 from pathlib import Path
@@ -124,12 +124,16 @@ class StrictSGLang:
     def _handler(self, path: str, kind: type[_Body], answer: Any) -> Any:
         async def handle(body: dict[str, Any]) -> JSONResponse:
             self.recorded.append({"call": path, **body})
-            problem = "CUDA out of memory" if path == self.refused else answer(kind.model_validate(body))
+            problem = (
+                "CUDA out of memory" if path == self.refused else answer(kind.model_validate(body))
+            )
             if path.endswith("_memory_occupation") and not problem:
                 return JSONResponse(None, 500 if self.ended else 200)
             if isinstance(problem, dict):
                 return JSONResponse(problem)
-            return JSONResponse({"success": not problem, "message": problem or "Success."}, 400 if problem else 200)
+            return JSONResponse(
+                {"success": not problem, "message": problem or "Success."}, 400 if problem else 200
+            )
 
         return handle
 
@@ -139,7 +143,13 @@ class StrictSGLang:
 
     async def _models(self) -> dict[str, Any]:
         cards = [{"id": "model", "root": "/model", "parent": None}]
-        return {"data": cards + [{"id": name, "root": path, "parent": "model"} for name, path in self._adapters.items()]}
+        return {
+            "data": cards
+            + [
+                {"id": name, "root": path, "parent": "model"}
+                for name, path in self._adapters.items()
+            ]
+        }
 
     def _pause(self, _: _Pause) -> None:
         self._paused = True

@@ -16,7 +16,8 @@ from trainer.weights.transfer import Rendezvous
 
 ADDRESS = names(2)[f"{TRAINER}-0.{GROUP}"].address
 PATIENCE_S = 120.0
-"""How long publisher and nodes wait for each other; no test that publishes to healthy nodes waits it out."""
+"""How long publisher and nodes wait for each other; no test that publishes to healthy nodes waits
+it out."""
 _SETTINGS = {"RLHF_TRAINER__PUBLISH_TIMEOUT_S": str(PATIENCE_S)}
 
 
@@ -25,7 +26,9 @@ class SyncedNodes(Cluster):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, count=2, **_SETTINGS)
-        self.static_files = [file for file in self.model.iterdir() if file.name != "model.safetensors"]
+        self.static_files = [
+            file for file in self.model.iterdir() if file.name != "model.safetensors"
+        ]
         self.fenced: list[str] = []
 
     def start(self, rank: int) -> Node:
@@ -49,12 +52,15 @@ class SyncedNodes(Cluster):
     def held(self) -> list[dict[str, str]]:
         """Returns the checksums of each engine's weights, by tensor."""
         answers = [
-            httpx.post(f"{node.engine_url}/weights_checker", json={}, timeout=30, trust_env=False) for node in self.nodes
+            httpx.post(f"{node.engine_url}/weights_checker", json={}, timeout=30, trust_env=False)
+            for node in self.nodes
         ]
         return [answer.json()["ranks"][0]["checksums"] for answer in answers]
 
     def serving(self, run_id: str, version: int) -> bool:
-        return [(w.state, w.run_id, w.version) for w in self.board.workers()] == [("ready", run_id, version)] * 2
+        return [(w.state, w.run_id, w.version) for w in self.board.workers()] == [
+            ("ready", run_id, version)
+        ] * 2
 
     def announced(self) -> Broadcast:
         """Returns the announced broadcast of the newest version."""

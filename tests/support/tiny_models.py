@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -27,7 +32,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 3": ("llama", {"rope_theta": 500_000.0}),
     "SmolLM2": ("llama", {"tie_word_embeddings": True}),
     "Mistral": ("mistral", {"sliding_window": 5}),
-    "Gemma 3 text": ("gemma3_text", {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}),
+    "Gemma 3 text": (
+        "gemma3_text",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "Phi-3": ("phi3", {}),
     "Qwen3-MoE": ("qwen3_moe", _MOE),
     "Mixtral": ("mixtral", {"num_local_experts": 3}),
@@ -39,7 +47,14 @@ _DENSE = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn
 _MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 _NORMS = ["input_layernorm", "post_attention_layernorm"]
 _QK_NORMS = ["self_attn.q_norm", "self_attn.k_norm"]
-_GEMMA_LAYER = [*_DENSE, *_MLP, *_NORMS, *_QK_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"]
+_GEMMA_LAYER = [
+    *_DENSE,
+    *_MLP,
+    *_NORMS,
+    *_QK_NORMS,
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+]
 _LAYER: dict[str, list[str]] = {
     "Qwen2": [*_DENSE, *_MLP, *_NORMS],
     "Qwen3": [*_DENSE, *_MLP, *_NORMS, *_QK_NORMS],
@@ -47,19 +62,33 @@ _LAYER: dict[str, list[str]] = {
     "SmolLM2": [*_DENSE, *_MLP, *_NORMS],
     "Mistral": [*_DENSE, *_MLP, *_NORMS],
     "Gemma 3 text": _GEMMA_LAYER,
-    "Phi-3": ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj", *_NORMS],
+    "Phi-3": [
+        "self_attn.qkv_proj",
+        "self_attn.o_proj",
+        "mlp.gate_up_proj",
+        "mlp.down_proj",
+        *_NORMS,
+    ],
     "Qwen3-MoE": [
         *_DENSE,
         *_NORMS,
         *_QK_NORMS,
         "mlp.gate",
-        *(f"mlp.experts.{expert}.{name}_proj" for expert in range(3) for name in ("gate", "up", "down")),
+        *(
+            f"mlp.experts.{expert}.{name}_proj"
+            for expert in range(3)
+            for name in ("gate", "up", "down")
+        ),
     ],
     "Mixtral": [
         *_DENSE,
         *_NORMS,
         "block_sparse_moe.gate",
-        *(f"block_sparse_moe.experts.{expert}.{name}" for expert in range(3) for name in ("w1", "w2", "w3")),
+        *(
+            f"block_sparse_moe.experts.{expert}.{name}"
+            for expert in range(3)
+            for name in ("w1", "w2", "w3")
+        ),
     ],
 }
 _VISION_LAYER = [
@@ -69,30 +98,51 @@ _VISION_LAYER = [
 
 
 def hub_names(kind: str) -> set[str]:
-    """Returns the parameter names in the hub's files of this kind of model, at the sizes used here."""
+    """Returns the parameter names in the hub's files of this kind of model, at the sizes used
+    here."""
     if kind == GEMMA:
         found = {f"language_model.{name}" for name in hub_names("Gemma 3 text")}
-        found |= {f"multi_modal_projector.{name}" for name in ("mm_input_projection_weight", "mm_soft_emb_norm.weight")}
+        found |= {
+            f"multi_modal_projector.{name}"
+            for name in ("mm_input_projection_weight", "mm_soft_emb_norm.weight")
+        }
         vision = [f"encoder.layers.0.{name}" for name in _VISION_LAYER]
         vision += ["post_layernorm", "embeddings.patch_embedding"]
         parts = [f"{name}.{end}" for name in vision for end in ("weight", "bias")]
-        return found | {f"vision_tower.vision_model.{name}" for name in (*parts, "embeddings.position_embedding.weight")}
+        return found | {
+            f"vision_tower.vision_model.{name}"
+            for name in (*parts, "embeddings.position_embedding.weight")
+        }
     layers = {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in _LAYER[kind]}
     if kind == "Qwen2":
-        layers |= {f"model.layers.{layer}.self_attn.{name}_proj.bias" for layer in range(2) for name in "qkv"}
-    head = set() if kind in ("Qwen2", "Qwen3", "SmolLM2", "Gemma 3 text") else {"lm_head.weight"}  # tied to the embedding
+        layers |= {
+            f"model.layers.{layer}.self_attn.{name}_proj.bias"
+            for layer in range(2)
+            for name in "qkv"
+        }
+    head = (
+        set() if kind in ("Qwen2", "Qwen3", "SmolLM2", "Gemma 3 text") else {"lm_head.weight"}
+    )  # tied to the embedding
     return layers | head | {"model.embed_tokens.weight", "model.norm.weight"}
 
 
 def make(kind: str, seed: int = 0, implementation: str | None = None, **more: Any) -> Any:
-    """Makes a model whose logits differ widely between tokens; `kind` may also be any model type of transformers."""
+    """Makes a model whose logits differ widely between tokens; `kind` may also be any model type of
+    transformers."""
     torch.manual_seed(seed)
     if kind == GEMMA:
         text = SIZES | KINDS["Gemma 3 text"][1] | {"model_type": "gemma3_text"}
-        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         vision |= {"image_size": 28, "patch_size": 14, "vision_use_head": False}
         tokens = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
-        model: Any = Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, **tokens))
+        model: Any = Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=text, vision_config=vision, **tokens)
+        )
     else:
         name, settings = KINDS.get(kind, (kind, {}))
         config = AutoConfig.for_model(name, **(SIZES | settings | more))

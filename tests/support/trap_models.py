@@ -1,4 +1,5 @@
-"""A tokenizer that tokenises text differently from the sampled tokens, chat templates, and scripted engines."""
+"""A tokenizer that tokenises text differently from the sampled tokens, chat templates, and scripted
+engines."""
 
 import string
 from collections.abc import Sequence
@@ -48,11 +49,16 @@ STRIPS = _chatml(
 def trap_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     """Returns a tokenizer of characters with a few merges."""
     alphabet = [*string.printable, "é"]
-    vocabulary = {token: i for i, token in enumerate([END, START, TURN_END, *alphabet, *(a + b for a, b in _MERGES)])}
+    vocabulary = {
+        token: i
+        for i, token in enumerate([END, START, TURN_END, *alphabet, *(a + b for a, b in _MERGES)])
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=_MERGES))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("\x00", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=template)
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=template
+    )
     made.add_special_tokens({"additional_special_tokens": [START]})
     return made
 
@@ -64,7 +70,8 @@ def letters(tokenizer: PreTrainedTokenizerFast, text: str, end: bool = True) -> 
 
 
 class ScriptedEngine:
-    """Answers calls with the given tokens in order and records the calls. Raises an exception found in the script."""
+    """Answers calls with the given tokens in order and records the calls. Raises an exception found
+    in the script."""
 
     def __init__(self, script: Sequence[list[int] | ServiceError], stop: int) -> None:
         self._script, self._stop = list(script), stop
@@ -81,7 +88,9 @@ class ScriptedEngine:
         ids = answer[:max_new_tokens]
         logprobs = -0.1 - 0.01 * np.arange(len(ids), dtype=np.float32)
         finish: FinishReason = "stop" if ids[-1] == self._stop else "length"
-        return Completion(np.array(ids, np.int32), logprobs, "", finish, [(self.version, 0, len(ids))])
+        return Completion(
+            np.array(ids, np.int32), logprobs, "", finish, [(self.version, 0, len(ids))]
+        )
 
 
 def trap_session(
@@ -95,4 +104,8 @@ def trap_session(
     answers = [letters(tokenizer, each) if isinstance(each, str) else each for each in script]
     engine = ScriptedEngine(answers, tokenizer.eos_token_id)
     settings = SessionSettings(most, limits or EpisodeLimits())
-    return Session("s", Template(tokenizer, [tokenizer.eos_token_id]), engine, settings), engine, tokenizer
+    return (
+        Session("s", Template(tokenizer, [tokenizer.eos_token_id]), engine, settings),
+        engine,
+        tokenizer,
+    )

@@ -1,4 +1,5 @@
-"""Prompt, generate, train, publish, generate again: a run with its real parts and without its services."""
+"""Prompt, generate, train, publish, generate again: a run with its real parts and without its
+services."""
 
 import itertools
 from pathlib import Path
@@ -32,20 +33,32 @@ PROMPTS = [
 _CONTEXT = 256
 
 
-async def two_updates(directory: Path, workplace: Path, settings: dict[str, Any]) -> list[UpdateMetrics]:
-    """Returns the metrics of two updates of the model in `directory` on answers that the embedded engine sampled.
+async def two_updates(
+    directory: Path, workplace: Path, settings: dict[str, Any]
+) -> list[UpdateMetrics]:
+    """Returns the metrics of two updates of the model in `directory` on answers that the embedded
+    engine sampled.
 
-    Every answer must be of the newest weights. Raises ConfigError when the trainer or the engine refuses the model.
+    Every answer must be of the newest weights. Raises ConfigError when the trainer or the engine
+    refuses the model.
     """
-    training = {"trainer.learning_rate": 1e-2, "trainer.warmup_steps": 0, "sampling.temperature": 0.9}
+    training = {
+        "trainer.learning_rate": 1e-2,
+        "trainer.warmup_steps": 0,
+        "sampling.temperature": 0.9,
+    }
     shape = {"sampling.top_p": 0.95, "rollout.engine": "embedded", "rollout.device": "cpu"}
     context = {"rollout.max_context_tokens": _CONTEXT, "sampling.max_new_tokens": 16}
-    config = from_mapping({"model.name": str(directory), **training, **shape, **context, **settings})
+    config = from_mapping(
+        {"model.name": str(directory), **training, **shape, **context, **settings}
+    )
     policy, tokenizer = Policy(config, Ranks()), load_tokenizer(config.model)
     prompter = Prompter(tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer))
     static = static_files(config, policy.model, tokenizer, workplace / "static")
     write_version(policy.weights(), static, workplace / "weights", "run", 0)
-    app = make_app(Engine(Model(workplace / "weights" / version_name(0), _CONTEXT), weight_version="0"))
+    app = make_app(
+        Engine(Model(workplace / "weights" / version_name(0), _CONTEXT), weight_version="0")
+    )
     transport = httpx.ASGITransport(app)
     found = []
     async with (
@@ -55,10 +68,14 @@ async def two_updates(directory: Path, workplace: Path, settings: dict[str, Any]
     ):
         for version in range(2):
             groups = await _sampled(client, prompter, config)
-            assert {completion.weight_version for group in groups for completion in group.completions} == {version}
+            assert {
+                completion.weight_version for group in groups for completion in group.completions
+            } == {version}
             found.append(policy.update(prepared(policy, groups)).metrics)
             write_version(policy.weights(), static, workplace / "weights", "run", version + 1)
-            await control.load(workplace / "weights" / version_name(version + 1), str(version + 1), 60)
+            await control.load(
+                workplace / "weights" / version_name(version + 1), str(version + 1), 60
+            )
     return found
 
 
@@ -76,7 +93,9 @@ async def _sampled(client: RolloutClient, prompter: Prompter, config: Config) ->
             sampling_seed=number,
             shape=sampling.bounded_cuts() | sampling.ends(),
         )
-        rewarded = [replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)]
+        rewarded = [
+            replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)
+        ]
         prompt = np.array(ids, np.int32)
         groups.append(Group(f"g{number}", f"p{number}", "", "", prompt, rewarded, position=number))
     return groups

@@ -1,7 +1,7 @@
 """Plain CPU kernels for torch's variable-length attention, so that the GPU code path runs on a CPU.
 
-They compute `torch.nn.attention.varlen.varlen_attn` as documented, one segment at a time, and check the needs of GPU
-kernels.
+They compute `torch.nn.attention.varlen.varlen_attn` as documented, one segment at a time, and check
+the needs of GPU kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,10 @@ def _segments(
     assert int(cu_seq_q[-1]) == len(query)
     assert int(cu_seq_k[-1]) == len(key)
     for i in range(len(cu_seq_q) - 1):
-        yield slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])), slice(int(cu_seq_k[i]), int(cu_seq_k[i + 1]))
+        yield (
+            slice(int(cu_seq_q[i]), int(cu_seq_q[i + 1])),
+            slice(int(cu_seq_k[i]), int(cu_seq_k[i + 1])),
+        )
 
 
 def _heads(states: Tensor, heads: int) -> Tensor:
@@ -38,7 +41,9 @@ def _heads(states: Tensor, heads: int) -> Tensor:
     return states.repeat_interleave(heads // states.shape[1], 1).transpose(0, 1)
 
 
-def _probabilities(query: Tensor, key: Tensor, scale: float | None, window: Sequence[int], is_causal: bool) -> Tensor:
+def _probabilities(
+    query: Tensor, key: Tensor, scale: float | None, window: Sequence[int], is_causal: bool
+) -> Tensor:
     """Returns [heads, queries, keys]; the last query and the last key belong to the same token."""
     behind, ahead = window[0], 0 if is_causal else window[1]
     place = torch.arange(query.shape[1])[:, None] + key.shape[1] - query.shape[1]
@@ -72,9 +77,19 @@ def _forward(
     assert seqused_k is block_table is None
     result, heads = torch.empty_like(query), query.shape[1]
     for q, k in _segments(query, key, cu_seq_q, cu_seq_k, max_q, max_k):
-        weights = _probabilities(query[q].transpose(0, 1), _heads(key[k], heads), scale, window_size or (-1, -1), is_causal)
+        weights = _probabilities(
+            query[q].transpose(0, 1),
+            _heads(key[k], heads),
+            scale,
+            window_size or (-1, -1),
+            is_causal,
+        )
         result[q] = (weights @ _heads(value[k], heads)).transpose(0, 1)
-    return result, query.new_zeros(heads, len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+    return (
+        result,
+        query.new_zeros(heads, len(query), dtype=torch.float32),
+        torch.zeros(2, dtype=torch.uint64),
+    )
 
 
 def _backward(
@@ -93,15 +108,25 @@ def _backward(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads, (heads, kv_heads) = tuple(torch.zeros_like(states) for states in (query, key, value)), (query.shape[1], key.shape[1])
+    grads, (heads, kv_heads) = (
+        tuple(torch.zeros_like(states) for states in (query, key, value)),
+        (query.shape[1], key.shape[1]),
+    )
     factor = query.shape[-1] ** -0.5 if scale is None else scale
     for q, k in _segments(query, key, cu_seq_q, cu_seq_k, max_q, max_k):
-        queries, keys, values = query[q].transpose(0, 1), _heads(key[k], heads), _heads(value[k], heads)
+        queries, keys, values = (
+            query[q].transpose(0, 1),
+            _heads(key[k], heads),
+            _heads(value[k], heads),
+        )
         weights = _probabilities(queries, keys, scale, window_size or (-1, -1), is_causal)
         upper = grad_out[q].transpose(0, 1)
         of_weights = upper @ values.transpose(1, 2)
         of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True)) * factor
         grads[0][q] = (of_scores @ keys).transpose(0, 1)
-        for grad, found in ((grads[1], of_scores.transpose(1, 2) @ queries), (grads[2], weights.transpose(1, 2) @ upper)):
+        for grad, found in (
+            (grads[1], of_scores.transpose(1, 2) @ queries),
+            (grads[2], weights.transpose(1, 2) @ upper),
+        ):
             grad[k] = found.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
     return grads[0], grads[1], grads[2]

@@ -13,7 +13,9 @@ from trainer.server import BackgroundServer
 @contextmanager
 def served(*directories: Path) -> Iterator[str]:
     """Serves the page for these run directories; yields its address."""
-    with BackgroundServer(create_dashboard_app([RunReader(directory) for directory in directories]), "127.0.0.1", 0) as server:
+    with BackgroundServer(
+        create_dashboard_app([RunReader(directory) for directory in directories]), "127.0.0.1", 0
+    ) as server:
         yield f"http://127.0.0.1:{server.port}/dashboard/"
 
 
@@ -63,7 +65,10 @@ class Tab:
     def type(self, name: str, text: str) -> None:
         """Replaces the text of the field with this name."""
         self.run("document.querySelector('.viewer-filters details').open = true")
-        self.run("const e = document.querySelector(`[name=${arguments[0]}]`); e.focus(); e.select?.()", name)
+        self.run(
+            "const e = document.querySelector(`[name=${arguments[0]}]`); e.focus(); e.select?.()",
+            name,
+        )
         self.page.press(text)
 
     def choose(self, name: str, value: str) -> None:
@@ -71,7 +76,11 @@ class Tab:
         self.page.click(f"#rollouts [name={name}] option[value='{value}']")
 
     def focus(self, selector: str, index: int = 0) -> None:
-        self.run("document.querySelectorAll('#rollouts ' + arguments[0])[arguments[1]].focus()", selector, index)
+        self.run(
+            "document.querySelectorAll('#rollouts ' + arguments[0])[arguments[1]].focus()",
+            selector,
+            index,
+        )
 
     def open(self, index: int = 0) -> None:
         """Clicks a group in the list and waits until it is shown."""
@@ -80,12 +89,18 @@ class Tab:
 
     def reads(self, number: int) -> None:
         """Waits until this completion is shown."""
-        self.page.until(lambda: self.text(".reader-card h4").startswith(f"Completion {number} of"), f"completion {number}")
+        self.page.until(
+            lambda: self.text(".reader-card h4").startswith(f"Completion {number} of"),
+            f"completion {number}",
+        )
 
 
 @contextmanager
-def shown(page: Page, *directories: Path, width: int = 1300, at: str = "#rollouts", dark: bool = False) -> Iterator[Tab]:
-    """Opens the tab for these runs; at the end, checks that the console is empty and no model text ran as a script."""
+def shown(
+    page: Page, *directories: Path, width: int = 1300, at: str = "#rollouts", dark: bool = False
+) -> Iterator[Tab]:
+    """Opens the tab for these runs; at the end, checks that the console is empty and no model text
+    ran as a script."""
     with served(*directories) as url:
         page.open(url + at, width, dark=dark)
         tab = Tab(page, url)

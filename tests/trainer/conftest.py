@@ -22,16 +22,36 @@ def config(policy_dir: Path, tmp_path: Path) -> Config:
 
 @pytest.fixture
 def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
-    """Makes the settings of a run of a few small steps on the built-in task, in its own directory."""
+    """Makes the settings of a run of a few small steps on the built-in task, in its own
+    directory."""
     numbers = itertools.count()
 
     def make(*more: str, directory: Path | None = None) -> Config:
         place = directory or tmp_path / f"run{next(numbers)}"
         words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *(
+                "--config",
+                str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+                "--model.name",
+                str(base_model),
+            ),
             *("--trainer.run_dir", str(place), "--state_dir", str(place / "state")),
-            *("--trainer.batch_size", "4", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
-            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+            *(
+                "--trainer.batch_size",
+                "4",
+                "--trainer.max_steps",
+                "3",
+                "--sampling.group_size",
+                "4",
+            ),
+            *(
+                "--trainer.eval_samples",
+                "0",
+                "--trainer.warmup_steps",
+                "0",
+                "--reward.workers",
+                "1",
+            ),
         ]
         return load([*words, *more], {})
 
@@ -40,7 +60,8 @@ def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
 
 @pytest.fixture(scope="module", autouse=True)
 def without_curves() -> Iterator[None]:
-    """Leaves out the pictures at the end of runs; a test that looks at one has the fixture `curves`."""
+    """Leaves out the pictures at the end of runs; a test that looks at one has the fixture
+    `curves`."""
     with pytest.MonkeyPatch.context() as patch:
         no_curves(patch)
         yield
@@ -54,7 +75,8 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_graders() -> Iterator[None]:
-    """Lets the runs of a test file share the process that forks their graders, because it takes a second to load."""
+    """Lets the runs of a test file share the process that forks their graders, because it takes a
+    second to load."""
     servers: dict[str, ForkServer] = {}
 
     def shared(spec: WorkerSpec) -> ForkServer:

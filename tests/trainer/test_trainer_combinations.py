@@ -1,4 +1,5 @@
-"""Random combinations of settings: each is refused by the name of a setting it has, or trains, and resumes."""
+"""Random combinations of settings: each is refused by the name of a setting it has, or trains, and
+resumes."""
 
 import json
 import math
@@ -19,7 +20,13 @@ SEEDS = 24
 SECTIONS = ("algorithm", "lora", "sampling", "evaluation", "reward", "replay", "critic", "trainer")
 ELSEWHERE = frozenset(
     # they need programs to grade, a teacher, or a compiler
-    ("reward.code_sandbox", "reward.code_partial_credit", "algorithm.name opd", "algorithm.advantage none", "trainer.compile")
+    (
+        "reward.code_sandbox",
+        "reward.code_partial_credit",
+        "algorithm.name opd",
+        "algorithm.advantage none",
+        "trainer.compile",
+    )
 )
 VALUES = {
     "algorithm.advantage_eps": (0.1,),
@@ -86,31 +93,51 @@ VALUES = {
 
 
 def choices() -> dict[str, list[str]]:
-    """Returns the values to choose from for every setting: all those of a switch or a choice, and `VALUES`."""
+    """Returns the values to choose from for every setting: all those of a switch or a choice, and
+    `VALUES`."""
     found = {name: [json.dumps(value) for value in values] for name, values in VALUES.items()}
     for name, field in names().items():
         kinds = [field.annotation, *get_args(field.annotation)]
-        options = [str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+        options = [
+            str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)
+        ]
         options += ["true", "false"] if bool in kinds else []
         options = [option for option in options if not {name, f"{name} {option}"} & ELSEWHERE]
-        if name.partition(".")[0] in SECTIONS and options and not name.endswith((".device", ".weight_sync", ".resume")):
+        if (
+            name.partition(".")[0] in SECTIONS
+            and options
+            and not name.endswith((".device", ".weight_sync", ".resume"))
+        ):
             found[name] = options
     return found
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_combination_of_settings_is_refused_by_name_or_trains(settings: Callable[..., Config], seed: int) -> None:
+def test_a_combination_of_settings_is_refused_by_name_or_trains(
+    settings: Callable[..., Config], seed: int
+) -> None:
     chance, known = random.Random(seed), choices()
-    chosen = {name: chance.choice(known[name]) for name in chance.sample(sorted(known), chance.randint(6, 14))}
+    chosen = {
+        name: chance.choice(known[name])
+        for name in chance.sample(sorted(known), chance.randint(6, 14))
+    }
 
     def config(steps: int) -> Config:
         words = [word for name, value in chosen.items() for word in (f"--{name}", value.strip('"'))]
-        return settings(*words, "--trainer.max_steps", str(steps), "--rollout.max_context_tokens", "160", directory=directory)
+        return settings(
+            *words,
+            "--trainer.max_steps",
+            str(steps),
+            "--rollout.max_context_tokens",
+            "160",
+            directory=directory,
+        )
 
     directory = settings().trainer.run_dir
 
     def trains(steps: int) -> bool:
-        """Trains, and returns False when dynamic sampling ended the run, as it does when no answer is right."""
+        """Trains, and returns False when dynamic sampling ended the run, as it does when no answer
+        is right."""
         try:
             train_in_process(config(steps), quiet())
         except CollectFailed as error:
@@ -123,7 +150,9 @@ def test_a_combination_of_settings_is_refused_by_name_or_trains(settings: Callab
         try:
             ended_early = not trains(2)
             break
-        except ConfigError as error:  # without that setting, or one that asks for it, the others may fit
+        except (
+            ConfigError
+        ) as error:  # without that setting, or one that asks for it, the others may fit
             named = [name for name in chosen if name in str(error)]
             if not named:
                 raise

@@ -1,6 +1,7 @@
 """No run in one process waits for something that has died: it ends with the reason.
 
-The limits of all waits are left at their defaults (ten minutes and more): a run that waited would not end here.
+The limits of all waits are left at their defaults (ten minutes and more): a run that waited would
+not end here.
 """
 
 import asyncio
@@ -12,7 +13,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer, BloomConfig, BloomForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError, ServiceLost
@@ -28,7 +35,9 @@ from trainer.weights.publisher import Weights
 pytestmark = pytest.mark.integration
 
 LIMIT_S = 400
-ROWS = [{"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)]
+ROWS = [
+    {"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)
+]
 
 
 def length(completions: list[Any], **_: Any) -> list[float]:
@@ -36,7 +45,12 @@ def length(completions: list[Any], **_: Any) -> list[float]:
 
 
 def api(folder: Path, **fields: Any) -> GRPOConfig:
-    small = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "use_cpu": True}
+    small = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "use_cpu": True,
+    }
     return GRPOConfig(output_dir=folder / "run", verbose=False, **small | {"max_steps": 2} | fields)
 
 
@@ -82,7 +96,9 @@ DIED = r"the engine has died: OutOfMemoryError: CUDA out of memory.*\(in decode,
     ids=["batch", "staleness", "episodes", "evaluation"],
 )
 def test_an_engine_that_dies_ends_the_run_with_its_error(
-    settings: Callable[..., Config], engine_dies_after: Callable[[int], None], words: tuple[str, ...]
+    settings: Callable[..., Config],
+    engine_dies_after: Callable[[int], None],
+    words: tuple[str, ...],
 ) -> None:
     """Whatever the training loop waits for: a batch, episodes, or an evaluation."""
     engine_dies_after(5)
@@ -103,7 +119,8 @@ class Asks:
 def test_an_engine_that_dies_of_new_weights_ends_the_run(
     settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, staleness: str
 ) -> None:
-    """With staleness, the thread that publishes waits for the engine, and the training loop for a batch."""
+    """With staleness, the thread that publishes waits for the engine, and the training loop for a
+    batch."""
     load, loads = Scheduler.update_weights, list[str | None]()
 
     def third(self: Scheduler, source: Any, version: str | None, flush_cache: bool) -> int:
@@ -114,22 +131,36 @@ def test_an_engine_that_dies_of_new_weights_ends_the_run(
 
     monkeypatch.setattr(Scheduler, "update_weights", third)
     config = settings("--trainer.max_staleness", staleness, "--trainer.max_steps", "6")
-    with pytest.raises(ServiceLost, match="the engine has died: MemoryError: no memory for the new weights"):
+    with pytest.raises(
+        ServiceLost, match="the engine has died: MemoryError: no memory for the new weights"
+    ):
         train_in_process(config, quiet())
     assert len(metrics(config)) < 6
 
 
-def test_a_model_that_the_engine_cannot_run_is_refused_before_the_first_step(base_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_the_engine_cannot_run_is_refused_before_the_first_step(
+    base_model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     module = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ids))
-    trainer = GRPOTrainer(written(module, tokenizer, tmp_path / "model"), length, api(tmp_path), ROWS)
-    with pytest.raises(ConfigError, match=r"the embedded engine cannot run this model: .*engine='sglang'") as caught:
+    trainer = GRPOTrainer(
+        written(module, tokenizer, tmp_path / "model"), length, api(tmp_path), ROWS
+    )
+    with pytest.raises(
+        ConfigError, match=r"the embedded engine cannot run this model: .*engine='sglang'"
+    ) as caught:
         trainer.train()
     assert caught.value.field == "model_name_or_path"
 
 
-def test_experts_saved_with_their_router_logits_are_trained(base_model: Path, tmp_path: Path) -> None:
+def test_experts_saved_with_their_router_logits_are_trained(
+    base_model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     config = MixtralConfig(
         vocab_size=len(tokenizer),
@@ -162,7 +193,9 @@ def test_an_exit_inside_the_collectors_tasks_ends_the_run(settings: Callable[...
             return await super().handle_async_request(request)
 
     with pytest.raises(CollectFailed, match="collecting was ended by SystemExit: out of here"):
-        train_in_process(settings(), quiet(), lambda app: Exiting(app, set(), lambda: httpx.Response(500)))
+        train_in_process(
+            settings(), quiet(), lambda app: Exiting(app, set(), lambda: httpx.Response(500))
+        )
 
 
 async def exits(completions: list[Any], **_: Any) -> list[float]:
@@ -175,7 +208,9 @@ def exits_now(completions: list[Any], **_: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("function", [exits, pytest.param(exits_now, marks=pytest.mark.slow)])
-def test_a_reward_function_that_exits_ends_the_run(base_model: Path, tmp_path: Path, function: Callable[..., Any]) -> None:
+def test_a_reward_function_that_exits_ends_the_run(
+    base_model: Path, tmp_path: Path, function: Callable[..., Any]
+) -> None:
     trainer = GRPOTrainer(str(base_model), function, api(tmp_path), ROWS)
     with pytest.raises(ConfigError, match="SystemExit: no judge"):
         trainer.train()
@@ -191,7 +226,9 @@ class Exits:
 
 @pytest.mark.slow
 def test_an_environment_that_exits_fails_its_episodes(settings: Callable[..., Config]) -> None:
-    config = settings("--environment.name", f"python:{__name__}:Exits", "--trainer.max_failed_groups", "2")
+    config = settings(
+        "--environment.name", f"python:{__name__}:Exits", "--trainer.max_failed_groups", "2"
+    )
     with pytest.raises(CollectFailed, match="SystemExit: no game"):
         train_in_process(config, quiet())
 
@@ -206,20 +243,29 @@ def test_graders_that_do_not_start_end_the_run(
     broken.write_text("raise SystemExit('no math-verify here')\n")
     monkeypatch.setattr("services.reward.pool._SCRIPT", broken)
     monkeypatch.setattr("services.reward.pool._RETRY_S", 0.01)
-    with pytest.raises(ServiceLost, match=r"reward-server: the graders did not start \d+ times in a row"):
+    with pytest.raises(
+        ServiceLost, match=r"reward-server: the graders did not start \d+ times in a row"
+    ):
         train_in_process(settings(), quiet())
 
 
-def test_an_environments_server_that_does_not_start_ends_the_run(settings: Callable[..., Config]) -> None:
+def test_an_environments_server_that_does_not_start_ends_the_run(
+    settings: Callable[..., Config],
+) -> None:
     config = settings("--environment.name", "openenv:sh -c 'echo no game here; exit 3' {port}")
-    with pytest.raises(ServiceLost, match=r"5 times in a row, sh ended with status 3 before it answered: no game here"):
+    with pytest.raises(
+        ServiceLost,
+        match=r"5 times in a row, sh ended with status 3 before it answered: no game here",
+    ):
         train_in_process(config, quiet())
 
 
 # ------------------------------------------------------------ what writes and publishes
 
 
-def test_a_publishing_thread_that_dies_ends_the_run(settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publishing_thread_that_dies_ends_the_run(
+    settings: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish = DirectPublisher.publish
 
     def dying(self: DirectPublisher, weights: Weights, version: int) -> None:
@@ -229,7 +275,9 @@ def test_a_publishing_thread_that_dies_ends_the_run(settings: Callable[..., Conf
 
     monkeypatch.setattr(DirectPublisher, "publish", dying)
     with pytest.raises(ZeroDivisionError, match="the bytes of no weights"):
-        train_in_process(settings("--trainer.max_staleness", "1", "--trainer.max_steps", "6"), quiet())
+        train_in_process(
+            settings("--trainer.max_staleness", "1", "--trainer.max_steps", "6"), quiet()
+        )
 
 
 async def test_a_lost_service_is_not_asked_again_for_each_item() -> None:
@@ -243,7 +291,9 @@ async def test_a_lost_service_is_not_asked_again_for_each_item() -> None:
             return httpx.Response(500, json=ServiceLost("the engine has died: E: e").body())
 
     transport = Lost()
-    async with RolloutClient("rollout-server", "http://lost", transport=transport, deadline_s=LIMIT_S) as client:
+    async with RolloutClient(
+        "rollout-server", "http://lost", transport=transport, deadline_s=LIMIT_S
+    ) as client:
         with pytest.raises(ServiceLost, match="rollout-server: the engine has died"):
             await client.generate([20], n=1, max_new_tokens=1, temperature=1.0, stop_token_ids=[])
     assert transport.calls == 1

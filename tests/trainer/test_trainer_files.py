@@ -46,11 +46,15 @@ def test_a_resumed_policy_makes_the_same_updates(config: Config, tmp_path: Path)
     assert state is not None
     assert (resumed.step, state.position, path) == (1, 7, tmp_path / "checkpoints" / "step_000001")
     resumed.update(batch(config, 10))
-    for (name, a), b in zip(unbroken.model.named_parameters(), resumed.model.parameters(), strict=True):
+    for (name, a), b in zip(
+        unbroken.model.named_parameters(), resumed.model.parameters(), strict=True
+    ):
         assert torch.equal(a, b), name
 
 
-def test_checkpoint_loads_with_transformers_and_old_ones_are_removed(config: Config, tmp_path: Path) -> None:
+def test_checkpoint_loads_with_transformers_and_old_ones_are_removed(
+    config: Config, tmp_path: Path
+) -> None:
     policy = Policy(config, Ranks())
     static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "model")
     tmp_path = tmp_path / "checkpoints"
@@ -67,7 +71,8 @@ def test_checkpoint_loads_with_transformers_and_old_ones_are_removed(config: Con
 
 
 def test_trap_a_new_run_ignores_the_checkpoints_of_an_earlier_one(config: Config) -> None:
-    """The checkpoints of an earlier run have higher steps: they would displace those of the new run, or be resumed."""
+    """The checkpoints of an earlier run have higher steps: they would displace those of the new
+    run, or be resumed."""
     assert config.trainer.run_dir is not None
     directory, policy = config.trainer.run_dir / "checkpoints", Policy(config, Ranks())
     for policy.step in (60, 80, 100):
@@ -79,7 +84,11 @@ def test_trap_a_new_run_ignores_the_checkpoints_of_an_earlier_one(config: Config
     assert save(anew, directory).is_dir()
     assert [path.name for path in directory.iterdir()] == ["step_000020"]
     [aside] = config.trainer.run_dir.glob("checkpoints-until-*")
-    assert sorted(path.name for path in aside.iterdir()) == ["step_000060", "step_000080", "step_000100"]
+    assert sorted(path.name for path in aside.iterdir()) == [
+        "step_000060",
+        "step_000080",
+        "step_000100",
+    ]
 
 
 def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path) -> None:
@@ -92,8 +101,11 @@ def test_a_half_written_checkpoint_does_not_count(config: Config, tmp_path: Path
 
 
 @pytest.mark.parametrize("lost", ["trainer_state.json", "model.safetensors", "state/.metadata"])
-def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Config, tmp_path: Path, lost: str) -> None:
-    """A mounted bucket moves and uploads a directory file by file in any order, and a pod may be lost meanwhile."""
+def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(
+    config: Config, tmp_path: Path, lost: str
+) -> None:
+    """A mounted bucket moves and uploads a directory file by file in any order, and a pod may be
+    lost meanwhile."""
     policy = Policy(config, Ranks())
     policy.update(batch(config, 0))
     first = save(policy, tmp_path)
@@ -107,19 +119,27 @@ def test_a_checkpoint_that_a_bucket_has_only_in_part_does_not_count(config: Conf
         assert checkpoint.newest(tmp_path) == first
 
 
-def test_the_best_checkpoint_stays_where_there_can_be_no_link(config: Config, tmp_path: Path) -> None:
+def test_the_best_checkpoint_stays_where_there_can_be_no_link(
+    config: Config, tmp_path: Path
+) -> None:
     (tmp_path / "best.new" / "in the way").mkdir(parents=True)
     policy = Policy(config, Ranks())
     for policy.step, accuracy in enumerate([0.2, 0.5, 0.4, None, 0.3], 1):
         save(policy, tmp_path, keep=1, accuracy=accuracy)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.new", "step_000002", "step_000005"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best.new",
+        "step_000002",
+        "step_000005",
+    ]
 
 
 def test_no_checkpoint_yet(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path / "nothing") is None
 
 
-def report(version: int | None, state: str = "ready", run_id: str = "run", node: int = 0, nodes: int = 2) -> WorkerReport:
+def report(
+    version: int | None, state: str = "ready", run_id: str = "run", node: int = 0, nodes: int = 2
+) -> WorkerReport:
     return WorkerReport.model_validate(
         {
             "name": f"rollout-server-{node}",
@@ -132,17 +152,26 @@ def report(version: int | None, state: str = "ready", run_id: str = "run", node:
     )
 
 
-def publisher(config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]) -> tuple[Publisher, WeightBoard, Policy]:
+def publisher(
+    config: Config, tmp_path: Path, timeout_s: float, fenced: list[str]
+) -> tuple[Publisher, WeightBoard, Policy]:
     policy = Policy(config, Ranks())
     board = WeightBoard(tmp_path / "weights")
     static = static_files(config, policy.model, load_tokenizer(config.model), tmp_path / "model")
-    return Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print), board, policy
+    return (
+        Publisher(board, static, "run", timeout_s, lambda worker: fenced.append(worker.url), print),
+        board,
+        policy,
+    )
 
 
-def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tmp_path: Path) -> None:
+def test_trap_weights_are_versioned_and_every_worker_confirms(
+    config: Config, tmp_path: Path
+) -> None:
     """Trap: weights overwritten in place and pushed to the router.
 
-    Here every version has its own directory and manifest, and publishing waits for every worker, not just for any one.
+    Here every version has its own directory and manifest, and publishing waits for every worker,
+    not just for any one.
     """
     publish, board, policy = publisher(config, tmp_path, 30, [])
     board.report(report(None, "ready", node=0))
@@ -167,10 +196,14 @@ def test_trap_weights_are_versioned_and_every_worker_confirms(config: Config, tm
     for file in manifest.files:
         body = (directory / file.name).read_bytes()
         assert (len(body), Hasher(body).hexdigest()) == (file.size, file.xxh3)
-    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in manifest.files}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {
+        file.name for file in manifest.files
+    }
     published = AutoModelForCausalLM.from_pretrained(directory)
     assert torch.equal(published.lm_head.weight, policy.model.get_output_embeddings().weight)
-    assert "lm_head.weight" not in load_file(directory / "model.safetensors")  # tied weights are written once
+    assert "lm_head.weight" not in load_file(
+        directory / "model.safetensors"
+    )  # tied weights are written once
 
 
 def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path) -> None:
@@ -182,7 +215,9 @@ def test_a_worker_that_does_not_confirm_is_fenced(config: Config, tmp_path: Path
     assert fenced == ["http://node1:30001"]
 
 
-def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(config: Config, tmp_path: Path) -> None:
+def test_a_fenced_worker_is_waited_for_again_only_after_it_caught_up(
+    config: Config, tmp_path: Path
+) -> None:
     fenced: list[str] = []
     publish, board, policy = publisher(config, tmp_path, 1.0, fenced)
     board.report(report(1, node=0))
@@ -231,7 +266,10 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
 def test_publishing_fails_when_nobody_confirms(config: Config, tmp_path: Path) -> None:
     publish, board, policy = publisher(config, tmp_path, 0.5, [])
     board.report(report(0, "failed", node=1))
-    with pytest.raises(PublishFailed, match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed"):
+    with pytest.raises(
+        PublishFailed,
+        match=r"0 of 2 rollout nodes serve weights 1; missing: rollout-server-1 \(failed",
+    ):
         publish.publish(policy.weights(), 1)
 
 
@@ -240,7 +278,11 @@ def test_old_versions_are_removed_from_the_disk(config: Config, tmp_path: Path) 
     for version in range(6):
         board.report(report(version, nodes=1))
         publish.publish(policy.weights(), version)
-    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000003", "v000004", "v000005"]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
+        "v000003",
+        "v000004",
+        "v000005",
+    ]
     with pytest.raises(NotFound, match="no such weight file"):
         board.file(0, "config.json")
 
@@ -251,7 +293,11 @@ def test_versions_of_an_earlier_attempt_do_not_count(config: Config, tmp_path: P
     for version in (51, 52, 53, 54):
         board.report(report(version, nodes=1))
         publish.publish(policy.weights(), version)
-    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["v000052", "v000053", "v000054"]
+    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
+        "v000052",
+        "v000053",
+        "v000054",
+    ]
 
 
 async def test_waiting_for_a_version_ends_when_the_board_closes(tmp_path: Path) -> None:
@@ -284,7 +330,9 @@ async def test_an_agent_that_knows_something_else_gets_the_latest_version_withou
     assert asking.done()
     assert await asking == latest
 
-    same = asyncio.create_task(board.latest_after(latest.run_id, latest.version, wait_s=3600, asleep=latest.asleep))
+    same = asyncio.create_task(
+        board.latest_after(latest.run_id, latest.version, wait_s=3600, asleep=latest.asleep)
+    )
     await asyncio.sleep(0)
     assert not same.done(), "one that knows the latest waits for the next"
     board.close()
@@ -313,13 +361,18 @@ def test_weights_over_http(config: Config, tmp_path: Path) -> None:
         body = report(0, nodes=1).model_dump()
         assert http.post(f"{base}/workers/rollout-server-0", json=body).status_code == 200
         assert http.post(f"{base}/workers/rollout-server-7", json=body).status_code == 422
-        assert http.post(f"{base}/workers/rollout-server-0", json=body | {"state": "odd"}).status_code == 422
+        assert (
+            http.post(f"{base}/workers/rollout-server-0", json=body | {"state": "odd"}).status_code
+            == 422
+        )
         publish.publish(policy.weights(), 0)
         manifest = http.get(f"{base}/weights/latest", params={"wait_s": 5}).json()
         for file in manifest["files"]:
             content = http.get(f"{base}/weights/0/files/{file['name']}").content
             assert Hasher(content).hexdigest() == file["xxh3"]
-        again = http.get(f"{base}/weights/latest", params={"after_run": "run", "after_version": 0, "wait_s": 0.2})
+        again = http.get(
+            f"{base}/weights/latest", params={"after_run": "run", "after_version": 0, "wait_s": 0.2}
+        )
         assert again.json() == manifest
         assert http.get(f"{base}/weights/0/files/..%2F..%2Fconfig.json").status_code == 404
         assert http.get(f"{base}/weights/latest", params={"wait_s": "nan"}).status_code == 422
@@ -337,12 +390,18 @@ def test_stages_add_up_to_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None
             now = 10.0
     now = 12.0
     seconds = clock.lap()
-    assert {stage: spent for stage, spent in seconds.items() if spent} == {"generation": 5.0, "update": 3.0, "waiting": 2.0}
+    assert {stage: spent for stage, spent in seconds.items() if spent} == {
+        "generation": 5.0,
+        "update": 3.0,
+        "waiting": 2.0,
+    }
     assert sum(seconds.values()) == 12.0 - 2.0
     assert sum(clock.lap().values()) == 0.0
 
 
-def test_generations_in_flight_are_a_mean_over_the_wall_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_in_flight_are_a_mean_over_the_wall_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = StageClock()

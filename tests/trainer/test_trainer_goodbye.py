@@ -11,10 +11,17 @@ from tests.support.ports import free_port
 from trainer.rollouts.services import flush_all
 
 
-async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_service_that_is_gone_is_named_and_the_others_are_flushed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     flushed: list[str] = []
-    apps = [create_app(name, flush=lambda name=name: flushed.append(name)) for name in ("data-server", "replay-buffer")]
-    there = [Client(app.title, "http://service", transport=httpx.ASGITransport(app)) for app in apps]
+    apps = [
+        create_app(name, flush=lambda name=name: flushed.append(name))
+        for name in ("data-server", "replay-buffer")
+    ]
+    there = [
+        Client(app.title, "http://service", transport=httpx.ASGITransport(app)) for app in apps
+    ]
     gone = Client("rollout-server-1", f"http://127.0.0.1:{free_port()}")
     clients = [there[0], gone, there[1]]
     with caplog.at_level(logging.WARNING, logger="trainer.rollouts.services"):

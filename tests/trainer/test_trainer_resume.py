@@ -1,4 +1,5 @@
-"""A run resumes only as itself: from its own undamaged checkpoint, in a directory that no other run is using."""
+"""A run resumes only as itself: from its own undamaged checkpoint, in a directory that no other run
+is using."""
 
 import json
 import shutil
@@ -31,7 +32,11 @@ from trainer.rollouts.collector import CollectFailed
 def retrained(model: Path) -> None:
     """Gives the model other weights of the same shapes."""
     tensors = load_file(model / "model.safetensors")
-    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor + 0.01 for name, tensor in tensors.items()},
+        model / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def shallower(model: Path) -> None:
@@ -43,7 +48,9 @@ def shallower(model: Path) -> None:
 def other_template(model: Path) -> None:
     tokenizer = model / "tokenizer_config.json"
     text = json.loads(tokenizer.read_text())
-    (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    )
     text.pop("chat_template", None)
     tokenizer.write_text(json.dumps(text))
 
@@ -70,12 +77,21 @@ def saved(config: Config, *steps: int) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(retrained, "model.name"), (shallower, "model.name"), (other_template, "the tokenizer of model.name")]
+    ("change", "name"),
+    [
+        (retrained, "model.name"),
+        (shallower, "model.name"),
+        (other_template, "the tokenizer of model.name"),
+    ],
 )
-def test_another_model_in_place_of_the_first_is_refused(own: Config, change: Callable[[Path], None], name: str) -> None:
+def test_another_model_in_place_of_the_first_is_refused(
+    own: Config, change: Callable[[Path], None], name: str
+) -> None:
     path = saved(own, 3)
     change(Path(own.model.name))
-    with pytest.raises(ConfigError, match=rf"the content of {name}.*/model\) has changed since .*{path.name}") as e:
+    with pytest.raises(
+        ConfigError, match=rf"the content of {name}.*/model\) has changed since .*{path.name}"
+    ) as e:
         resume(own)
     assert e.value.field == "model.name"
     assert "restore it, or start over: another run directory" in str(e.value.remedy)
@@ -87,7 +103,9 @@ def test_the_same_model_elsewhere_is_the_same_model(own: Config, tmp_path: Path)
     own.model.name = str(moved)
     (moved / "README.md").write_text("new")
     described = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps({**described, "transformers_version": "99"}, indent=4))
+    (moved / "config.json").write_text(
+        json.dumps({**described, "transformers_version": "99"}, indent=4)
+    )
     assert resume(own)[1].step == 3
 
 
@@ -104,28 +122,41 @@ def test_the_same_model_elsewhere_is_the_same_model(own: Config, tmp_path: Path)
         ("data", "num_samples", 9),
     ],
 )
-def test_settings_that_the_checkpoint_depends_on_are_refused(config: Config, section: str, name: str, value: object) -> None:
+def test_settings_that_the_checkpoint_depends_on_are_refused(
+    config: Config, section: str, name: str, value: object
+) -> None:
     saved(config, 3)
     holder = getattr(config, section) if section else config
     before = getattr(holder, name)
     setattr(holder, name, value)
-    with pytest.raises(ConfigError, match=rf"to a run with [\w.]*{name} {before}, this run has {value} ") as error:
+    with pytest.raises(
+        ConfigError, match=rf"to a run with [\w.]*{name} {before}, this run has {value} "
+    ) as error:
         resume(config)
     assert error.value.field == f"{section}.{name}".lstrip(".")
 
 
 def test_settings_that_may_change_are_accepted(config: Config) -> None:
-    """The learning rate, the KL coefficient, the algorithm: everything the state does not depend on."""
+    """The learning rate, the KL coefficient, the algorithm: everything the state does not depend
+    on."""
     saved(config, 3)
-    config.trainer.learning_rate, config.algorithm.kl_coef, config.algorithm.clip_low = 0.5, 0.7, 0.1
+    config.trainer.learning_rate, config.algorithm.kl_coef, config.algorithm.clip_low = (
+        0.5,
+        0.7,
+        0.1,
+    )
     policy, state, _ = resume(config)
     assert (policy.step, policy.kl_coef, state.kl_coef) == (3, 0.7, 0.0)
 
 
-def test_a_hub_model_is_identified_by_name_and_configuration(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_model_is_identified_by_name_and_configuration(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     local = Path(config.model.name)
     tokenizer = AutoTokenizer.from_pretrained(local)
-    monkeypatch.setattr("trainer.policy.identity.cached_file", lambda *_: str(local / "config.json"))
+    monkeypatch.setattr(
+        "trainer.policy.identity.cached_file", lambda *_: str(local / "config.json")
+    )
     monkeypatch.setattr("trainer.policy.identity.load_tokenizer", lambda _: tokenizer)
     facts = []
     for name in ("org/one", "org/one", "org/two"):
@@ -137,9 +168,18 @@ def test_a_hub_model_is_identified_by_name_and_configuration(config: Config, mon
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "state/__0_0.distcp", "state/.metadata", "config.json", "trainer_state.json"]
+    "name",
+    [
+        "model.safetensors",
+        "state/__0_0.distcp",
+        "state/.metadata",
+        "config.json",
+        "trainer_state.json",
+    ],
 )
-def test_one_flipped_byte_in_any_file_of_a_checkpoint_is_named_with_the_one_before(config: Config, name: str) -> None:
+def test_one_flipped_byte_in_any_file_of_a_checkpoint_is_named_with_the_one_before(
+    config: Config, name: str
+) -> None:
     policy = Policy(config, Ranks())
     for parameter in policy.model.parameters():
         parameter.grad = parameter.detach().clone()
@@ -169,7 +209,9 @@ def test_a_damaged_checkpoint_is_neither_exported_nor_evaluated(config: Config) 
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "groups.jsonl", "samples.jsonl"])
-def test_lines_that_are_missing_before_a_resume_are_named(config: Config, tmp_path: Path, name: str, capsys: Any) -> None:
+def test_lines_that_are_missing_before_a_resume_are_named(
+    config: Config, tmp_path: Path, name: str, capsys: Any
+) -> None:
     for file in ("metrics.jsonl", "groups.jsonl", "samples.jsonl"):
         for step in range(1, 7):
             append_line(tmp_path / file, {"step": step, "seconds": {}})
@@ -188,8 +230,20 @@ def test_lines_that_are_missing_before_a_resume_are_named(config: Config, tmp_pa
 def settings(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
     def make(*more: str) -> Config:
         words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
-            *("--trainer.run_dir", str(tmp_path / "run"), "--trainer.batch_size", "2", "--trainer.max_steps", "2"),
+            *(
+                "--config",
+                str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+                "--model.name",
+                str(base_model),
+            ),
+            *(
+                "--trainer.run_dir",
+                str(tmp_path / "run"),
+                "--trainer.batch_size",
+                "2",
+                "--trainer.max_steps",
+                "2",
+            ),
             *("--trainer.eval_samples", "0", "--reward.workers", "1", "--sampling.group_size", "2"),
         ]
         return load([*words, *more], {})
@@ -202,9 +256,13 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.integration
-def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_run_that_is_refused_leaves_every_file_as_it_was(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
     train_in_process(settings(), Console(quiet=True))
-    append_line(tmp_path / "run" / "metrics.jsonl", {"step": 3, "lost": True})  # a resume would remove this line
+    append_line(
+        tmp_path / "run" / "metrics.jsonl", {"step": 3, "lost": True}
+    )  # a resume would remove this line
     before = files(tmp_path)
     for words in (
         ["--sampling.group_size", "4"],
@@ -215,10 +273,13 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..
         with pytest.raises(ConfigError):
             train_in_process(settings("--trainer.max_steps", "3", *words), Console(quiet=True))
         after = files(tmp_path)
-        assert {path for path in before if before[path] != after.get(path)} <= {str(tmp_path / "run" / ".lock")} | {
-            path for path in before if "/state/" in path
-        }
-    with RunLock(tmp_path / "run", "other"), pytest.raises(ConfigError, match=r"run other .* is using this directory"):
+        assert {path for path in before if before[path] != after.get(path)} <= {
+            str(tmp_path / "run" / ".lock")
+        } | {path for path in before if "/state/" in path}
+    with (
+        RunLock(tmp_path / "run", "other"),
+        pytest.raises(ConfigError, match=r"run other .* is using this directory"),
+    ):
         train_in_process(settings(), Console(quiet=True))
     train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
     assert len(run_ids(tmp_path / "run")) == 2
@@ -226,10 +287,15 @@ def test_a_run_that_is_refused_leaves_every_file_as_it_was(settings: Callable[..
 
 @pytest.mark.integration
 def test_a_removed_replay_store_and_foreign_tokens_are_named(
-    settings: Callable[..., Config], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    settings: Callable[..., Config],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     train_in_process(settings(), Console(quiet=True))
-    assert all(line["id"].startswith(run_ids(tmp_path / "run")[0]) for line in groups(tmp_path / "run"))
+    assert all(
+        line["id"].startswith(run_ids(tmp_path / "run")[0]) for line in groups(tmp_path / "run")
+    )
     shutil.rmtree(tmp_path / "run" / "state" / "replay")
     generate = RolloutClient.generate
 
@@ -239,9 +305,15 @@ def test_a_removed_replay_store_and_foreign_tokens_are_named(
         return found
 
     monkeypatch.setattr(RolloutClient, "generate", of_another_model)
-    with pytest.raises(CollectFailed, match=r"not in the model's vocabulary of \d+.*completions\[1\]\.token_ids.*99999"):
+    with pytest.raises(
+        CollectFailed,
+        match=r"not in the model's vocabulary of \d+.*completions\[1\]\.token_ids.*99999",
+    ):
         train_in_process(settings("--trainer.max_steps", "3"), Console(quiet=True))
-    assert "the replay-buffer has stored 0 groups since it was made, and this run trained on 4" in caplog.text
+    assert (
+        "the replay-buffer has stored 0 groups since it was made, and this run trained on 4"
+        in caplog.text
+    )
 
 
 def groups(run_dir: Path) -> list[dict[str, Any]]:

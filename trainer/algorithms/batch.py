@@ -30,7 +30,9 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One completion with its prompt. L is the number of its trained tokens, which are those not masked."""
+    """One completion with its prompt. L is the number of its trained tokens, which are those not
+    masked.
+    """
 
     prompt_ids: Int32
     completion_ids: Int32
@@ -50,7 +52,8 @@ class Row:
     counts: bool
     """Whether it counts in the loss and its normalisers."""
     corrected: bool
-    """False for a reused row that counts as sampled by the policy about to be updated (`replay.corrected` false)."""
+    """False for a reused row that counts as sampled by the policy about to be updated
+    (`replay.corrected` false)."""
     turns: Sequence[tuple[int, float]] = ()
     """Number of trained tokens and reward of each answer of an episode."""
     sampled: Sampled | None = None
@@ -64,7 +67,8 @@ class Row:
 class Batch:
     """A training batch, the same on every rank.
 
-    A column has one array [L] for each row, or is None where it was not computed. The training loop assigns the columns.
+    A column has one array [L] for each row, or is None where it was not computed. The training loop
+    assigns the columns.
     """
 
     groups: list[TrainingGroup]
@@ -87,7 +91,9 @@ class Batch:
 
     @classmethod
     def of(cls, groups: list[TrainingGroup], config: Config, step: int = 0) -> "Batch":
-        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for unequal sizes."""
+        """Returns the batch of `groups` for the update after `step` steps. Raises ConfigError for
+        unequal sizes.
+        """
         sizes = {len(item.group.answers) for item in groups}
         if len(sizes) != 1:
             raise ConfigError(
@@ -99,7 +105,9 @@ class Batch:
         size = sizes.pop()
         rows = [
             Row(
-                item.group.prompt_token_ids if completion.prompt_ids is None else completion.prompt_ids,
+                item.group.prompt_token_ids
+                if completion.prompt_ids is None
+                else completion.prompt_ids,
                 completion.token_ids,
                 completion.mask,
                 completion.trained(completion.token_ids),
@@ -108,7 +116,9 @@ class Batch:
                 completion.reward,
                 item.weight,
                 current=completion.weight_version == step,
-                counts=not (config.algorithm.mask_truncated and completion.finish_reason == "length"),
+                counts=not (
+                    config.algorithm.mask_truncated and completion.finish_reason == "length"
+                ),
                 corrected=config.replay.corrected or not item.reused,
                 turns=_turns(completion),
                 sampled=Sampled.of(item.group, completion),
@@ -118,7 +128,11 @@ class Batch:
         ]
         batch = cls(groups, rows, size)
         if config.teacher.url:
-            batch.teacher_logprobs = [_taught(config, item.group, each) for item in groups for each in item.group.completions]
+            batch.teacher_logprobs = [
+                _taught(config, item.group, each)
+                for item in groups
+                for each in item.group.completions
+            ]
         return batch
 
     @property
@@ -139,7 +153,10 @@ class Batch:
 
     def sizes(self, shared: bool) -> Sizes:
         """Returns the sizes by which the batch is cut; `shared` is the layout's."""
-        prompts, completions = [row.prompt_ids for row in self.rows], [row.completion_ids for row in self.rows]
+        prompts, completions = (
+            [row.prompt_ids for row in self.rows],
+            [row.completion_ids for row in self.rows],
+        )
         return Sizes.of(prompts, completions, shared, self.lengths)
 
     def sequences(self) -> list[TokenSequence]:
@@ -151,24 +168,35 @@ class Batch:
         assert self.values is not None
         assert self.returns is not None
         rows = zip(self.rows, self.values, self.returns, strict=True)
-        return [ValueTargets(row.prompt_ids, row.completion_ids, values, targets, row.weight) for row, values, targets in rows]
+        return [
+            ValueTargets(row.prompt_ids, row.completion_ids, values, targets, row.weight)
+            for row, values, targets in rows
+        ]
 
     def rollout_logprobs(self, row: int) -> Float32:
-        """Returns [L] under the policy that sampled the row, or is treated as if it did (`Row.corrected`)."""
+        """Returns [L] under the policy that sampled the row, or is treated as if it did
+        (`Row.corrected`).
+        """
         if self.rows[row].corrected:
             return self.rows[row].rollout_logprobs
         assert self.old_logprobs is not None
         return self.old_logprobs[row]
 
     def start_logprobs(self) -> Column:
-        """Returns [L] for each row under the policy before the update: the trainer's if computed, else the engine's."""
+        """Returns [L] for each row under the policy before the update: the trainer's if computed,
+        else the engine's.
+        """
         return self.old_logprobs or [row.rollout_logprobs for row in self.rows]
 
     def teacher_kl(self) -> float | None:
-        """Returns the mean of log π − log π_teacher over the tokens, an estimate of KL(π ‖ teacher); None without a teacher."""
+        """Returns the mean of log π − log π_teacher over the tokens, an estimate of KL(π ‖
+        teacher); None without a teacher.
+        """
         if self.teacher_logprobs is None:
             return None
-        return float(np.mean(np.concatenate(self.start_logprobs()) - np.concatenate(self.teacher_logprobs)))
+        return float(
+            np.mean(np.concatenate(self.start_logprobs()) - np.concatenate(self.teacher_logprobs))
+        )
 
     def mean_advantages(self) -> list[list[float]]:
         """Returns the mean |advantage| of every completion, by group."""
@@ -179,13 +207,21 @@ class Batch:
 
 def lay_out(layout: type[Layout], rows: Sequence[Row]) -> Layout:
     """Returns rows in a model's layout; their trained tokens are scored."""
-    return layout.of([row.prompt_ids for row in rows], [row.completion_ids for row in rows], [row.mask for row in rows])
+    return layout.of(
+        [row.prompt_ids for row in rows],
+        [row.completion_ids for row in rows],
+        [row.mask for row in rows],
+    )
 
 
 def _turns(completion: Completion) -> list[tuple[int, float]]:
     """Returns the number of trained tokens and the reward of each answer of an episode."""
-    marks = np.ones(len(completion.token_ids), np.int32) if completion.mask is None else completion.mask
-    return [(int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns]
+    marks = (
+        np.ones(len(completion.token_ids), np.int32) if completion.mask is None else completion.mask
+    )
+    return [
+        (int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns
+    ]
 
 
 def _taught(config: Config, group: Group, completion: Completion) -> Float32:
@@ -224,13 +260,19 @@ class MicroBatch:
     """Number of rows."""
 
     @classmethod
-    def of(cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device) -> "MicroBatch":
+    def of(
+        cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device
+    ) -> "MicroBatch":
         """Returns the rows of `batch` at `indices` as a micro-batch on `device`."""
         rows = [batch.rows[i] for i in indices.tolist()]
         lengths = np.array([len(row.targets) for row in rows])
 
         def tokens(column: Column | None) -> Tensor | None:
-            return None if column is None else torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()]))
+            return (
+                None
+                if column is None
+                else torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()]))
+            )
 
         def repeated(values: list[float]) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
@@ -239,8 +281,12 @@ class MicroBatch:
         assert advantages is not None
         micro = cls(
             tokens=lay_out(layout, rows),
-            targets=torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64)),
-            rollout_logprobs=torch.from_numpy(np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])),
+            targets=torch.from_numpy(
+                np.concatenate([row.targets for row in rows]).astype(np.int64)
+            ),
+            rollout_logprobs=torch.from_numpy(
+                np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])
+            ),
             old_logprobs=tokens(batch.old_logprobs),
             ref_logprobs=tokens(batch.ref_logprobs),
             advantages=advantages,

@@ -1,7 +1,7 @@
 """Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
 
-The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] holds the index of the
-completion that each token belongs to.
+The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] holds
+the index of the completion that each token belongs to.
 """
 
 import math
@@ -14,10 +14,13 @@ from torch import Tensor
 from common.settings.algorithm import AlgorithmSection
 
 _MAX_LOG_RATIO = 20.0
-"""Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent overflow."""
+"""Log ratios are clamped to ±20 before exp, as in the public implementations, to prevent
+overflow."""
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 
-Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
+]
 
 
 @dataclass
@@ -46,24 +49,32 @@ def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, rows: Tensor, count: int) -> Tensor:
-    """GSPO's ratio (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14): exp of the mean log ratio of the whole completion.
+    """GSPO's ratio (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14): exp of the mean log ratio
+    of the whole completion.
 
-    Every token of a completion has the same value; the gradient flows through that token's own log-probability.
+    Every token of a completion has the same value; the gradient flows through that token's own
+    log-probability.
     """
     mean = row_mean((logprobs - old_logprobs).detach(), rows, count)[rows]
     return torch.exp((mean + logprobs - logprobs.detach()).clamp(max=_MAX_SEQUENCE_LOG_RATIO))
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+    ratio: Tensor,
+    advantages: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with separate bounds (DAPO's clip-higher).
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with separate bounds
+    (DAPO's clip-higher).
 
     Args:
         ratio: [tokens] from `probability_ratio` or `sequence_ratio`.
         advantages: [tokens]
         clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: upper bound c of the loss of tokens with negative advantage, -c·A (Ye et al. 2019, arXiv:1912.09729).
+        dual_clip: upper bound c of the loss of tokens with negative advantage, -c·A (Ye et al.
+        2019, arXiv:1912.09729).
     """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -75,8 +86,11 @@ def clipped_surrogate(
     return PolicyLoss(loss, ratio, cut.float())
 
 
-def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> PolicyLoss:
-    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient and carries none itself.
+def cispo(
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient
+    and carries none itself.
 
     Unlike in PPO, a clipped token keeps its gradient.
     """
@@ -85,12 +99,20 @@ def cispo(ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, 
 
 
 def divergence_masked(
-    ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, low: float, high: float
+    ratio: Tensor,
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    low: float,
+    high: float,
 ) -> PolicyLoss:
-    """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning").
+    """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM
+    Reinforcement Learning").
 
-    The ratio is not clipped. A token is masked if, in the direction of its advantage, its *probability* has already
-    moved too far from that under the policy which sampled it: up by more than `high`, or down by more than `low`. A
+    The ratio is not clipped. A token is masked if, in the direction of its advantage, its
+    *probability* has already
+    moved too far from that under the policy which sampled it: up by more than `high`, or down by
+    more than `low`. A
     ratio is a poor measure of that: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
     """
     moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
@@ -99,23 +121,29 @@ def divergence_masked(
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), instead of clipping.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), instead
+    of clipping.
 
-    Its slope is 1 at ρ = 1 and fades on both sides, faster for larger τ: `tau_positive` for tokens with a positive
-    advantage, `tau_negative` for the others. Nothing is cut, so `clipped` is 0.
+    Its slope is 1 at ρ = 1 and fades on both sides, faster for larger τ: `tau_positive` for tokens
+    with a positive advantage, `tau_negative` for the others. Nothing is cut, so `clipped` is 0.
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
-    return PolicyLoss(-advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio, torch.zeros_like(ratio))
+    return PolicyLoss(
+        -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio, torch.zeros_like(ratio)
+    )
 
 
-def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimates KL(policy ‖ reference) per token from samples of the policy (Schulman, joschu.net/blog/kl-approx.html).
+def kl_divergence(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]
+) -> Tensor:
+    """Estimates KL(policy ‖ reference) per token from samples of the policy (Schulman,
+    joschu.net/blog/kl-approx.html).
 
     Args:
         logprobs: [tokens] in nats; the gradient flows through them.
         ref_logprobs: [tokens]
-        estimator: k1 = lp − ref (unbiased, high variance), k2 = ½(lp − ref)² (biased, low variance),
-            k3 = exp(ref − lp) − (ref − lp) − 1 (unbiased, never negative).
+        estimator: k1 = lp − ref (unbiased, high variance), k2 = ½(lp − ref)² (biased, low
+            variance), k3 = exp(ref − lp) − (ref − lp) − 1 (unbiased, never negative).
     """
     difference = (logprobs - ref_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if estimator == "k1":
@@ -130,24 +158,31 @@ KL_HORIZON = 10_000
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
-    """Returns the coefficient after a batch of `completions` with KL per token `kl` (Ziegler et al. 2019, arXiv:1909.08593).
+    """Returns the coefficient after a batch of `completions` with KL per token `kl` (Ziegler et al.
+    2019, arXiv:1909.08593).
 
-    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy is further from the
-    reference than `target`.
+    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy
+    is further from the reference than `target`.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
     return kl_coef * (1 + error * completions / KL_HORIZON)
 
 
 def token_coefficients(
-    aggregation: Aggregation, lengths: Tensor, total_tokens: int, total_rows: int, max_new_tokens: int
+    aggregation: Aggregation,
+    lengths: Tensor,
+    total_tokens: int,
+    total_rows: int,
+    max_new_tokens: int,
 ) -> Tensor:
-    """Returns each token's coefficient; the loss is then the plain sum over all micro-batches and ranks.
+    """Returns each token's coefficient; the loss is then the plain sum over all micro-batches and
+    ranks.
 
     Args:
-        aggregation: `token_mean` (DAPO): every token of the global batch counts the same. `sequence_mean_token_mean`
-            (the original GRPO): every completion counts the same. `sequence_mean_token_sum`: the mean over completions
-            of their sums. `constant` (Dr. GRPO): the sum over completions × max_new_tokens.
+        aggregation: `token_mean` (DAPO): every token of the global batch counts the same.
+            `sequence_mean_token_mean` (the original GRPO): every completion counts the same.
+            `sequence_mean_token_sum`: the mean over completions of their sums. `constant` (Dr.
+            GRPO): the sum over completions × max_new_tokens.
         lengths: [tokens] length of the completion that each token belongs to.
         total_tokens, total_rows: of the global batch.
     """
@@ -170,11 +205,13 @@ def importance_correction(
     cap: float,
     floor: float | None = None,
 ) -> Tensor:
-    """Returns weights [tokens], without gradient, that correct for the gap between engine and trainer policy.
+    """Returns weights [tokens], without gradient, that correct for the gap between engine and
+    trainer policy.
 
-    w = π_trainer / π_rollout of the token or, with level `sequence`, its product over the completion. `truncate` limits
-    w to `cap` (truncated importance sampling, Yao et al. 2025); `mask` sets weights above `cap` or below `floor` (None:
-    1/cap) to 0. `mask` by token is IcePop (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
+    w = π_trainer / π_rollout of the token or, with level `sequence`, its product over the
+    completion. `truncate` limits w to `cap` (truncated importance sampling, Yao et al. 2025);
+    `mask` sets weights above `cap` or below `floor` (None: 1/cap) to 0. `mask` by token is IcePop
+    (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
     """
     log_weight = (proximal_logprobs - rollout_logprobs).detach()
     if level == "sequence":
@@ -182,17 +219,25 @@ def importance_correction(
     weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
     if mode == "truncate":
         return weight.clamp(max=cap)
-    return torch.where((weight > cap) | (weight < (floor or 1 / cap)), torch.zeros_like(weight), weight)
+    return torch.where(
+        (weight > cap) | (weight < (floor or 1 / cap)), torch.zeros_like(weight), weight
+    )
 
 
 def geometric_mask(
-    proximal_logprobs: Tensor, rollout_logprobs: Tensor, rows: Tensor, count: int, low: float | None, high: float | None
+    proximal_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    rows: Tensor,
+    count: int,
+    low: float | None,
+    high: float | None,
 ) -> Tensor:
-    """Returns 0 on the tokens of completions whose geometric mean π_trainer / π_rollout is outside [low, high], else 1.
+    """Returns 0 on the tokens of completions whose geometric mean π_trainer / π_rollout is outside
+    [low, high], else 1.
 
-    This rejects whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills Stability"); verl
-    calls it `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion would reject long ones whatever their
-    tokens are.
+    This rejects whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills
+    Stability"); verl calls it `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion
+    would reject long ones whatever their tokens are.
     """
     mean = row_mean((proximal_logprobs - rollout_logprobs).detach(), rows, count)[rows]
     above = torch.ones_like(mean) if low is None else (mean >= math.log(low)).float()
@@ -200,9 +245,15 @@ def geometric_mask(
 
 
 def off_policy_mask(
-    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, rows: Tensor, count: int, delta: float
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    rows: Tensor,
+    count: int,
+    delta: float,
 ) -> Tensor:
-    """OPSM (DeepSeek-V3.2, arXiv:2512.02556): 0 on completions with negative advantage whose policy moved too far, else 1.
+    """OPSM (DeepSeek-V3.2, arXiv:2512.02556): 0 on completions with negative advantage whose policy
+    moved too far, else 1.
 
     Too far: the mean of log(π_behaviour / π) over the completion is above `delta`.
     """
@@ -221,8 +272,8 @@ def policy_loss(
 ) -> PolicyLoss:
     """Returns the loss per token before weights and aggregation.
 
-    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that the ratio refers to,
-    `rollout_logprobs` [tokens] those of the policy that sampled the tokens.
+    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that
+    the ratio refers to, `rollout_logprobs` [tokens] those of the policy that sampled the tokens.
     """
     if config.importance_level == "sequence":
         ratio = sequence_ratio(logprobs, old_logprobs, rows, count)
@@ -231,7 +282,9 @@ def policy_loss(
     if config.policy_loss == "cispo":
         return cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
     if config.policy_loss == "dppo":
-        return divergence_masked(ratio, logprobs, rollout_logprobs, advantages, config.clip_low, config.clip_high)
+        return divergence_masked(
+            ratio, logprobs, rollout_logprobs, advantages, config.clip_low, config.clip_high
+        )
     if config.policy_loss == "sapo":
         return sapo(ratio, advantages, config.sapo_tau_positive, config.sapo_tau_negative)
     return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
@@ -246,17 +299,22 @@ def policy_weights(
     rows: Tensor,
     count: int,
 ) -> Tensor:
-    """Returns the weight [tokens] of each token in the policy loss, without gradient: corrections times masks.
+    """Returns the weight [tokens] of each token in the policy loss, without gradient: corrections
+    times masks.
 
     The arguments are those of `policy_loss`. The KL term and the entropy bonus count every token.
     """
     weights = torch.ones_like(rollout_logprobs)
     if config.correction is not None:
         level, cap, floor = config.correction_level, config.correction_cap, config.correction_floor
-        weights = importance_correction(old_logprobs, rollout_logprobs, rows, count, config.correction, level, cap, floor)
+        weights = importance_correction(
+            old_logprobs, rollout_logprobs, rows, count, config.correction, level, cap, floor
+        )
     if config.rejects:
         low, high = config.geometric_low, config.geometric_high
         weights = weights * geometric_mask(old_logprobs, rollout_logprobs, rows, count, low, high)
     if config.off_policy_delta is not None:
-        weights = weights * off_policy_mask(logprobs, rollout_logprobs, advantages, rows, count, config.off_policy_delta)
+        weights = weights * off_policy_mask(
+            logprobs, rollout_logprobs, advantages, rows, count, config.off_policy_delta
+        )
     return weights

@@ -1,4 +1,6 @@
-"""Callbacks of a run in one process: hooks like those of transformers, with a state to read and a control to set."""
+"""Callbacks of a run in one process: hooks like those of transformers, with a state to read and a
+control to set.
+"""
 
 import inspect
 import json
@@ -16,7 +18,15 @@ from trainer.run import Listener, Run
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
 _OTHERS = (
-    *("init_end", "epoch_begin", "epoch_end", "substep_end", "pre_optimizer_step", "optimizer_step", "predict"),
+    *(
+        "init_end",
+        "epoch_begin",
+        "epoch_end",
+        "substep_end",
+        "pre_optimizer_step",
+        "optimizer_step",
+        "predict",
+    ),
     *("prediction_step", "push_begin"),
 )
 """Hooks of transformers that a run here never calls."""
@@ -35,7 +45,8 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
     """A record of every step and evaluation of this call of `train`."""
     best_metric: float | None = None
-    """The best accuracy in an evaluation so far, or the best mean reward when rewards are not verdicts."""
+    """The best accuracy in an evaluation so far, or the best mean reward when rewards are not
+    verdicts."""
     best_global_step: int | None = None
     should_training_stop: bool = False
     """Set it to end the run after the current step."""
@@ -60,33 +71,47 @@ class TrainerControl:
 class TrainerCallback:
     """Base class of callbacks. Override any of the hooks; transformers callbacks are accepted too.
 
-    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and as keyword arguments `model`,
-    `processing_class`, `logs` (`on_log`), `metrics` (`on_evaluate`) or `checkpoint` (`on_save`). It may accept fewer of
-    them, by name.
+    A hook gets `args` (the `TrainerConfig`), `state` and `control`, and as keyword arguments
+    `model`, `processing_class`, `logs` (`on_log`), `metrics` (`on_evaluate`) or `checkpoint`
+    (`on_save`). It may accept fewer of them, by name.
     """
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called when models and services are ready, before the first step."""
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called before a step."""
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called after a step has been recorded."""
 
-    def on_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Another name for `on_step_end`."""
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Called after `on_step_end` with the record of the step (`logs`)."""
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called after an evaluation with its result (`metrics`)."""
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called when the writing of a checkpoint has started (`checkpoint`)."""
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         """Called after the last step."""
 
 
@@ -97,7 +122,12 @@ class Callbacks(Listener):
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
-        self.callbacks, self.state, self._args, self._extras = list[Any](), TrainerState(), args, extras
+        self.callbacks, self.state, self._args, self._extras = (
+            list[Any](),
+            TrainerState(),
+            args,
+            extras,
+        )
         self._problems = 1
         self._lock = threading.Lock()
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
@@ -152,7 +182,9 @@ class Callbacks(Listener):
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
         metrics, rows = self._taken()
         for row in rows:
-            append_line(self._extras, {"step": step, **about, **json.loads(json.dumps(row, default=str))})
+            append_line(
+                self._extras, {"step": step, **about, **json.loads(json.dumps(row, default=str))}
+            )
         return {name: mean(values) for name, values in metrics.items()}
 
     # ------------------------------------------------------------ events
@@ -164,7 +196,10 @@ class Callbacks(Listener):
             self._aside = self._taken()
             return
         if event == "evaluate":
-            about["metrics"] = {**about["metrics"], "logged": self._written(step, {"evaluation": True})}
+            about["metrics"] = {
+                **about["metrics"],
+                "logged": self._written(step, {"evaluation": True}),
+            }
             self._restore()
         state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
         if event == "train_begin":
@@ -175,7 +210,13 @@ class Callbacks(Listener):
             if settings.max_steps is not None:
                 state.num_train_epochs = -(-run.total_steps * settings.batch_size // self._problems)
         if event in ("log", "evaluate"):
-            state.log_history.append({"step": step, "epoch": state.epoch, **about["logs" if event == "log" else "metrics"]})
+            state.log_history.append(
+                {
+                    "step": step,
+                    "epoch": state.epoch,
+                    **about["logs" if event == "log" else "metrics"],
+                }
+            )
         if event == "evaluate":
             self._note_best(about["metrics"], step)
         control = TrainerControl()
@@ -192,7 +233,9 @@ class Callbacks(Listener):
             self.state.best_metric, self.state.best_global_step = found, step
 
     def _do(self, run: Run, control: TrainerControl) -> None:
-        """Carries out the requests of callbacks; requests made during that, other than to stop, are ignored."""
+        """Carries out the requests of callbacks; requests made during that, other than to stop, are
+        ignored.
+        """
         if self.state.should_training_stop or control.should_training_stop:
             run.stop()
         if self._answering:
@@ -208,13 +251,28 @@ class Callbacks(Listener):
 
 
 def _check(callback: Any) -> None:
-    hooks = [name for name in (*(f"on_{event}" for event in EVENTS), "on_step") if callable(getattr(callback, name, None))]
+    hooks = [
+        name
+        for name in (*(f"on_{event}" for event in EVENTS), "on_step")
+        if callable(getattr(callback, name, None))
+    ]
     if isinstance(callback, type) or not hooks:
         names = ", ".join(f"on_{event}" for event in EVENTS)
-        hint = "add parentheses to make an instance" if isinstance(callback, type) else f"give an object with any of {names}"
+        hint = (
+            "add parentheses to make an instance"
+            if isinstance(callback, type)
+            else f"give an object with any of {names}"
+        )
         raise ConfigError("this is not a callback", field="callbacks", value=callback, remedy=hint)
     for name in (f"on_{event}" for event in _OTHERS):
-        base = next((each for each in type(callback).__mro__ if each.__module__.startswith("transformers.")), object)
+        base = next(
+            (
+                each
+                for each in type(callback).__mro__
+                if each.__module__.startswith("transformers.")
+            ),
+            object,
+        )
         own = getattr(type(callback), name, None)
         if own is not None and own is not getattr(base, name, None):
             raise ConfigError(
@@ -225,12 +283,18 @@ def _check(callback: Any) -> None:
             )
 
 
-def _call(hook: Any, args: Any, state: TrainerState, control: TrainerControl, given: dict[str, Any]) -> Any:
-    """Calls a hook with (args, state, control) and those of `given` that it accepts, or only with what it names."""
+def _call(
+    hook: Any, args: Any, state: TrainerState, control: TrainerControl, given: dict[str, Any]
+) -> Any:
+    """Calls a hook with (args, state, control) and those of `given` that it accepts, or only with
+    what it names.
+    """
     named = inspect.signature(hook).parameters
     everything = any(each.kind is each.VAR_KEYWORD for each in named.values())
     taken = {name: value for name, value in given.items() if everything or name in named}
     if next(iter(named), "state") in ("state", "control"):
         first = {"state": state, "control": control, "args": args}
-        return hook(**{name: value for name, value in first.items() if everything or name in named}, **taken)
+        return hook(
+            **{name: value for name, value in first.items() if everything or name in named}, **taken
+        )
     return hook(args, state, control, **taken)

@@ -22,34 +22,53 @@ class EnvironmentReward(RewardFunction):
         return "environment"
 
     def __call__(self, completions: Any, **columns: Any) -> list[float]:
-        """Called only for the trial answers at the start of a run: an episode has its environment's reward or fails."""
+        """Called only for the trial answers at the start of a run: an episode has its environment's
+        reward or fails.
+        """
         return [0.0] * len(completions)
 
 
 def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) -> Environment | None:
-    """Returns the environment for a class, a function that makes one, or tools; None when none is given.
+    """Returns the environment for a class, a function that makes one, or tools; None when none is
+    given.
 
     Raises ConfigError when they conflict with one another or with the reward functions.
     """
     for function in reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]:
         if inspect.isroutine(function) and "environments" in inspect.signature(function).parameters:
-            reason = "reward functions receive no environments, because these may run in another process"
+            reason = (
+                "reward functions receive no environments, because these may run in another process"
+            )
             remedy = "give the environment a method get_reward(), which returns the reward of its episode"
             raise ConfigError(reason, field="reward_fn", value=function.__name__, remedy=remedy)
     if factory is None:
         return None if not tools else _of_tools(tools)
     if tools:
         remedy = "make the tools methods of the environment"
-        raise ConfigError("an environment_factory brings its own tools", field="tools", value=shorten(tools), remedy=remedy)
+        raise ConfigError(
+            "an environment_factory brings its own tools",
+            field="tools",
+            value=shorten(tools),
+            remedy=remedy,
+        )
     if not callable(factory):
         remedy = "give a class with reset(**columns), or a function that makes one environment"
-        raise ConfigError("this cannot make environments", field="environment_factory", value=shorten(factory), remedy=remedy)
+        raise ConfigError(
+            "this cannot make environments",
+            field="environment_factory",
+            value=shorten(factory),
+            remedy=remedy,
+        )
     kind = factory if inspect.isclass(factory) else type(factory())
     with _argument("environment_factory"):
         made = replace(Environment.of(kind, _path([factory])), make=factory)
     if made.has_reward and reward_fn is not None:
         remedy = "leave out either the reward functions or get_reward"
-        raise ConfigError("the environment has get_reward, which gives the whole reward", field="reward_fn", remedy=remedy)
+        raise ConfigError(
+            "the environment has get_reward, which gives the whole reward",
+            field="reward_fn",
+            remedy=remedy,
+        )
     return made
 
 
@@ -57,7 +76,9 @@ def _of_tools(tools: Sequence[Any]) -> Environment:
     for tool in tools:
         if not inspect.isroutine(tool):
             remedy = "give functions with types and a docstring, or an environment_factory"
-            raise ConfigError("this is not a function", field="tools", value=shorten(tool), remedy=remedy)
+            raise ConfigError(
+                "this is not a function", field="tools", value=shorten(tool), remedy=remedy
+            )
     with _argument("tools"):
         return Environment.of_functions(tools, _path(tools))
 
@@ -68,7 +89,9 @@ def _argument(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(error.message, field=name, value=error.value, remedy=error.remedy) from None
+        raise ConfigError(
+            error.message, field=name, value=error.value, remedy=error.remedy
+        ) from None
 
 
 def _path(made: Sequence[Any]) -> str:
@@ -78,16 +101,26 @@ def _path(made: Sequence[Any]) -> str:
 
 
 def with_environment(environment: Environment | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings that record the run's environment. Raises ConfigError for another or a missing environment."""
+    """Returns settings that record the run's environment. Raises ConfigError for another or a
+    missing environment.
+    """
     if environment is None:
         for name in settings:
             if name.startswith("environment.") and not settings.get(_NAME):
                 remedy = "leave it out, or give tools or an environment_factory"
                 raise ConfigError(
-                    "this trainer has no environment, which this setting needs", field=name, value=settings[name], remedy=remedy
+                    "this trainer has no environment, which this setting needs",
+                    field=name,
+                    value=settings[name],
+                    remedy=remedy,
                 )
         return settings
     if settings.get(_NAME, environment.name) != environment.name:
         remedy = "leave one of them out"
-        raise ConfigError("the arguments give another environment", field=_NAME, value=settings[_NAME], remedy=remedy)
+        raise ConfigError(
+            "the arguments give another environment",
+            field=_NAME,
+            value=settings[_NAME],
+            remedy=remedy,
+        )
     return settings | {_NAME: environment.name}

@@ -39,18 +39,28 @@ from trainer.api.uncertainty import (
     wilson_interval,
 )
 from trainer.observe.run_dir import progress_bar
-from trainer.rollouts.evaluation import GeneratedAnswer, GenerationSettings, Generator, graded_answers, pass_at_k, together
+from trainer.rollouts.evaluation import (
+    GeneratedAnswer,
+    GenerationSettings,
+    Generator,
+    graded_answers,
+    pass_at_k,
+    together,
+)
 
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""
 
 
 class EvaluationResults(TypedDict):
-    """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data set."""
+    """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data
+    set.
+    """
 
     model: str
     accuracy: float | None
-    """Share of right answers among the graded greedy ones. None, like all figures that count right answers, if a reward
+    """Share of right answers among the graded greedy ones. None, like all figures that count right
+    answers, if a reward
     is not a verdict: no function verified the answer, and the reward is neither 0 nor 1."""
     standard_error: float | None
     """Standard error of the accuracy."""
@@ -62,10 +72,12 @@ class EvaluationResults(TypedDict):
     """Answers that could not be graded (the grader timed out); excluded from every figure."""
     mean_reward: float
     lengths: dict[str, float] | None
-    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report them."""
+    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report
+    them."""
     k: int
     pass_at_k: float | None
-    """Probability that one of k sampled answers is right; this and the next three are None for k = 1."""
+    """Probability that one of k sampled answers is right; this and the next three are None for k =
+    1."""
     avg_at_k: float | None
     """Mean accuracy of the k sampled answers."""
     maj_at_k: float | None
@@ -88,25 +100,28 @@ class EvaluationResults(TypedDict):
 class ModelEvaluator:
     """Evaluates a model: a local directory, a name on the hub, or the URL of a server.
 
-    The embedded engine runs a local model, as in in-process training. A server is called with OpenAI chat completions
-    or, with a `tokenizer`, with SGLang's `/generate`, tokens in and out as in training.
+    The embedded engine runs a local model, as in in-process training. A server is called with
+    OpenAI chat completions or, with a `tokenizer`, with SGLang's `/generate`, tokens in and out as
+    in training.
 
     Args:
         model: directory, name, or `http://…`.
         system_prompt: system message before every problem.
         max_new_tokens: limit of an answer; the context of a local model may allow less.
-        temperature: temperature of the k samples (`evaluate(…, k=8)`); the first answer to every problem is greedy.
+        temperature: temperature of the k samples (`evaluate(…, k=8)`); the first answer to every
+        problem is greedy.
         seed: seed of the samples.
         concurrency: requests in flight.
         timeout_s: limit of one request in seconds, retries included.
         device: of a local model; `auto` uses a GPU if there is one.
         dtype: precision of a local model on a GPU; a CPU computes in float32.
-        tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's native call.
+        tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's
+        native call.
         model_id: name of the model, on a server with several.
         api_key: bearer token for the server.
         progress: show a progress bar on the terminal.
-        settings: other settings of the system by their names: `data.prompt_template`, `model.chat_template`,
-            `model.trust_remote_code` and those of `sampling`.
+        settings: other settings of the system by their names: `data.prompt_template`,
+            `model.chat_template`, `model.trust_remote_code` and those of `sampling`.
 
     Raises ConfigError for arguments that conflict.
     """
@@ -131,22 +146,43 @@ class ModelEvaluator:
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
-        for name, value in (("max_new_tokens", max_new_tokens), ("concurrency", concurrency), ("timeout_s", timeout_s)):
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("concurrency", concurrency),
+            ("timeout_s", timeout_s),
+        ):
             if value <= 0:
                 raise ConfigError("this is not above 0", field=name, value=value, remedy="raise it")
         if temperature <= 0:
             remedy = "set it above 0; the first answer to every problem is greedy anyway"
             raise ConfigError(
-                "samples at this temperature are all the same", field="temperature", value=temperature, remedy=remedy
+                "samples at this temperature are all the same",
+                field="temperature",
+                value=temperature,
+                remedy=remedy,
             )
-        for name, setting in (("tokenizer", tokenizer), ("model_id", model_id), ("api_key", api_key)):
+        for name, setting in (
+            ("tokenizer", tokenizer),
+            ("model_id", model_id),
+            ("api_key", api_key),
+        ):
             if setting is not None and not self._served:
-                raise ConfigError(f"a local model has no {name}", field=name, remedy="leave it out, or give a URL as the model")
+                raise ConfigError(
+                    f"a local model has no {name}",
+                    field=name,
+                    remedy="leave it out, or give a URL as the model",
+                )
         if tokenizer is not None and model_id:
             raise ConfigError(
-                "with a tokenizer, SGLang's native call cannot select a model_id", field="tokenizer", remedy="leave it out"
+                "with a tokenizer, SGLang's native call cannot select a model_id",
+                field="tokenizer",
+                remedy="leave it out",
             )
-        own = {"system_prompt": system_prompt, "max_new_tokens": max_new_tokens, "temperature": temperature}
+        own = {
+            "system_prompt": system_prompt,
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+        }
         config = _config(own | {"request_timeout_s": timeout_s}, settings)
         if self._served and tokenizer is None:
             _refuse_unsent(config, settings)
@@ -157,9 +193,14 @@ class ModelEvaluator:
         self._tokenizer, self._model_id, self._api_key = tokenizer, model_id, api_key
 
     def evaluate(
-        self, dataset: Any, reward_fn: Any, k: int = 1, reward_weights: Sequence[float] | None = None
+        self,
+        dataset: Any,
+        reward_fn: Any,
+        k: int = 1,
+        reward_weights: Sequence[float] | None = None,
     ) -> EvaluationResults:
-        """Generates a greedy answer to every problem, and k samples when k is above 1, and grades them.
+        """Generates a greedy answer to every problem, and k samples when k is above 1, and grades
+        them.
 
         Args:
             dataset: as for `OnlineRLTrainer`.
@@ -167,19 +208,29 @@ class ModelEvaluator:
             k: samples per problem for pass@k, avg@k and maj@k.
             reward_weights: weight of each of several reward functions; 1 each when None.
 
-        Raises ConfigError for an empty data set or a model that does not load, Unreachable when a server does not respond,
-        and another ServiceError when any answer is missing.
+        Raises ConfigError for an empty data set or a model that does not load, Unreachable when a
+        server does not respond, and another ServiceError when any answer is missing.
         """
         if k < 1:
-            raise ConfigError("this is not above 0", field="k", value=k, remedy="give 1, or as many samples as pass@k needs")
+            raise ConfigError(
+                "this is not above 0",
+                field="k",
+                value=k,
+                remedy="give 1, or as many samples as pass@k needs",
+            )
         prompts, rewards = as_prompts(dataset, "dataset"), as_rewards(reward_fn)
         weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
         if len(weights) != len(rewards):
             remedy = "give one weight for each function"
             raise ConfigError(
-                f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy
+                f"there are {len(rewards)} reward functions",
+                field="reward_weights",
+                value=weights,
+                remedy=remedy,
             )
-        section = RewardSection().model_copy(update={"weights": {f.name: w for f, w in zip(rewards, weights, strict=True)}})
+        section = RewardSection().model_copy(
+            update={"weights": {f.name: w for f, w in zip(rewards, weights, strict=True)}}
+        )
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 
@@ -187,26 +238,40 @@ class ModelEvaluator:
         self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
     ) -> EvaluationResults:
         sampling, slots = self._sampling, asyncio.Semaphore(self._concurrency)
-        limits = (sampling.max_new_tokens, sampling.temperature, self._seed, sampling.request_timeout_s)
+        limits = (
+            sampling.max_new_tokens,
+            sampling.temperature,
+            self._seed,
+            sampling.request_timeout_s,
+        )
         settings = GenerationSettings(self._style, *limits, sampling.cuts(), sampling, slots)
         app = create_reward_app(section, functions=rewards)
         bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
         async with (
             app.router.lifespan_context(app),
-            RewardClient("reward functions", "http://in-process", transport=httpx.ASGITransport(app)) as reward,
+            RewardClient(
+                "reward functions", "http://in-process", transport=httpx.ASGITransport(app)
+            ) as reward,
             self._generator(prompts, settings) as generator,
         ):
             reward.gets_tokens = True
             with bar:
                 task = bar.add_task("evaluating", total=len(prompts))
-                answered = [graded_answers(generator, reward, prompt, i, k if k > 1 else 0) for i, prompt in enumerate(prompts)]
+                answered = [
+                    graded_answers(generator, reward, prompt, i, k if k > 1 else 0)
+                    for i, prompt in enumerate(prompts)
+                ]
                 found = await together(answered, lambda: bar.advance(task))
         return _results(self.model, prompts, found, k)
 
-    def _generator(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> AbstractAsyncContextManager[Generator]:
+    def _generator(
+        self, prompts: Sequence[Prompt], settings: GenerationSettings
+    ) -> AbstractAsyncContextManager[Generator]:
         if not self._served:
             section = self._section.model_copy(update={"name": self.model})
-            return local_generator(section, prompts, settings, choose_device(self._device, "device"), self._dtype)
+            return local_generator(
+                section, prompts, settings, choose_device(self._device, "device"), self._dtype
+            )
         if self._tokenizer is not None:
             section = self._section.model_copy(update={"name": str(self._tokenizer)})
             return sglang_generator(self.model, section, self._api_key, settings)
@@ -215,25 +280,44 @@ class ModelEvaluator:
 
 def is_read(setting: str) -> bool:
     """Returns whether an evaluation reads a setting of the system."""
-    return setting in _READ or (setting.startswith("sampling.") and setting != "sampling.group_size")
+    return setting in _READ or (
+        setting.startswith("sampling.") and setting != "sampling.group_size"
+    )
 
 
 def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
-    """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not read."""
+    """Returns the settings of an evaluation. Raises ConfigError for a setting that is wrong or not
+    read.
+    """
     mapped = {f"sampling.{name}": value for name, value in own.items()}
     for name, value in settings.items():
         if name in mapped:
             remedy = f"give the argument {name.partition('.')[2]} instead"
-            raise ConfigError("this setting has its own argument", field="settings", value={name: value}, remedy=remedy)
+            raise ConfigError(
+                "this setting has its own argument",
+                field="settings",
+                value={name: value},
+                remedy=remedy,
+            )
         if not is_read(name):
             remedy = f"give {', '.join(_READ)} or settings of sampling"
-            raise ConfigError("an evaluation does not read this setting", field="settings", value={name: value}, remedy=remedy)
-    room = {"rollout.engine": "embedded", "rollout.max_context_tokens": own["max_new_tokens"] + 1}  # the model decides later
+            raise ConfigError(
+                "an evaluation does not read this setting",
+                field="settings",
+                value={name: value},
+                remedy=remedy,
+            )
+    room = {
+        "rollout.engine": "embedded",
+        "rollout.max_context_tokens": own["max_new_tokens"] + 1,
+    }  # the model decides later
     return from_mapping({**mapped, **room, **settings})
 
 
 def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
-    """Raises ConfigError for settings that cannot be sent to a server that makes the prompts itself."""
+    """Raises ConfigError for settings that cannot be sent to a server that makes the prompts
+    itself.
+    """
     for name in settings:
         needs = name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
         needs |= name == "model.chat_template" and config.model.chat_template != OWN
@@ -242,7 +326,9 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
                 "this setting cannot be sent to a server that tokenises the problems itself",
                 "give the tokenizer of its model; the evaluator then sends tokens",
             )
-            raise ConfigError(message, field="settings", value={name: settings[name]}, remedy=remedy)
+            raise ConfigError(
+                message, field="settings", value={name: settings[name]}, remedy=remedy
+            )
 
 
 def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
@@ -254,11 +340,16 @@ def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> 
         if results["accuracy"] is None:
             remedy = "evaluate with a reward that verifies answers"
             raise ConfigError(
-                "its rewards do not tell whether an answer is right", field=name, value=results["model"], remedy=remedy
+                "its rewards do not tell whether an answer is right",
+                field=name,
+                value=results["model"],
+                remedy=remedy,
             )
     if first["prompts"] != second["prompts"]:
         raise ConfigError(
-            "the two evaluations have different problems", field="second", remedy="use the same data set for both"
+            "the two evaluations have different problems",
+            field="second",
+            remedy="use the same data set for both",
         )
     return paired_difference(first["correct"], second["correct"])
 
@@ -277,11 +368,15 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
             remedy="check the reward functions; the log above may say more",
             code="not_graded",
         )
-    verified = all(result.verified for answers in found for _, result in answers if result.reward is not None)
+    verified = all(
+        result.verified for answers in found for _, result in answers if result.reward is not None
+    )
     right, count = sum(result.correct for result in graded), len(graded)
     tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
     cut = [written.finish_reason == "length" for written, _ in greedy]
-    complete = [a for a in sampled if verified and a and all(result.reward is not None for _, result in a)]
+    complete = [
+        a for a in sampled if verified and a and all(result.reward is not None for _, result in a)
+    ]
     verdicts = [[result.correct for _, result in answers] for answers in complete]
     votes = [[_vote(written.text) for written, _ in answers] for answers in complete]
     ks = sorted({k, *(1 << i for i in range(k.bit_length()))}) if verdicts else []
@@ -297,7 +392,9 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
         k=k,
         pass_at_k=mean(pass_at_k(k, sum(row), k) for row in verdicts) if verdicts else None,
         avg_at_k=mean(map(avg_at_k, verdicts)) if verdicts else None,
-        maj_at_k=mean(maj_at_k(*pair) for pair in zip(votes, verdicts, strict=True)) if verdicts else None,
+        maj_at_k=mean(maj_at_k(*pair) for pair in zip(votes, verdicts, strict=True))
+        if verdicts
+        else None,
         pass_at={j: mean(pass_at_k(k, sum(row), j) for row in verdicts) for j in ks} or None,
         prompts=[prompt.prompt for prompt in prompts],
         prompt_ids=[prompt.id for prompt in prompts],
@@ -307,7 +404,10 @@ def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) ->
         rewards=[result.reward for _, result in greedy],
         correct=[_verdict(result) for _, result in greedy],
         samples=[
-            [{"response": w.text, "reward": result.reward, "correct": _verdict(result)} for w, result in answers]
+            [
+                {"response": w.text, "reward": result.reward, "correct": _verdict(result)}
+                for w, result in answers
+            ]
             for answers in sampled
         ],
     )
@@ -318,7 +418,9 @@ def _verdict(result: RewardResult) -> bool | None:
 
 
 def _vote(text: str) -> str | None:
-    """Returns a response's normalised answer for a majority vote: 1,080 equals $1080, and x+1 equals x + 1."""
+    """Returns a response's normalised answer for a majority vote: 1,080 equals $1080, and x+1
+    equals x + 1.
+    """
     answer = extract_answer(text)
     if answer is None:
         return None

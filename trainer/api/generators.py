@@ -38,12 +38,16 @@ _FIRST_ANSWER_S = 15.0
 
 
 class ChatGenerator:
-    """Uses OpenAI's `/v1/chat/completions`, or `/v1/completions` when a template replaces the chat."""
+    """Uses OpenAI's `/v1/chat/completions`, or `/v1/completions` when a template replaces the
+    chat.
+    """
 
     def __init__(self, client: Client, model_id: str, settings: GenerationSettings) -> None:
         self._client, self._model_id, self._settings = client, model_id, settings
 
-    async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
+    async def generate(
+        self, prompt: Prompt, index: int, n: int, greedy: bool
+    ) -> list[GeneratedAnswer]:
         """See `Generator`. Sends one request per answer, since not every server supports `n`."""
         first = sampling_seed(self._settings.seed, SEED_OFFSET + index)
         seeds = [(first + 0x9E3779B1 * number) & 0x7FFFFFFF for number in range(n)]
@@ -51,7 +55,13 @@ class ChatGenerator:
 
     async def _one(self, prompt: Prompt, seed: int, greedy: bool) -> GeneratedAnswer:
         settings = self._settings
-        style, ends = settings.style, {_OPENAI_NAMES.get(name, name): value for name, value in settings.sampling.ends().items()}
+        style, ends = (
+            settings.style,
+            {
+                _OPENAI_NAMES.get(name, name): value
+                for name, value in settings.sampling.ends().items()
+            },
+        )
         body: dict[str, Any] = {
             "model": self._model_id,
             "max_tokens": settings.max_new_tokens,
@@ -63,39 +73,59 @@ class ChatGenerator:
         if not greedy:
             body |= {"seed": seed, **settings.cuts}
         if chat := style.chat is not False:
-            body["messages"] = conversation(prompt, style.system_prompt, filled(style.template, prompt))
+            body["messages"] = conversation(
+                prompt, style.system_prompt, filled(style.template, prompt)
+            )
             if style.chat_template_kwargs:
                 body["chat_template_kwargs"] = dict(style.chat_template_kwargs)
         else:
             body["prompt"] = filled(style.template, prompt) + style.prefill
         async with settings.slots:
             path = "/v1/chat/completions" if chat else "/v1/completions"
-            response = await self._client.request("POST", path, json=body, deadline_s=settings.timeout_s)
+            response = await self._client.request(
+                "POST", path, json=body, deadline_s=settings.timeout_s
+            )
         try:
             content = response.json()
             (choice,) = content["choices"]
-            text, finish = choice["message"]["content"] if chat else style.prefill + choice["text"], choice["finish_reason"]
+            text, finish = (
+                choice["message"]["content"] if chat else style.prefill + choice["text"],
+                choice["finish_reason"],
+            )
             tokens = (content.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, TypeError) as error:
             raise GenerationFailed(
-                f"this is not the answer of a {'chat ' * chat}completion: {error!r}", value=response.text
+                f"this is not the answer of a {'chat ' * chat}completion: {error!r}",
+                value=response.text,
             ) from None
         return finished(prompt, text, finish, tokens)
 
 
 @asynccontextmanager
 async def local_generator(
-    section: ModelSection, prompts: Sequence[Prompt], settings: GenerationSettings, device: torch.device, dtype: str
+    section: ModelSection,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    device: torch.device,
+    dtype: str,
 ) -> AsyncIterator[Generator]:
-    """Runs the embedded engine on a model directory or hub model. Raises ConfigError when it does not load."""
+    """Runs the embedded engine on a model directory or hub model. Raises ConfigError when it does
+    not load.
+    """
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
-        loaded, tokenizer = await asyncio.to_thread(_load, section, Path(temporary), prompts, settings, device, dtype)
+        loaded, tokenizer = await asyncio.to_thread(
+            _load, section, Path(temporary), prompts, settings, device, dtype
+        )
         engine = Engine(loaded, seed=settings.seed)
         app = make_app(engine)
-        prompter = Prompter(tokenizer, settings.style, sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids}))
+        prompter = Prompter(
+            tokenizer, settings.style, sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids})
+        )
         async with (
             app.router.lifespan_context(app),
-            RolloutClient("engine", "http://in-process", transport=httpx.ASGITransport(app)) as client,
+            RolloutClient(
+                "engine", "http://in-process", transport=httpx.ASGITransport(app)
+            ) as client,
         ):
             yield TokenGenerator(client, prompter, settings, loaded.max_context_tokens)
 
@@ -108,7 +138,8 @@ def _load(
     device: torch.device,
     dtype: str,
 ) -> tuple[Model, Any]:
-    """Loads the engine's model with room for the longest problem and its answer, as far as the model allows.
+    """Loads the engine's model with room for the longest problem and its answer, as far as the
+    model allows.
 
     Returns the model and the tokenizer of the prompts.
     """
@@ -128,7 +159,9 @@ async def sglang_generator(
     url: str, tokenizer: ModelSection, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
     """Connects to SGLang or its router at `url`; `tokenizer` names the tokenizer of its model."""
-    prompter = Prompter(load_tokenizer(tokenizer), settings.style, list(settings.sampling.stop_token_ids))
+    prompter = Prompter(
+        load_tokenizer(tokenizer), settings.style, list(settings.sampling.stop_token_ids)
+    )
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
         yield TokenGenerator(client, prompter, settings, None)
@@ -138,7 +171,9 @@ async def sglang_generator(
 async def openai_generator(
     url: str, model_id: str | None, api_key: str | None, settings: GenerationSettings
 ) -> AsyncIterator[Generator]:
-    """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; `model_id` None: its only model."""
+    """Connects to an OpenAI-compatible server at `url`, with or without `/v1`; `model_id` None: its
+    only model.
+    """
     async with Client("the server", _root(url), headers=_bearer(api_key)) as client:
         listed = await _ask(client, "/v1/models")
         yield ChatGenerator(client, model_id or _only_model(listed, url), settings)
@@ -154,15 +189,21 @@ def _root(url: str) -> str:
 
 
 async def _ask(client: Client, path: str) -> httpx.Response | None:
-    """Makes the first call, which detects a wrong address in seconds; None when the server does not know `path`."""
+    """Makes the first call, which detects a wrong address in seconds; None when the server does not
+    know `path`.
+    """
     try:
         return await client.request("GET", path, deadline_s=_FIRST_ANSWER_S)
     except Unreachable as error:
         remedy = "check that the server is ready, and that address and port are right"
-        raise Unreachable(error.message, field="model", value=client.base_url, remedy=remedy) from None
+        raise Unreachable(
+            error.message, field="model", value=client.base_url, remedy=remedy
+        ) from None
     except ServiceError as error:
         if error.status in (401, 403):
-            raise ConfigError(error.message, field="api_key", remedy="give the key of this server (api_key)") from None
+            raise ConfigError(
+                error.message, field="api_key", remedy="give the key of this server (api_key)"
+            ) from None
         return None
 
 
@@ -173,6 +214,10 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
         ids = []
     if len(ids) != 1:
         remedy = "name one of its models (model_id)"
-        message = f"the server has the models {', '.join(ids)}" if ids else "the server does not say which model it has"
+        message = (
+            f"the server has the models {', '.join(ids)}"
+            if ids
+            else "the server does not say which model it has"
+        )
         raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

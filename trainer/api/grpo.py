@@ -1,4 +1,6 @@
-"""TRL's interface: `GRPOTrainer` and `GRPOConfig`, with TRL's arguments and defaults, on top of `OnlineRLTrainer`."""
+"""TRL's interface: `GRPOTrainer` and `GRPOConfig`, with TRL's arguments and defaults, on top of
+`OnlineRLTrainer`.
+"""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -14,10 +16,11 @@ from trainer.api.trl import TRAINER, refuse
 
 
 class GRPOConfig(TrainerConfig):
-    """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig (docs/how-to/from-trl.md).
+    """`TrainerConfig` with the arguments and defaults of TRL's GRPOConfig
+    (docs/how-to/from-trl.md).
 
-    A GPU is used if there is one, in bfloat16, unless `use_cpu` is set. Without `eval_strategy="steps"` the model is
-    evaluated only before and after training.
+    A GPU is used if there is one, in bfloat16, unless `use_cpu` is set. Without
+    `eval_strategy="steps"` the model is evaluated only before and after training.
     """
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.999)
@@ -35,15 +38,23 @@ class GRPOConfig(TrainerConfig):
     seed: int = Field(42, ge=0)
 
     def _defaults(self) -> dict[str, Any]:
-        advantage = self.settings.get("algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised"))
-        compared = {"algorithm.advantage_eps": 1e-4} if advantage in ("group_normalised", "reward_normalised") else {}
+        advantage = self.settings.get(
+            "algorithm.advantage", RECIPES[self.trainer_type].get("advantage", "group_normalised")
+        )
+        compared = (
+            {"algorithm.advantage_eps": 1e-4}
+            if advantage in ("group_normalised", "reward_normalised")
+            else {}
+        )
         near = {"algorithm.kl_estimator": "k2"} if self.kl_coef else {}
         return super()._defaults() | {"trainer.adam_betas": self.betas} | compared | near
 
     @model_validator(mode="before")
     @classmethod
     def _as_trl(cls, data: Any) -> Any:
-        """Chooses device and precision as TRL does. Raises ConfigError for a `loss_type` of None."""
+        """Chooses device and precision as TRL does. Raises ConfigError for a `loss_type` of
+        None.
+        """
         if not isinstance(data, dict):
             return data
         if not {"use_gpu", "use_cpu"} & data.keys():
@@ -53,7 +64,12 @@ class GRPOConfig(TrainerConfig):
         if data.get("use_gpu") and "bf16" not in data:
             data = data | {"bf16": True}
         if data.get("loss_type", "dapo") is None:
-            raise ConfigError("TRL has no such loss", field="loss_type", value=None, remedy="leave it out to use dapo")
+            raise ConfigError(
+                "TRL has no such loss",
+                field="loss_type",
+                value=None,
+                remedy="leave it out to use dapo",
+            )
         return data
 
 
@@ -66,7 +82,8 @@ class RLOOConfig(GRPOConfig):
 
 
 class GRPOTrainer(OnlineRLTrainer):
-    """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; unsupported ones are refused with the reason.
+    """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; unsupported ones are refused with
+    the reason.
 
     As in TRL, a text prompt is continued as it is; only chats use the model's chat template.
     """
@@ -103,7 +120,9 @@ class GRPOTrainer(OnlineRLTrainer):
         train_dataset, plain = _is_plain(train_dataset)
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}
         if plain and not (environment_factory or tools or templates & args.settings.keys()):
-            args = args.model_copy(update={"settings": args.settings | {"data.prompt_template": "{question}"}})
+            args = args.model_copy(
+                update={"settings": args.settings | {"data.prompt_template": "{question}"}}
+            )
             args.model_fields_set.add("settings")
         super().__init__(
             args,
@@ -128,7 +147,9 @@ class RLOOTrainer(GRPOTrainer):
 
 
 def _is_plain(dataset: Any) -> tuple[Any, bool]:
-    """Returns the data set, with no row consumed, and whether the prompt of its first row is a text."""
+    """Returns the data set, with no row consumed, and whether the prompt of its first row is a
+    text.
+    """
     if dataset is None or isinstance(dataset, str | Mapping) or not hasattr(dataset, "__iter__"):
         return dataset, False  # refused later, with the reason
     if hasattr(dataset, "iloc"):

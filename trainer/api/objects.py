@@ -1,4 +1,6 @@
-"""Reads objects of other libraries given to the trainer: models, tokenizers, LoRA settings and optimisers."""
+"""Reads objects of other libraries given to the trainer: models, tokenizers, LoRA settings and
+optimisers.
+"""
 
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -22,16 +24,36 @@ class GivenModel:
     """
 
     def __init__(self, model: Any, tokenizer: Any, directory: Path) -> None:
-        self.model, self._tokenizer, self._directory, self._done = model, tokenizer, directory, False
+        self.model, self._tokenizer, self._directory, self._done = (
+            model,
+            tokenizer,
+            directory,
+            False,
+        )
         self.is_object = model is not None and not isinstance(model, str | Path)
         if hasattr(model, "peft_config"):
             remedy = "give the model without the adapter, and its LoraConfig as peft_config"
-            raise ConfigError("the model already has an adapter", field="model", value=type(model).__name__, remedy=remedy)
-        for field, given, method in (("model", model, "save_pretrained"), ("processing_class", tokenizer, "encode")):
-            if given is not None and not isinstance(given, str | Path) and not hasattr(given, method):
+            raise ConfigError(
+                "the model already has an adapter",
+                field="model",
+                value=type(model).__name__,
+                remedy=remedy,
+            )
+        for field, given, method in (
+            ("model", model, "save_pretrained"),
+            ("processing_class", tokenizer, "encode"),
+        ):
+            if (
+                given is not None
+                and not isinstance(given, str | Path)
+                and not hasattr(given, method)
+            ):
                 remedy = "give a transformers object, or a name"
                 raise ConfigError(
-                    "an object of this type cannot be saved", field=field, value=type(given).__name__, remedy=remedy
+                    "an object of this type cannot be saved",
+                    field=field,
+                    value=type(given).__name__,
+                    remedy=remedy,
                 )
 
     def written(self, config: TrainerConfig) -> str:
@@ -43,7 +65,11 @@ class GivenModel:
             section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
             model = self.model if self.is_object else load_model(section)
             if self._tokenizer is None or isinstance(self._tokenizer, str | Path):
-                name = str(self._tokenizer or getattr(model, "name_or_path", "") or config.model_name_or_path)
+                name = str(
+                    self._tokenizer
+                    or getattr(model, "name_or_path", "")
+                    or config.model_name_or_path
+                )
                 tokenizer: Any = load_tokenizer(section.model_copy(update={"name": name}))
             else:
                 tokenizer = self._tokenizer
@@ -60,11 +86,15 @@ class GivenModel:
 
 
 def of_optimizers(optimizers: Any) -> dict[str, Any]:
-    """Returns the fields for TRL's `optimizers`: an AdamW without a scheduler. Raises ConfigError for anything else."""
+    """Returns the fields for TRL's `optimizers`: an AdamW without a scheduler. Raises ConfigError
+    for anything else.
+    """
     optimizer, scheduler = optimizers or (None, None)
     if scheduler is not None:
         remedy = "set lr_scheduler_type and warmup_steps instead"
-        reason = "the learning rate is a function of the step, so that a resumed run has the same rates"
+        reason = (
+            "the learning rate is a function of the step, so that a resumed run has the same rates"
+        )
         raise ConfigError(reason, field="optimizers", value=type(scheduler).__name__, remedy=remedy)
     if optimizer is None:
         return {}
@@ -73,57 +103,102 @@ def of_optimizers(optimizers: Any) -> dict[str, Any]:
     if type(optimizer) is not torch.optim.AdamW:
         reason = "the trainer supports only AdamW, whose state it shards and saves with the weights"
         raise ConfigError(
-            reason, field="optimizers", value=type(optimizer).__name__, remedy="give torch.optim.AdamW, or leave it out"
+            reason,
+            field="optimizers",
+            value=type(optimizer).__name__,
+            remedy="give torch.optim.AdamW, or leave it out",
         )
     if optimizer.state or len(optimizer.param_groups) != 1:
         reason = (
-            "it has already taken steps" if optimizer.state else f"it has {len(optimizer.param_groups)} groups of parameters"
+            "it has already taken steps"
+            if optimizer.state
+            else f"it has {len(optimizer.param_groups)} groups of parameters"
         )
-        raise ConfigError(reason, field="optimizers", value="AdamW", remedy="give a new optimiser with one group of parameters")
+        raise ConfigError(
+            reason,
+            field="optimizers",
+            value="AdamW",
+            remedy="give a new optimiser with one group of parameters",
+        )
     (group,) = optimizer.param_groups
     plain = {"eps": 1e-8, "amsgrad": False, "maximize": False}
     if other := [name for name, value in plain.items() if group[name] != value]:
         remedy = f"leave it at {plain[other[0]]}"
         raise ConfigError(
-            "the trainer's AdamW has another value", field=f"optimizers: {other[0]}", value=group[other[0]], remedy=remedy
+            "the trainer's AdamW has another value",
+            field=f"optimizers: {other[0]}",
+            value=group[other[0]],
+            remedy=remedy,
         )
     settings = {"trainer.adam_betas": tuple(group["betas"])}
-    return {"learning_rate": float(group["lr"]), "weight_decay": float(group["weight_decay"]), "settings": settings}
+    return {
+        "learning_rate": float(group["lr"]),
+        "weight_decay": float(group["weight_decay"]),
+        "settings": settings,
+    }
 
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 _ANY = (
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *(
+        "task_type",
+        "peft_type",
+        "auto_mapping",
+        "peft_version",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
     *("megatron_core", "qalora_group_size", "runtime_config", "init_lora_weights"),
 )
 """Fields of LoraConfig that do not affect the adapter, or have separate checks."""
 
 
 def of_peft(config: Any) -> dict[str, Any]:
-    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported options."""
+    """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported
+    options.
+    """
     if type(config).__name__ != "LoraConfig":
         remedy = "give a peft.LoraConfig, or leave it out to train all weights"
         raise ConfigError(
-            "the trainer supports only LoRA adapters", field="peft_config", value=type(config).__name__, remedy=remedy
+            "the trainer supports only LoRA adapters",
+            field="peft_config",
+            value=type(config).__name__,
+            remedy=remedy,
         )
     for field in fields(config):
         value = getattr(config, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if field.name not in (*_READ, *_ANY) and value != default and value:
-            reason = "an adapter of this trainer consists only of two matrices beside each linear layer"
-            raise ConfigError(reason, field=f"peft_config.{field.name}", value=shorten(value), remedy="leave it out")
+            reason = (
+                "an adapter of this trainer consists only of two matrices beside each linear layer"
+            )
+            raise ConfigError(
+                reason,
+                field=f"peft_config.{field.name}",
+                value=shorten(value),
+                remedy="leave it out",
+            )
     if config.task_type not in (None, "CAUSAL_LM"):
         remedy = "set task_type to CAUSAL_LM"
         raise ConfigError(
-            "the policy must be a causal language model", field="peft_config.task_type", value=config.task_type, remedy=remedy
+            "the policy must be a causal language model",
+            field="peft_config.task_type",
+            value=config.task_type,
+            remedy=remedy,
         )
     if config.init_lora_weights is not True:
         remedy = "leave it at True"
         value = config.init_lora_weights
         raise ConfigError(
-            "an adapter of this trainer starts with B = 0", field="peft_config.init_lora_weights", value=value, remedy=remedy
+            "an adapter of this trainer starts with B = 0",
+            field="peft_config.init_lora_weights",
+            value=value,
+            remedy=remedy,
         )
-    scale = config.lora_alpha * (config.r**0.5 if config.use_rslora else 1)  # rank-stabilised: alpha / sqrt(r)
+    scale = config.lora_alpha * (
+        config.r**0.5 if config.use_rslora else 1
+    )  # rank-stabilised: alpha / sqrt(r)
     return {
         "lora.rank": config.r,
         "lora.alpha": float(scale),

@@ -33,7 +33,12 @@ from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
-_OLD_WEIGHTS = ("model*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.bin.index.json")
+_OLD_WEIGHTS = (
+    "model*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*",
+    "*.bin.index.json",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class TrainResult:
     global_step: int
     """Steps of the run, including those of earlier calls."""
     metrics: dict[str, float]
-    """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy` with evaluation data.
+    """`reward`, `accuracy`, `completion_tokens`, `loss` and `kl` of the last step; `eval_accuracy`
+    with evaluation data.
 
     Both accuracies are absent when the rewards are not verdicts.
     """
@@ -57,28 +63,33 @@ class TrainResult:
 
 
 class OnlineRLTrainer:
-    """Trains a model by reinforcement learning on problems whose answers a reward function can grade.
+    """Trains a model by reinforcement learning on problems whose answers a reward function can
+    grade.
 
     Args:
         config: settings.
-        reward_fn: grades the answers: a function of completions, a `RewardFunction`, the name of a reward model, or a list of
-            them, whose scores are summed with `config.reward_weights`.
-        train_dataset: `Prompt` objects or rows: a list, a generator, a DataFrame, or a Hugging Face data set; without a length
-            as many rows as `config.max_steps` needs. A row has `prompt` or `question` (a text or a chat) and `ground_truth` or
-            `answer`; all of its columns reach the reward function as keyword arguments.
-        eval_dataset: like train_dataset, or a dict of several; evaluated before and after training, and every
-            `config.eval_steps` steps.
-        model: a name, a directory or a model object instead of `config.model_name_or_path`. An object has the trained
-            weights after `train`.
+        reward_fn: grades the answers: a function of completions, a `RewardFunction`, the name of a
+            reward model, or a list of them, whose scores are summed with `config.reward_weights`.
+        train_dataset: `Prompt` objects or rows: a list, a generator, a DataFrame, or a Hugging Face
+            data set; without a length as many rows as `config.max_steps` needs. A row has `prompt`
+            or `question` (a text or a chat) and `ground_truth` or `answer`; all of its columns
+            reach the reward function as keyword arguments.
+        eval_dataset: like train_dataset, or a dict of several; evaluated before and after training,
+            and every `config.eval_steps` steps.
+        model: a name, a directory or a model object instead of `config.model_name_or_path`. An
+            object has the trained weights after `train`.
         processing_class: a tokenizer, or its name, instead of the model's own.
         peft_config: PEFT's `LoraConfig`.
         callbacks: objects with the hooks of `TrainerCallback`.
-        optimizers: an AdamW, whose learning rate, betas and weight decay are used, and no scheduler.
-        engine: generates the answers: `embedded`; `sglang`, which is started and stopped here; or one or several URLs
-            of SGLang servers that have the model and see this disk.
-        environment_factory: an environment class, or a function that makes an environment: episodes of several turns
-            instead of single answers (docs/how-to/agents.md). Its `get_reward`, if it has one, replaces `reward_fn`.
-        tools: functions that the model may call, each with types and a docstring; `reward_fn` grades its last answer.
+        optimizers: an AdamW, whose learning rate, betas and weight decay are used, and no
+        scheduler.
+        engine: generates the answers: `embedded`; `sglang`, which is started and stopped here; or
+            one or several URLs of SGLang servers that have the model and see this disk.
+        environment_factory: an environment class, or a function that makes an environment: episodes
+            of several turns instead of single answers (docs/how-to/agents.md). Its `get_reward`, if
+            it has one, replaces `reward_fn`.
+        tools: functions that the model may call, each with types and a docstring; `reward_fn`
+        grades its last answer.
 
     Raises ConfigError for conflicting settings and data, before a model is loaded.
     """
@@ -102,15 +113,26 @@ class OnlineRLTrainer:
         config = TrainerConfig() if config is None else config
         given = of_optimizers(optimizers)
         self._environment = as_environment(environment_factory, tools, reward_fn)
-        given["settings"] = with_environment(self._environment, config.settings) | given.get("settings", {})
+        given["settings"] = with_environment(self._environment, config.settings) | given.get(
+            "settings", {}
+        )
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
         if peft_config is not None:
             given["settings"] |= of_peft(peft_config)
-        named = config.model_name_or_path if "model_name_or_path" in config.model_fields_set else str(model)
+        named = (
+            config.model_name_or_path
+            if "model_name_or_path" in config.model_fields_set
+            else str(model)
+        )
         if model is not None and named != str(model):
             remedy = "leave one of them out"
-            raise ConfigError("the argument model names another model", field="model_name_or_path", value=named, remedy=remedy)
+            raise ConfigError(
+                "the argument model names another model",
+                field="model_name_or_path",
+                value=named,
+                remedy=remedy,
+            )
         if isinstance(model, str | Path):
             given["model_name_or_path"] = str(model)
         self.config = config.changed(**given)
@@ -126,9 +148,13 @@ class OnlineRLTrainer:
         self._weights = _weights(self.config, self._rewards)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
             remedy = "set max_steps, which limits how much of the data set is read"
-            raise ConfigError("the data set has no length", field="max_steps", value=None, remedy=remedy)
+            raise ConfigError(
+                "the data set has no length", field="max_steps", value=None, remedy=remedy
+            )
         most = self.config.problems_per_step * (self.config.max_steps or 0)
-        self._held_out = [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
+        self._held_out = (
+            [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
+        )
         held_out = [] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset")
         self._problems = Problems(as_prompts(train_dataset, "train_dataset", most), held_out)
         self._rounds, self._began = 0, False
@@ -152,13 +178,15 @@ class OnlineRLTrainer:
     def train(self, resume_from_checkpoint: bool = False) -> TrainResult:
         """Trains, and writes metrics, samples, curves and checkpoints to `output_dir`.
 
-        A second call trains for as many steps again; after an interruption, it continues from the newest checkpoint.
+        A second call trains for as many steps again; after an interruption, it continues from the
+        newest checkpoint.
 
         Args:
-            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if there is one.
+            resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if
+            there is one.
 
-        Raises ConfigError when `output_dir` holds another run and neither this nor `overwrite_output_dir` is set, and
-        ServiceError when training fails.
+        Raises ConfigError when `output_dir` holds another run and neither this nor
+        `overwrite_output_dir` is set, and ServiceError when training fails.
         """
         resume = resume_from_checkpoint or self._began
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
@@ -168,12 +196,19 @@ class OnlineRLTrainer:
         if not resume:
             remove_run(self.output_dir)
         self._began = True
-        count, per_round = len(self._problems.train), self.config.total_steps(len(self._problems.train))
+        count, per_round = (
+            len(self._problems.train),
+            self.config.total_steps(len(self._problems.train)),
+        )
         newest = checkpoint.newest(self.output_dir / "checkpoints")
         done = int(newest.name.removeprefix("step_")) if newest else 0
         rounds = max(self._rounds + 1, done // per_round)
-        settings = self.config.to_config(count, len(self._problems.held_out), self.output_dir, rounds, self._engine)
-        settings.reward = settings.reward.model_copy(update={"weights": self._weights, "functions": list(self._weights)})
+        settings = self.config.to_config(
+            count, len(self._problems.held_out), self.output_dir, rounds, self._engine
+        )
+        settings.reward = settings.reward.model_copy(
+            update={"weights": self._weights, "functions": list(self._weights)}
+        )
         self._callbacks.begin(count)
         target = console() if self.config.verbose else Console(quiet=True)
         try:
@@ -188,7 +223,9 @@ class OnlineRLTrainer:
                     environment=self._environment,
                 )
         except ConfigError:
-            if not resume and not (self.output_dir / "metrics.jsonl").exists():  # nothing was trained: it is all new
+            if (
+                not resume and not (self.output_dir / "metrics.jsonl").exists()
+            ):  # nothing was trained: it is all new
                 remove_run(self.output_dir)
                 self._began = False
             raise
@@ -201,7 +238,8 @@ class OnlineRLTrainer:
         return self._result(self._checkpoint)
 
     def save_model(self, path: str | Path) -> Path:
-        """Writes the trained model as a plain Hugging Face directory and returns its path; an older model there is replaced.
+        """Writes the trained model as a plain Hugging Face directory and returns its path; an older
+        model there is replaced.
 
         A LoRA adapter is merged into its model.
 
@@ -209,28 +247,39 @@ class OnlineRLTrainer:
         """
         if self._checkpoint is None:
             raise ConfigError(
-                "there is no trained model yet", field="path", value=str(path), remedy="call train() before save_model()"
+                "there is no trained model yet",
+                field="path",
+                value=str(path),
+                remedy="call train() before save_model()",
             )
         target = Path(path)
         if target.exists() and not target.is_dir():
-            raise ConfigError("this is a file", field="path", value=str(target), remedy="name a directory")
+            raise ConfigError(
+                "this is a file", field="path", value=str(target), remedy="name a directory"
+            )
         target.mkdir(parents=True, exist_ok=True)
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
         with self._whole_model() as source:
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True)
+            shutil.copytree(
+                source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
+            )
         write_card(target, self.output_dir, len(self._problems.train))
         return target
 
-    def push_to_hub(self, repo_id: str | None = None, private: bool | None = None, token: str | None = None) -> str | None:
+    def push_to_hub(
+        self, repo_id: str | None = None, private: bool | None = None, token: str | None = None
+    ) -> str | None:
         """Writes the trained model with its card to `output_dir/hub` and pushes it to the hub.
 
         Args:
-            repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the config when None.
+            repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the
+            config when None.
 
-        Returns the model's URL there; if the hub cannot be reached, prints the reason and returns None: the directory
-        is complete. Raises ConfigError before `train`, and when the hub refuses it.
+        Returns the model's URL there; if the hub cannot be reached, prints the reason and returns
+        None: the directory is complete. Raises ConfigError before `train`, and when the hub refuses
+        it.
         """
         config, secret = self.config, self.config.hub_token
         saved = self.save_model(self.output_dir / "hub")
@@ -239,19 +288,34 @@ class OnlineRLTrainer:
         return push(saved, name, private, token or (secret.get_secret_value() if secret else None))
 
     def plot(self) -> Any:
-        """Returns the curves of the run so far, which a notebook shows; `figure` is matplotlib's figure."""
+        """Returns the curves of the run so far, which a notebook shows; `figure` is matplotlib's
+        figure.
+        """
         from trainer.observe.plots import curves  # heavy: matplotlib
 
-        return curves(read_lines(self.output_dir / "metrics.jsonl"), read_lines(self.output_dir / "evaluations.jsonl"))
+        return curves(
+            read_lines(self.output_dir / "metrics.jsonl"),
+            read_lines(self.output_dir / "evaluations.jsonl"),
+        )
 
     def samples(self, step: int | None = None) -> Any:
-        """Returns one group of each step, or of `step`, as a DataFrame: step, prompt, completion, reward, correct."""
+        """Returns one group of each step, or of `step`, as a DataFrame: step, prompt, completion,
+        reward, correct.
+        """
         import pandas
 
-        lines = [line for line in read_lines(self.output_dir / "samples.jsonl") if step in (None, line["step"])]
+        lines = [
+            line
+            for line in read_lines(self.output_dir / "samples.jsonl")
+            if step in (None, line["step"])
+        ]
         names = {"text": "completion", "reward": "reward", "correct": "correct"}
         rows = [
-            {"step": line["step"], "prompt": line["prompt"], **{new: one.get(old) for old, new in names.items()}}
+            {
+                "step": line["step"],
+                "prompt": line["prompt"],
+                **{new: one.get(old) for old, new in names.items()},
+            }
             for line in lines
             for one in line["completions"]
         ]
@@ -263,7 +327,11 @@ class OnlineRLTrainer:
         assert self._checkpoint is not None
         with TemporaryDirectory(prefix="rlhf-math-") as temporary:
             adapter = is_adapter(self._checkpoint)
-            yield export(self._checkpoint, Path(temporary) / "merged") if adapter else self._checkpoint
+            yield (
+                export(self._checkpoint, Path(temporary) / "merged")
+                if adapter
+                else self._checkpoint
+            )
 
     def evaluate(self, dataset: Any = None, k: int = 1) -> EvaluationResults:
         """Evaluates the current model (before `train`, the initial one) with the reward function.
@@ -273,13 +341,17 @@ class OnlineRLTrainer:
             k: samples per problem, as in `ModelEvaluator.evaluate`.
         """
         if self.config.settings.get("environment.name"):
-            remedy = (
-                "give an eval_dataset: the trainer evaluates it with episodes before and after training, and every eval_steps"
+            remedy = "give an eval_dataset: the trainer evaluates it with episodes before and after training, and every eval_steps"
+            raise ConfigError(
+                "evaluate is for single answers, and this trainer runs episodes",
+                field="evaluate",
+                remedy=remedy,
             )
-            raise ConfigError("evaluate is for single answers, and this trainer runs episodes", field="evaluate", remedy=remedy)
         if dataset is None and not self._problems.held_out:
             raise ConfigError(
-                "there is no data to evaluate on", field="dataset", remedy="give dataset here, or eval_dataset to the trainer"
+                "there is no data to evaluate on",
+                field="dataset",
+                remedy="give dataset here, or eval_dataset to the trainer",
             )
         settings = self.config
         cuts = {f"sampling.{name}": getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
@@ -293,7 +365,8 @@ class OnlineRLTrainer:
             device="cuda" if settings.use_gpu else "cpu",
             dtype="bfloat16" if settings.bf16 else "float32",
             progress=settings.verbose,
-            settings=cuts | {name: value for name, value in settings.settings.items() if is_read(name)},
+            settings=cuts
+            | {name: value for name, value in settings.settings.items() if is_read(name)},
         )
         data = self._problems.held_out if dataset is None else dataset
         return evaluator.evaluate(data, self._rewards, k, list(self._weights.values()))
@@ -304,7 +377,9 @@ class OnlineRLTrainer:
         try:
             yield
         except ConfigError as error:
-            reference = error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
+            reference = (
+                error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
+            )
             names = {**FIELDS, "reward.functions": "reward_fn"} | (
                 {"model.name": "ref_model_name_or_path"} if reference else {}
             )
@@ -316,7 +391,11 @@ class OnlineRLTrainer:
         if not history:  # a callback stopped the run before its first step
             return TrainResult(0, {}, [], evaluations, saved, self.output_dir)
         last = history[-1]
-        metrics = {name: float(last[name]) for name in ("reward", "accuracy", "completion_tokens") if last[name] is not None}
+        metrics = {
+            name: float(last[name])
+            for name in ("reward", "accuracy", "completion_tokens")
+            if last[name] is not None
+        }
         metrics |= {"loss": last["update"]["loss"], "kl": last["update"]["kl_reference"]}
         if evaluations and evaluations[-1]["accuracy"] is not None:
             metrics["eval_accuracy"] = evaluations[-1]["accuracy"]
@@ -325,7 +404,9 @@ class OnlineRLTrainer:
 
 
 def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
-    """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data set in `names`."""
+    """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
+    set in `names`.
+    """
     found: dict[str, list[float]] = {}
     for answer in answers:
         name, slash, _ = answer["prompt_id"].partition("/")
@@ -340,7 +421,12 @@ def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[s
     weights = config.reward_weights if config.reward_weights is not None else [1.0] * len(rewards)
     if len(weights) != len(rewards):
         remedy = "give one weight for each reward function"
-        raise ConfigError(f"there are {len(rewards)} reward functions", field="reward_weights", value=weights, remedy=remedy)
+        raise ConfigError(
+            f"there are {len(rewards)} reward functions",
+            field="reward_weights",
+            value=weights,
+            remedy=remedy,
+        )
     return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
 
 
@@ -348,13 +434,24 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
     if config.use_gpu:
         choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
     if config.total_steps(len(problems.train)) == 0:
-        data, step = f"{len(problems.train)} problems × {config.num_train_epochs} epochs", config.problems_per_step
-        message, field = f"{data} are too few for one step of {step} problems", "gradient_accumulation_steps"
+        data, step = (
+            f"{len(problems.train)} problems × {config.num_train_epochs} epochs",
+            config.problems_per_step,
+        )
+        message, field = (
+            f"{data} are too few for one step of {step} problems",
+            "gradient_accumulation_steps",
+        )
         remedy = "lower it or per_device_train_batch_size, give more data or more epochs, or set max_steps"
-        raise ConfigError(message, field=field, value=config.gradient_accumulation_steps, remedy=remedy)
+        raise ConfigError(
+            message, field=field, value=config.gradient_accumulation_steps, remedy=remedy
+        )
     if config.eval_steps and not problems.held_out:
         raise ConfigError(
-            "there is nothing to evaluate on", field="eval_steps", value=config.eval_steps, remedy="give an eval_dataset"
+            "there is nothing to evaluate on",
+            field="eval_steps",
+            value=config.eval_steps,
+            remedy="give an eval_dataset",
         )
 
 
@@ -363,14 +460,19 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     settings = config.to_config(len(prompts), 0, Path())
     prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
-    longest, positions = max(range(len(prompts)), key=lengths.__getitem__), context_length(settings.model)
+    longest, positions = (
+        max(range(len(prompts)), key=lengths.__getitem__),
+        context_length(settings.model),
+    )
     if lengths[longest] > config.max_prompt_length:
         remedy = "raise it, or leave the problem out"
         message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens"
-        raise ConfigError(message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy)
+        raise ConfigError(
+            message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy
+        )
     if positions is not None and lengths[longest] + config.max_new_tokens > positions:
         remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
-        message = (
-            f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context has only {positions}"
+        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context has only {positions}"
+        raise ConfigError(
+            message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy
         )
-        raise ConfigError(message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy)

@@ -9,12 +9,22 @@ from common.process.storage import make_directory
 
 _CONTENT = (
     *("checkpoints", "weights", "model", "state", "trackers", "groups"),
-    *("config.json", "metrics.jsonl", "groups.jsonl", "evaluations.jsonl", "samples.jsonl", "attempts.jsonl", "extras.jsonl"),
+    *(
+        "config.json",
+        "metrics.jsonl",
+        "groups.jsonl",
+        "evaluations.jsonl",
+        "samples.jsonl",
+        "attempts.jsonl",
+        "extras.jsonl",
+    ),
 )
 
 
 def check_output(directory: Path, may_hold_run: bool) -> None:
-    """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and `may_hold_run` is false."""
+    """Creates `directory`. Raises ConfigError if that fails, or if it holds a run and
+    `may_hold_run` is false.
+    """
     if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
         message = "the output directory already has a run"
         remedy = "continue it (resume_from_checkpoint=True), replace it (overwrite_output_dir=True), or name another directory"
@@ -23,7 +33,9 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
 
 
 def remove_run(directory: Path) -> None:
-    """Removes the run in `directory`, together with its curves. Raises ConfigError while it is running."""
+    """Removes the run in `directory`, together with its curves. Raises ConfigError while it is
+    running.
+    """
     with RunLock(directory, "that empties it", "output_dir"):
         for path in [directory / name for name in (*_CONTENT, "curves.png")]:
             if path.is_dir():

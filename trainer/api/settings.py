@@ -1,4 +1,6 @@
-"""`TrainerConfig`: settings of the Python API, which also accept TRL's names, and their conversion to `Config`."""
+"""`TrainerConfig`: settings of the Python API, which also accept TRL's names, and their conversion
+to `Config`.
+"""
 
 import math
 import re
@@ -55,7 +57,8 @@ _RECIPES = {
     "sampling.top_k": "top_k",
     "sampling.min_p": "min_p",
 }
-"""The same for fields that count only if they are set: otherwise the recipe or the system's default applies."""
+"""The same for fields that count only if they are set: otherwise the recipe or the system's default
+applies."""
 FIELDS = _SETTINGS | _RECIPES | {"trackers.names": "report_to"}
 OWN_SGLANG = ("engine_python", "engine_args", "tensor_parallel_size", "colocate", "hang_timeout_s")
 """Settings of `rollout` for an SGLang that the trainer starts."""
@@ -82,11 +85,13 @@ def renamed(error: ConfigError, names: Mapping[str, str], prefix: str = "") -> C
 class TrainerConfig(BaseModel):
     """Settings of `OnlineRLTrainer`.
 
-    Raises ConfigError with field, value and remedy for an unknown name, a value out of bounds, and settings that contradict
-    each other.
+    Raises ConfigError with field, value and remedy for an unknown name, a value out of bounds, and
+    settings that contradict each other.
     """
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     betas: ClassVar[tuple[float, float]] = (0.9, 0.98)
     """AdamW's betas, unless set otherwise."""
@@ -94,11 +99,12 @@ class TrainerConfig(BaseModel):
     """TRL's arguments that are not fields, with their defaults."""
 
     trainer_type: Recipe = "grpo"
-    """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others compare the answers to one
-    problem. It provides the values of algorithm settings that are unset."""
-    loss_type: str | None = None
-    """Only the loss: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe's; trainer_type's when
+    """The recipe. ppo has a critic, opd a teacher (`settings={"teacher.url": …}`), the others
+    compare the answers to one problem. It provides the values of algorithm settings that are
     unset."""
+    loss_type: str | None = None
+    """Only the loss: TRL's grpo, bnpo, dapo, dr_grpo, luspo, cispo or sapo, or another recipe's;
+    trainer_type's when unset."""
     model_name_or_path: str = Field("Qwen/Qwen2.5-0.5B-Instruct", min_length=1)
     """The model to train: a name on the Hugging Face hub, or a local directory."""
     ref_model_name_or_path: str | None = None
@@ -112,12 +118,13 @@ class TrainerConfig(BaseModel):
     num_train_epochs: int = Field(1, gt=0)
     """Passes over the training data; not read with `max_steps`."""
     max_steps: int | None = Field(None, gt=0)
-    """Steps of the run, over the training data as often as they need; unset, or -1 as in TRL: `num_train_epochs` passes."""
+    """Steps of the run, over the training data as often as they need; unset, or -1 as in TRL:
+    `num_train_epochs` passes."""
     per_device_train_batch_size: int = Field(8, gt=0)
     """Answers in one forward and backward pass, as in TRL: lower it when memory is short."""
     gradient_accumulation_steps: int = Field(4, gt=0)
-    """Passes in one step. A step learns from per_device_train_batch_size × gradient_accumulation_steps answers,
-    num_generations for each problem."""
+    """Passes in one step. A step learns from per_device_train_batch_size ×
+    gradient_accumulation_steps answers, num_generations for each problem."""
     max_prompt_length: int = Field(1024, gt=0)
     """Longest problem in tokens, chat template included; a longer one is refused at the start."""
     max_new_tokens: int = Field(256, gt=0)
@@ -131,13 +138,15 @@ class TrainerConfig(BaseModel):
     min_p: float | None = Field(None, ge=0, lt=1)
     """Sample no token whose probability is below this share of the likeliest one's."""
     generation_kwargs: dict[str, Any] | None = None
-    """More sampling arguments, named as in transformers and vLLM: stop, stop_token_ids, min_new_tokens, ignore_eos."""
+    """More sampling arguments, named as in transformers and vLLM: stop, stop_token_ids,
+    min_new_tokens, ignore_eos."""
     system_prompt: str = ""
     """System message before every problem, in the model's chat template."""
     kl_coef: float = Field(0.1, ge=0)
     """Weight of the KL divergence to the reference model in the loss; 0 loads no reference."""
     clip_range: float = Field(0.2, gt=0, le=1)
-    """The probability ratio is clipped to 1 ± clip_range. When this is unset, the recipe's own bounds apply."""
+    """The probability ratio is clipped to 1 ± clip_range. When this is unset, the recipe's own
+    bounds apply."""
     clip_range_high: float | None = Field(None, gt=0)
     """When set, the upper bound is 1 + clip_range_high."""
     num_iterations: int = Field(1, gt=0)
@@ -153,15 +162,18 @@ class TrainerConfig(BaseModel):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of layers and recompute the rest: less memory, about a third more time."""
+    """Keep only the inputs of layers and recompute the rest: less memory, about a third more
+    time."""
     reward_weights: list[float] | None = None
     """Weight of each reward function, in their order; 1 each when unset."""
     use_gpu: bool = False
     """Generate answers and update the policy on the first GPU."""
     bf16: bool = False
-    """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay float32."""
+    """Generate and compute the update in bfloat16; needs use_gpu. The weights that are trained stay
+    float32."""
     output_dir: Path | None = None
-    """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME` when unset."""
+    """Directory of metrics, samples, curves and checkpoints; a new `outputs/TRAINER_TYPE-DATE-TIME`
+    when unset."""
     overwrite_output_dir: bool = False
     """Remove an earlier run in output_dir; otherwise it is an error."""
     save_steps: int = Field(50, ge=0)
@@ -169,7 +181,8 @@ class TrainerConfig(BaseModel):
     save_total_limit: int = Field(3, gt=0)
     """Number of newest checkpoints to keep."""
     eval_steps: int = Field(0, ge=0)
-    """Steps between evaluations on the trainer's eval_dataset; 0: only before and after training."""
+    """Steps between evaluations on the trainer's eval_dataset; 0: only before and after
+    training."""
     seed: int = Field(0, ge=0)
     """Seed of data order and sampling. Runs with the same seed are equal."""
     report_to: str = ""
@@ -178,7 +191,8 @@ class TrainerConfig(BaseModel):
     run_name: str = ""
     """Name of the run in trackers; the name of output_dir when empty."""
     push_to_hub: bool = False
-    """Write the model with its card to `output_dir/hub` after training, and push it to the Hugging Face hub."""
+    """Write the model with its card to `output_dir/hub` after training, and push it to the Hugging
+    Face hub."""
     hub_model_id: str | None = None
     """Name of the model on the hub, `org/name`; the name of output_dir when unset."""
     hub_private_repo: bool | None = None
@@ -188,15 +202,23 @@ class TrainerConfig(BaseModel):
     verbose: bool = True
     """Print a line per step, and a summary at the end."""
     settings: dict[str, Any] = {}
-    """Any other setting of the system (`python -m trainer --help-all`), as {"section.name": value}."""
+    """Any other setting of the system (`python -m trainer --help-all`), as {"section.name":
+    value}."""
 
     # ------------------------------------------------------------ presets
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown name."""
+        """Returns the settings of `PRESETS[name]` with changes. Raises ConfigError for an unknown
+        name.
+        """
         if name not in PRESETS:
-            raise ConfigError("there is no such preset", field="preset", value=name, remedy=f"use one of {', '.join(PRESETS)}")
+            raise ConfigError(
+                "there is no such preset",
+                field="preset",
+                value=name,
+                remedy=f"use one of {', '.join(PRESETS)}",
+            )
         return cls(**{**PRESETS[name], **changes})
 
     @classmethod
@@ -206,7 +228,9 @@ class TrainerConfig(BaseModel):
 
     @classmethod
     def grpo_math_medium(cls, **changes: Any) -> Self:
-        """Returns settings of GRPO on a model of 1.5 billion parameters, with larger groups and batches."""
+        """Returns settings of GRPO on a model of 1.5 billion parameters, with larger groups and
+        batches.
+        """
         return cls.preset("grpo_math_medium", **changes)
 
     @classmethod
@@ -215,7 +239,9 @@ class TrainerConfig(BaseModel):
         return cls.preset("rloo_math", **changes)
 
     def changed(self, **changes: Any) -> Self:
-        """Returns these settings with changes to fields, checked again. Raises ConfigError as the constructor does."""
+        """Returns these settings with changes to fields, checked again. Raises ConfigError as the
+        constructor does.
+        """
         given = self.model_dump(exclude_unset=True) | changes
         return type(self).model_validate(given, context=OWN_NAMES)
 
@@ -223,21 +249,33 @@ class TrainerConfig(BaseModel):
 
     @property
     def problems_per_step(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.num_generations
+        return (
+            self.per_device_train_batch_size
+            * self.gradient_accumulation_steps
+            // self.num_generations
+        )
 
     def total_steps(self, problems: int) -> int:
-        """Returns the steps of a run over this number of training problems; 0 if they do not fill one step."""
+        """Returns the steps of a run over this number of training problems; 0 if they do not fill
+        one step.
+        """
         return self.max_steps or problems * self.num_train_epochs // self.problems_per_step
 
     def to_config(
-        self, problems: int, held_out: int, output_dir: Path, rounds: int = 1, engine: str | Sequence[str] = "embedded"
+        self,
+        problems: int,
+        held_out: int,
+        output_dir: Path,
+        rounds: int = 1,
+        engine: str | Sequence[str] = "embedded",
     ) -> Config:
         """Returns the system's configuration of a run.
 
         Args:
             problems, held_out: number of training and of evaluation problems.
             output_dir: directory of the run.
-            rounds: number of calls of `train`, including this one; each adds the steps of a whole run.
+            rounds: number of calls of `train`, including this one; each adds the steps of a whole
+            run.
             engine: as returned by `chosen`.
 
         Raises ConfigError when `settings` are invalid.
@@ -250,7 +288,8 @@ class TrainerConfig(BaseModel):
                 "state_dir": output_dir / "state",
                 "trainer.num_epochs": self.num_train_epochs * rounds,
                 "trainer.max_steps": None if self.max_steps is None else self.max_steps * rounds,
-                "trainer.warmup_steps": self.warmup_steps or math.ceil(self.warmup_ratio * self.total_steps(problems)),
+                "trainer.warmup_steps": self.warmup_steps
+                or math.ceil(self.warmup_ratio * self.total_steps(problems)),
                 "trainer.eval_samples": held_out,
             }
         )
@@ -271,8 +310,16 @@ class TrainerConfig(BaseModel):
 
     def _mapped(self) -> dict[str, Any]:
         """Returns the system's settings that follow from the fields."""
-        same = {name: getattr(self, field) for name, field in _SETTINGS.items() if getattr(self, field) is not None}
-        given = {name: getattr(self, field) for name, field in _RECIPES.items() if field in self.model_fields_set}
+        same = {
+            name: getattr(self, field)
+            for name, field in _SETTINGS.items()
+            if getattr(self, field) is not None
+        }
+        given = {
+            name: getattr(self, field)
+            for name, field in _RECIPES.items()
+            if field in self.model_fields_set
+        }
         if "algorithm.clip_low" in given:
             given = {"algorithm.clip_high": self.clip_range, **given}
         same |= {f"algorithm.{name}": value for name, value in self._loss().items()}
@@ -307,12 +354,16 @@ class TrainerConfig(BaseModel):
     @classmethod
     def _known_loss(cls, value: str | None) -> str | None:
         if value is not None and value not in {*LOSSES, *RECIPES}:
-            raise ValueError(f"there is no such loss: {did_you_mean(value, list(dict.fromkeys([*LOSSES, *RECIPES])))}")
+            raise ValueError(
+                f"there is no such loss: {did_you_mean(value, list(dict.fromkeys([*LOSSES, *RECIPES])))}"
+            )
         return value
 
     @model_validator(mode="wrap")
     @classmethod
-    def _checked(cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo) -> Self:
+    def _checked(
+        cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
+    ) -> Self:
         if isinstance(data, dict) and info.context != OWN_NAMES:
             data = translated(cls.assumed | data, cls.model_fields, cls.betas)
         try:
@@ -329,7 +380,10 @@ class TrainerConfig(BaseModel):
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
-        kind, answers = self.trainer_type, self.per_device_train_batch_size * self.gradient_accumulation_steps
+        kind, answers = (
+            self.trainer_type,
+            self.per_device_train_batch_size * self.gradient_accumulation_steps,
+        )
         compares = RECIPES[kind].get("advantage") not in ("gae", "none")
         if compares and self.num_generations == 1:
             remedy = "set it to at least 2, or use trainer_type='ppo'"
@@ -342,27 +396,50 @@ class TrainerConfig(BaseModel):
             message = "ppo learns from a step's answers in two mini-batches, and this step has only one answer"
             yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
-            yield "critic_learning_rate", f"{kind} has no critic", "leave it out, or use trainer_type='ppo'"
-        if self.loss_type not in (None, kind, *LOSSES) and "advantage" in RECIPES[self.loss_type or kind]:
+            yield (
+                "critic_learning_rate",
+                f"{kind} has no critic",
+                "leave it out, or use trainer_type='ppo'",
+            )
+        if (
+            self.loss_type not in (None, kind, *LOSSES)
+            and "advantage" in RECIPES[self.loss_type or kind]
+        ):
             message = f"this is a way to compute advantages, and trainer_type is {kind}"
             yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
             message = "TRL's bnpo weighs tokens by the forward pass in which they happen to be, not by the batch"
             remedy = "set gradient_accumulation_steps=1 and a larger per_device_train_batch_size, or loss_type='dapo'"
             yield "loss_type", message, remedy
-        level = self.settings.get("algorithm.importance_level", RECIPES[kind].get("importance_level", "token"))
+        level = self.settings.get(
+            "algorithm.importance_level", RECIPES[kind].get("importance_level", "token")
+        )
         if self.loss_type == "luspo" and level != "sequence":
-            yield "loss_type", "luspo compares the probabilities of whole answers", "set importance_sampling_level='sequence'"
+            yield (
+                "loss_type",
+                "luspo compares the probabilities of whole answers",
+                "set importance_sampling_level='sequence'",
+            )
         if self.warmup_ratio and self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
         if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
             remedy = "leave it out, or set kl_coef above 0"
             yield "ref_model_name_or_path", "with kl_coef=0 there is no reference model", remedy
         if self.bf16 and not self.use_gpu:
-            yield "bf16", "the update on a CPU is computed in float32", "set use_gpu=True, or leave it out"
+            yield (
+                "bf16",
+                "the update on a CPU is computed in float32",
+                "set use_gpu=True, or leave it out",
+            )
 
     def _check_settings(self) -> None:
-        fixed = {"trainer.run_dir", "state_dir", "trainer.num_epochs", "trainer.max_steps", "trainer.warmup_steps"}
+        fixed = {
+            "trainer.run_dir",
+            "state_dir",
+            "trainer.num_epochs",
+            "trainer.max_steps",
+            "trainer.warmup_steps",
+        }
         fixed |= {"trainer.eval_samples", "trainer.resume", *_SETTINGS, *self._mapped()}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
@@ -372,21 +449,33 @@ class TrainerConfig(BaseModel):
                     "set the corresponding field of TrainerConfig instead",
                 )
             elif isinstance(value, Mapping):
-                message, remedy = f"{name} is a section, not a setting", f"write {{'{name}.name': value}}"
+                message, remedy = (
+                    f"{name} is a section, not a setting",
+                    f"write {{'{name}.name': value}}",
+                )
             elif _decided_elsewhere(name):
                 message = f"{name} does not apply to a run in one process with your own data and reward function"
                 remedy = "leave it out and change the data set or the reward function instead, or run the job group"
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
-        # `Config` checks the rest now, not when training starts. The trainer may provide the environment later.
-        later = any(name.startswith("environment.") for name in self.settings) and not self.settings.get("environment.name")
-        checked = self.model_copy(update={"settings": self.settings | {"environment.name": "python"}}) if later else self
+        # `Config` checks the rest now, not when training starts. The trainer may provide the
+        # environment later.
+        later = any(
+            name.startswith("environment.") for name in self.settings
+        ) and not self.settings.get("environment.name")
+        checked = (
+            self.model_copy(update={"settings": self.settings | {"environment.name": "python"}})
+            if later
+            else self
+        )
         checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
 def _decided_elsewhere(name: str) -> bool:
-    """Returns whether the caller's data, reward function or the single process replace a setting."""
+    """Returns whether the caller's data, reward function or the single process replace a
+    setting.
+    """
     section, _, rest = name.partition(".")
     return rest == "port" or {
         "data": rest not in ("curriculum", "prompt_template"),
@@ -402,7 +491,14 @@ def _named(error: ValidationError) -> ConfigError:
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)
-        remedy = did_you_mean(name, [], [*fields, *ARGUMENTS]) or f"the fields are {', '.join(fields)}"
-        return ConfigError(f"TrainerConfig has no field {name}", field=name, value=shorten(first["input"]), remedy=remedy)
+        remedy = (
+            did_you_mean(name, [], [*fields, *ARGUMENTS]) or f"the fields are {', '.join(fields)}"
+        )
+        return ConfigError(
+            f"TrainerConfig has no field {name}",
+            field=name,
+            value=shorten(first["input"]),
+            remedy=remedy,
+        )
     message, remedy = explained(first)
     return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)

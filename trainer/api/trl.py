@@ -1,4 +1,6 @@
-"""Maps TRL's arguments to fields and settings, or to the reason why they are refused (docs/how-to/from-trl.md)."""
+"""Maps TRL's arguments to fields and settings, or to the reason why they are refused
+(docs/how-to/from-trl.md).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,13 +31,16 @@ class Argument:
     """How this system handles one of TRL's arguments."""
 
     ours: str = ""
-    """Field of TrainerConfig, argument of the trainer, or setting `section.name`; `-`: not needed; empty: refused."""
+    """Field of TrainerConfig, argument of the trainer, or setting `section.name`; `-`: not needed;
+    empty: refused."""
     remark: str = ""
     """What differs, or why it is refused."""
     accepted: tuple[Any, ...] = ()
-    """Values of a refused argument that match the behaviour here; None, False, 0 and empty values are accepted too."""
+    """Values of a refused argument that match the behaviour here; None, False, 0 and empty values
+    are accepted too."""
     convert: Callable[[Any], Values] | None = None
-    """Converts the value to fields and settings. Raises TypeError or ValueError for a value of another type."""
+    """Converts the value to fields and settings. Raises TypeError or ValueError for a value of
+    another type."""
     choices: Mapping[Any, Values] | None = None
     """Fields and settings for each possible value, in place of `convert`."""
 
@@ -54,8 +59,13 @@ def _free(remark: str, names: str) -> dict[str, Argument]:
 
 
 def _refused(reason: str, **names: Any) -> dict[str, Argument]:
-    """Returns arguments that are refused; the value of each is accepted, or each of a tuple of values."""
-    return {name: Argument("", reason, value if isinstance(value, tuple) else (value,)) for name, value in names.items()}
+    """Returns arguments that are refused; the value of each is accepted, or each of a tuple of
+    values.
+    """
+    return {
+        name: Argument("", reason, value if isinstance(value, tuple) else (value,))
+        for name, value in names.items()
+    }
 
 
 def _warmup(value: Any) -> Values:
@@ -69,13 +79,31 @@ def _report(value: Any) -> Values:
     return {"report_to": ",".join(name for name in names if name != "none")}
 
 
-_SAMPLING = "the trainer computes the log-probabilities of plain sampling, and the engines sample so"
-_GENERATION = {name: f"sampling.{name}" for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")}
+_SAMPLING = (
+    "the trainer computes the log-probabilities of plain sampling, and the engines sample so"
+)
+_GENERATION = {
+    name: f"sampling.{name}" for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
+}
 _GENERATION |= {"stop_strings": "sampling.stop", "min_tokens": "sampling.min_new_tokens"}
-_GENERATION |= {"max_tokens": "max_new_tokens", **{name: name for name in ("temperature", "top_p", "top_k", "min_p")}}
+_GENERATION |= {
+    "max_tokens": "max_new_tokens",
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+}
 _GENERATION |= {"max_new_tokens": "max_new_tokens"}
-_AS_HERE = {"do_sample": (True,), "num_beams": (1,), "repetition_penalty": (1.0,), "num_return_sequences": (1,), "n": (1,)}
-_AS_HERE |= {"presence_penalty": (0.0,), "frequency_penalty": (0.0,), "length_penalty": (1.0,), "use_cache": (True,)}
+_AS_HERE = {
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "repetition_penalty": (1.0,),
+    "num_return_sequences": (1,),
+    "n": (1,),
+}
+_AS_HERE |= {
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "length_penalty": (1.0,),
+    "use_cache": (True,),
+}
 
 
 def _generation(value: Any) -> Values:
@@ -83,25 +111,29 @@ def _generation(value: Any) -> Values:
     found: Values = {}
     for name, wish in dict(value or {}).items():
         if name in _GENERATION:
-            found[_GENERATION[name]] = [wish] if name.startswith("stop") and not isinstance(wish, list | tuple) else wish
+            found[_GENERATION[name]] = (
+                [wish] if name.startswith("stop") and not isinstance(wish, list | tuple) else wish
+            )
         elif wish not in _AS_HERE.get(name, ()) and wish is not None:
             remedy = f"leave it out; there are {', '.join(sorted(_GENERATION))}"
-            raise ConfigError(_SAMPLING, field=f"generation_kwargs[{name!r}]", value=wish, remedy=remedy)
+            raise ConfigError(
+                _SAMPLING, field=f"generation_kwargs[{name!r}]", value=wish, remedy=remedy
+            )
     return found
 
 
 _ENGINE = "completions come from the embedded engine or SGLang: OnlineRLTrainer(engine=…)"
-_ANYWHERE = "0.0.0.0"  # noqa: S104 - TRL's default, which is accepted and not read
+_ANYWHERE = "0.0.0.0"  # noqa: S104
 _HERE = "one process trains here; the same settings train on many GPUs as a job group (docs/how-to/clusters.md)"
-_PRECISION = "the weights that are trained are float32, and bf16=True computes in bfloat16 over them"
+_PRECISION = (
+    "the weights that are trained are float32, and bf16=True computes in bfloat16 over them"
+)
 _LOGS = "every step is logged, printed and recorded with all of its completions (docs/how-to/metrics.md)"
 _LOADER = "the data-server draws every prompt exactly once in each epoch, in an order that the seed decides"
 _TASK = "it has no meaning for answers that a reward function grades"
 _HUB = "push_to_hub writes the model once, after training"
 _NO_ENTROPY = "an entropy bonus has a fixed weight (entropy_coef) and covers all tokens"
-_EVAL = (
-    "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, before and after training too"
-)
+_EVAL = "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, before and after training too"
 
 _SCALES: dict[Any, Values] = {
     "group": {},
@@ -260,30 +292,52 @@ _OTHERS |= {"num_epochs": "num_train_epochs"}
 """Argument names of earlier versions and other libraries."""
 
 TRAINER: dict[str, Argument] = {
-    "model": Argument("model", "a name, a directory, or an object, which has the trained weights afterwards"),
-    "reward_funcs": Argument("reward_fn", "functions, RewardFunction objects, names of reward models"),
+    "model": Argument(
+        "model", "a name, a directory, or an object, which has the trained weights afterwards"
+    ),
+    "reward_funcs": Argument(
+        "reward_fn", "functions, RewardFunction objects, names of reward models"
+    ),
     "args": Argument("config"),
     "train_dataset": Argument("train_dataset", "also lists, generators and DataFrames"),
     "eval_dataset": Argument("eval_dataset", "also a dict of several"),
     "processing_class": Argument("processing_class"),
-    "callbacks": Argument("callbacks", "hooks on training, steps, logs, evaluations and checkpoints"),
-    "optimizers": Argument("optimizers", "an AdamW gives its rate, betas and weight decay; schedulers are refused"),
-    "peft_config": Argument("peft_config", "a LoraConfig; what an adapter here cannot be is refused"),
-    "reward_processing_classes": Argument("", "a reward model here has the tokenizer in its own directory", (None,)),
+    "callbacks": Argument(
+        "callbacks", "hooks on training, steps, logs, evaluations and checkpoints"
+    ),
+    "optimizers": Argument(
+        "optimizers", "an AdamW gives its rate, betas and weight decay; schedulers are refused"
+    ),
+    "peft_config": Argument(
+        "peft_config", "a LoraConfig; what an adapter here cannot be is refused"
+    ),
+    "reward_processing_classes": Argument(
+        "", "a reward model here has the tokenizer in its own directory", (None,)
+    ),
     "quantization_config": Argument("", "the weights that are trained are float32", (None,)),
     "tools": Argument("tools", "functions; not beside an environment_factory"),
     "environment_factory": Argument(
-        "environment_factory", "a class or a function; reward functions get no `environments`: give it get_reward()"
+        "environment_factory",
+        "a class or a function; reward functions get no `environments`: give it get_reward()",
     ),
-    "rollout_func": Argument("", "episodes come from an environment (docs/how-to/agents.md)", (None,)),
+    "rollout_func": Argument(
+        "", "episodes come from an environment (docs/how-to/agents.md)", (None,)
+    ),
 }
 """Every argument of TRL's GRPOTrainer."""
 
 
 def refuse(name: str, argument: Argument, value: Any) -> None:
     """Raises ConfigError for a value of a refused argument that requests other behaviour."""
-    asks = value is not None and value is not False and not (isinstance(value, int | float | str | list | dict) and not value)
-    if asks and not any(value is other or (type(value) is type(other) and value == other) for other in argument.accepted):
+    asks = (
+        value is not None
+        and value is not False
+        and not (isinstance(value, int | float | str | list | dict) and not value)
+    )
+    if asks and not any(
+        value is other or (type(value) is type(other) and value == other)
+        for other in argument.accepted
+    ):
         raise ConfigError(
             f"this trainer does not support TRL's argument {name}: {argument.remark}",
             field=name,
@@ -292,16 +346,27 @@ def refuse(name: str, argument: Argument, value: Any) -> None:
         )
 
 
-def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]) -> Values:
-    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Raises ConfigError if refused.
+def translated(
+    given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]
+) -> Values:
+    """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Raises
+    ConfigError if refused.
 
-    Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the other.
+    Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the
+    other.
     """
     found, settings = Values(), Values()
-    given = {name: value for name, value in given.items() if value is not None or name not in ARGUMENTS}
-    given = {name: value.value if isinstance(value, Enum) else value for name, value in given.items()}
+    given = {
+        name: value for name, value in given.items() if value is not None or name not in ARGUMENTS
+    }
+    given = {
+        name: value.value if isinstance(value, Enum) else value for name, value in given.items()
+    }
     if {"adam_beta1", "adam_beta2"} & given.keys():
-        settings["trainer.adam_betas"] = (given.pop("adam_beta1", betas[0]), given.pop("adam_beta2", betas[1]))
+        settings["trainer.adam_betas"] = (
+            given.pop("adam_beta1", betas[0]),
+            given.pop("adam_beta2", betas[1]),
+        )
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
     if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
@@ -320,7 +385,9 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
         for key, wish in made.items():
             if key != name and key in given and given[key] != wish and name != "generation_kwargs":
                 remedy = f"leave one of them out: {name} sets {key}"
-                raise ConfigError(f"{key} has another value", field=name, value=shorten(value), remedy=remedy)
+                raise ConfigError(
+                    f"{key} has another value", field=name, value=shorten(value), remedy=remedy
+                )
             (settings if "." in key else found)[key] = wish
     for key, wish in _generation(found.get("generation_kwargs")).items():
         (settings if "." in key else found)[key] = wish
@@ -328,7 +395,12 @@ def translated(given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas:
     if settings and isinstance(own, Mapping):
         found["settings"] = settings | dict(own)
     loss = found.get("loss_type")
-    if isinstance(loss, str) and loss in RECIPES and loss not in LOSSES and "trainer_type" not in found:
+    if (
+        isinstance(loss, str)
+        and loss in RECIPES
+        and loss not in LOSSES
+        and "trainer_type" not in found
+    ):
         found["trainer_type"] = loss
     return found
 
@@ -339,14 +411,18 @@ def _converted(name: str, argument: Argument, value: Any) -> Values:
         found = next((made for choice, made in argument.choices.items() if choice == value), None)
         if found is None:
             remedy = f"use one of {', '.join(map(repr, argument.choices))}"
-            raise ConfigError("this trainer has no such option", field=name, value=shorten(value), remedy=remedy)
+            raise ConfigError(
+                "this trainer has no such option", field=name, value=shorten(value), remedy=remedy
+            )
         return found
     assert argument.convert is not None
     try:
         return argument.convert(value)
     except (TypeError, ValueError):
         remedy = "give a value of the type that it has in TRL"
-        raise ConfigError("this is no value for it", field=name, value=shorten(value), remedy=remedy) from None
+        raise ConfigError(
+            "this is no value for it", field=name, value=shorten(value), remedy=remedy
+        ) from None
 
 
 def _overridden(given: Values) -> None:
@@ -358,8 +434,13 @@ def _overridden(given: Values) -> None:
         given["eval_steps"] = given.get("logging_steps", 10)
         if not given["eval_steps"]:
             reason = "this and logging_steps are 0, and eval_strategy is steps"
-            raise ConfigError(reason, field="eval_steps", value=0, remedy="set it above 0, or eval_strategy to no")
-    if given.get("multi_objective_aggregation") == "normalize_then_sum" and given.get("scale_rewards") in _SCALES:
+            raise ConfigError(
+                reason, field="eval_steps", value=0, remedy="set it above 0, or eval_strategy to no"
+            )
+    if (
+        given.get("multi_objective_aggregation") == "normalize_then_sum"
+        and given.get("scale_rewards") in _SCALES
+    ):
         given.pop("scale_rewards")
 
 
@@ -372,9 +453,14 @@ def _cispo(given: Values) -> None:
         raise ConfigError(reason, field="epsilon", value=given["epsilon"], remedy="leave it out")
     if given.get("epsilon_high") is not None:
         if given["epsilon_high"] <= 1:
-            reason = "epsilon_high bounds the ratio itself, and at 1 or below clips nearly every token"
+            reason = (
+                "epsilon_high bounds the ratio itself, and at 1 or below clips nearly every token"
+            )
             raise ConfigError(
-                reason, field="epsilon_high", value=given["epsilon_high"], remedy="set it above 1; ScaleRL recommends 5.0"
+                reason,
+                field="epsilon_high",
+                value=given["epsilon_high"],
+                remedy="set it above 1; ScaleRL recommends 5.0",
             )
         given["clip_range_high"] = given.pop("epsilon_high") - 1
 
@@ -391,7 +477,11 @@ def table(arguments: Mapping[str, Argument]) -> str:
         if not argument.ours:
             reasons.setdefault(argument.remark, []).append(f"`{name}`")
     rows += ["", "| refused | why |", "|---|---|"]
-    return "\n".join([*rows, *(f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items())])
+    return "\n".join(
+        [*rows, *(f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items())]
+    )
 
 
-assert {name for name in _GENERATION.values() if "." in name} <= {f"sampling.{name}" for name in SamplingSection.model_fields}
+assert {name for name in _GENERATION.values() if "." in name} <= {
+    f"sampling.{name}" for name in SamplingSection.model_fields
+}

@@ -18,7 +18,9 @@ def standard_error(share: float, count: int) -> float:
 
 
 def wilson_interval(successes: int, count: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), wide even at 0 and 1."""
+    """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), wide
+    even at 0 and 1.
+    """
     share, z2 = successes / count, Z95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
@@ -26,14 +28,18 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
 
 
 def avg_at_k(correct: Sequence[bool]) -> float:
-    """Returns the share of right answers among the k to one problem: the expected accuracy of one sample."""
+    """Returns the share of right answers among the k to one problem: the expected accuracy of one
+    sample.
+    """
     return sum(correct) / len(correct)
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022, arXiv:2203.11171).
+    """Returns the accuracy of a majority vote over the k answers to one problem (Wang et al. 2022,
+    arXiv:2203.11171).
 
-    Answers with equal texts are equal; None does not vote. A tie is broken at random; the expected result is returned.
+    Answers with equal texts are equal; None does not vote. A tie is broken at random; the expected
+    result is returned.
 
     Args:
         answers: [k] extracted answers.
@@ -62,7 +68,13 @@ class Lengths:
     def of(cls, tokens: Sequence[int], truncated: Sequence[bool]) -> "Lengths":
         """Returns the statistics of at least one answer."""
         median, p95 = np.quantile(tokens, [0.5, 0.95])
-        return cls(float(np.mean(tokens)), float(median), float(p95), max(tokens), sum(truncated) / len(truncated))
+        return cls(
+            float(np.mean(tokens)),
+            float(median),
+            float(p95),
+            max(tokens),
+            sum(truncated) / len(truncated),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,12 +94,15 @@ class PairedDifference:
     num_samples: int
 
 
-def paired_difference(first: Sequence[bool | None], second: Sequence[bool | None]) -> PairedDifference:
+def paired_difference(
+    first: Sequence[bool | None], second: Sequence[bool | None]
+) -> PairedDifference:
     """Compares two models problem by problem.
 
-    The interval is the adjusted Wald interval for matched proportions, which adds half an observation to each of the four
-    cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is that of McNemar's exact test: of the
-    b + c problems that differ, the number b in favour is binomial with p = 1/2.
+    The interval is the adjusted Wald interval for matched proportions, which adds half an
+    observation to each of the four cells (Agresti & Min 2005, doi:10.1002/sim.1781). The p value is
+    that of McNemar's exact test: of the b + c problems that differ, the number b in favour is
+    binomial with p = 1/2.
 
     Args:
         first, second: [n] verdicts of the answers; None for an ungraded answer, which is left out.
@@ -105,5 +120,11 @@ def paired_difference(first: Sequence[bool | None], second: Sequence[bool | None
     half = Z95 * math.sqrt(up + down - (up - down) ** 2 / wide) / wide
     tail = sum(math.comb(b + c, i) for i in range(min(b, c) + 1)) / 2 ** (b + c)
     return PairedDifference(
-        (b - c) / count, max(-1.0, centre - half), min(1.0, centre + half), min(1.0, 2 * tail), gained, lost, count
+        (b - c) / count,
+        max(-1.0, centre - half),
+        min(1.0, centre + half),
+        min(1.0, 2 * tail),
+        gained,
+        lost,
+        count,
     )

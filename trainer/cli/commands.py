@@ -1,4 +1,6 @@
-"""Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and data sets."""
+"""Shared parts of `trainer.train_math` and `trainer.evaluate_model`: arguments from fields, and
+data sets.
+"""
 
 import argparse
 import re
@@ -21,8 +23,11 @@ from services.data.loaders import loader_of
 DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a file or directory"
 
 
-def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], flags: dict[str, str]) -> None:
-    """Adds an argument for every field, with the field's description as help. Arguments not given are absent.
+def add_fields(
+    parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], flags: dict[str, str]
+) -> None:
+    """Adds an argument for every field, with the field's description as help. Arguments not given
+    are absent.
 
     Args:
         parser: argument group to add them to.
@@ -33,10 +38,18 @@ def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], fl
         flag, default = flags.get(name, f"--{name.replace('_', '-')}"), field.get_default()
         text = " ".join((field.description or "").split())
         shown = "" if default in (None, "", False) else f" (default {default})"
-        options: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": (text + shown).replace("%", "%%")}
-        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] or [field.annotation]
+        options: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": (text + shown).replace("%", "%%"),
+        }
+        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] or [
+            field.annotation
+        ]
         if kinds == [bool]:
-            options |= {"action": argparse.BooleanOptionalAction} if default else {"action": "store_true"}
+            options |= (
+                {"action": argparse.BooleanOptionalAction} if default else {"action": "store_true"}
+            )
         elif all(isinstance(kind, str) for kind in kinds):
             options["choices"] = kinds
         else:
@@ -45,14 +58,20 @@ def add_fields(parser: argparse._ArgumentGroup, fields: dict[str, FieldInfo], fl
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for any other form."""
+    """Splits `section.name=value`; a list may be written with commas. Raises ArgumentTypeError for
+    any other form.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not NAME=VALUE: write it like algorithm.entropy_coef=0.001"
+        )
     try:
         read = yaml.safe_load(value)
     except yaml.YAMLError:
-        raise argparse.ArgumentTypeError(f"the value of {text!r} is not valid YAML: put it in quotes") from None
+        raise argparse.ArgumentTypeError(
+            f"the value of {text!r} is not valid YAML: put it in quotes"
+        ) from None
     known = names().get(name)
     if known is not None and known.annotation is str:
         return name, value
@@ -61,7 +80,12 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def problems(
-    data: DataSection, split: str, num_samples: int | None, at_most: int | None = None, seed: int = 0, shuffle: bool = False
+    data: DataSection,
+    split: str,
+    num_samples: int | None,
+    at_most: int | None = None,
+    seed: int = 0,
+    shuffle: bool = False,
 ) -> list[Prompt]:
     """Loads problems of the data set named in a command.
 
@@ -80,7 +104,9 @@ def problems(
 
 
 def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})) -> DataSection:
-    """Returns the settings of a data set. Raises ConfigError for settings that are wrong or not read by `source`."""
+    """Returns the settings of a data set. Raises ConfigError for settings that are wrong or not
+    read by `source`.
+    """
     return from_mapping({"data.source": source, **settings}).data
 
 
@@ -98,7 +124,9 @@ def own_words(flags: Mapping[str, str]) -> Iterator[None]:
     def argument(found: re.Match[str]) -> str:
         if found[1].isalpha() and found[2] is None:  # such as `seed`, which is also an English word
             return found[0]
-        return flags[found[1]] + ("" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}")
+        return flags[found[1]] + (
+            "" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}"
+        )
 
     def of_data(found: re.Match[str]) -> str:
         return flags.get(found[2], f"{'give ' if found[1] else ''}--set {found[2]}=NAME")
@@ -106,9 +134,13 @@ def own_words(flags: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ServiceError as error:
-        field = error.field and flags.get(error.field, f"--set {error.field}" if "." in error.field else error.field)
+        field = error.field and flags.get(
+            error.field, f"--set {error.field}" if "." in error.field else error.field
+        )
         message = known.sub(argument, error.message)
         remedy = error.remedy and dotted.sub(of_data, known.sub(argument, error.remedy))
         kind = ConfigError if isinstance(error, ConfigError) else ServiceError
         code, status = error.code, error.status
-        raise kind(message, field=field, value=error.value, remedy=remedy, code=code, status=status) from None
+        raise kind(
+            message, field=field, value=error.value, remedy=remedy, code=code, status=status
+        ) from None

@@ -50,38 +50,89 @@ def parser() -> CommandParser:
     usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
     made = CommandParser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
     made.add_argument(
-        "--model", required=True, help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server"
+        "--model",
+        required=True,
+        help="a local directory, a name on the hub, or the URL of an OpenAI-compatible server",
     )
-    made.add_argument("--compare", metavar="OTHER", help="another model, same problems; difference: MODEL - OTHER")
+    made.add_argument(
+        "--compare", metavar="OTHER", help="another model, same problems; difference: MODEL - OTHER"
+    )
     data = made.add_argument_group("data")
-    data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
+    data.add_argument(
+        "--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)"
+    )
     data.add_argument("--split", default="test", help="split of the data set (default test)")
-    data.add_argument("--num-samples", type=positive, metavar="N", help="use the first N problems (default: up to 50)")
+    data.add_argument(
+        "--num-samples",
+        type=positive,
+        metavar="N",
+        help="use the first N problems (default: up to 50)",
+    )
     text = "a setting of data, sampling or chat template, such as data.prompt_field=question or sampling.top_p=0.95"
-    data.add_argument("--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text)
+    data.add_argument(
+        "--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text
+    )
     answers = made.add_argument_group("answers")
     answers.add_argument(
-        "--k", type=positive, default=1, help="also sample k answers: pass@k, avg@k, maj@k (default 1: greedy only)"
+        "--k",
+        type=positive,
+        default=1,
+        help="also sample k answers: pass@k, avg@k, maj@k (default 1: greedy only)",
     )
-    answers.add_argument("--temperature", type=float, default=1.0, help="temperature of these samples (default 1.0)")
-    answers.add_argument("--max-new-tokens", type=positive, default=512, metavar="N", help="longest answer (default 512)")
-    answers.add_argument("--system-prompt", default="", metavar="TEXT", help="system message before every problem")
+    answers.add_argument(
+        "--temperature", type=float, default=1.0, help="temperature of these samples (default 1.0)"
+    )
+    answers.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="longest answer (default 512)",
+    )
+    answers.add_argument(
+        "--system-prompt", default="", metavar="TEXT", help="system message before every problem"
+    )
     answers.add_argument("--seed", type=int, default=0, help="seed of the samples")
     local = made.add_argument_group("local model")
     local.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto (default): a GPU if there is one"
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto (default): a GPU if there is one",
     )
     local.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="precision on a GPU (default bfloat16)"
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="precision on a GPU (default bfloat16)",
     )
     server = made.add_argument_group("server (if a model is a URL)")
-    server.add_argument("--concurrency", type=positive, default=64, metavar="N", help="requests in flight (default 64)")
     server.add_argument(
-        "--tokenizer", metavar="NAME", help="the model's tokenizer: calls SGLang's /generate, tokens in and out"
+        "--concurrency",
+        type=positive,
+        default=64,
+        metavar="N",
+        help="requests in flight (default 64)",
     )
-    server.add_argument("--model-id", metavar="NAME", help="name of the model, on a server with several")
-    server.add_argument("--api-key-env", metavar="VARIABLE", help="environment variable that holds the key of the server")
-    made.add_argument("--output-file", type=Path, metavar="FILE", help="write figures, answers and differences as JSON")
+    server.add_argument(
+        "--tokenizer",
+        metavar="NAME",
+        help="the model's tokenizer: calls SGLang's /generate, tokens in and out",
+    )
+    server.add_argument(
+        "--model-id", metavar="NAME", help="name of the model, on a server with several"
+    )
+    server.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        help="environment variable that holds the key of the server",
+    )
+    made.add_argument(
+        "--output-file",
+        type=Path,
+        metavar="FILE",
+        help="write figures, answers and differences as JSON",
+    )
     return made
 
 
@@ -97,24 +148,44 @@ def _compare(arguments: dict[str, Any]) -> None:
     output: Path | None = arguments["output_file"]
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         problem = "this is a directory" if output.is_dir() else "there is no such directory"
-        raise ConfigError(problem, field="--output-file", value=str(output), remedy="name a file in an existing directory")
+        raise ConfigError(
+            problem,
+            field="--output-file",
+            value=str(output),
+            remedy="name a file in an existing directory",
+        )
     if output is not None:
         make_directory(output.parent, "--output-file")
     if arguments["temperature"] <= 0:
         remedy = "give a number above 0; every evaluation has greedy answers too"
-        raise ConfigError("this number is too small", field="--temperature", value=arguments["temperature"], remedy=remedy)
-    local = [flag for flag in ("--model", "--compare") if arguments[flag[2:]] and not _served(arguments[flag[2:]])]
+        raise ConfigError(
+            "this number is too small",
+            field="--temperature",
+            value=arguments["temperature"],
+            remedy=remedy,
+        )
+    local = [
+        flag
+        for flag in ("--model", "--compare")
+        if arguments[flag[2:]] and not _served(arguments[flag[2:]])
+    ]
     if arguments["compare"] is None and local:
         for flag in ("--tokenizer", "--model-id", "--api-key-env"):
             if (given := arguments[flag[2:].replace("-", "_")]) is not None:
                 remedy = "leave it out, or give the URL of a server as --model"
                 raise ConfigError(
-                    "this argument is only for a server, and the model is local", field=flag, value=given, remedy=remedy
+                    "this argument is only for a server, and the model is local",
+                    field=flag,
+                    value=given,
+                    remedy=remedy,
                 )
     for flag in [*local, *(["--tokenizer"] if arguments["tokenizer"] else [])]:
         check_model(arguments[flag[2:]], flag)
     given = dict(arguments["set"])
-    data = data_section(arguments["dataset"], {name: given.pop(name) for name in [*given] if name.startswith("data.")})
+    data = data_section(
+        arguments["dataset"],
+        {name: given.pop(name) for name in [*given] if name.startswith("data.")},
+    )
     arguments["settings"] = _of_generation(given, data)
     dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
@@ -138,23 +209,48 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
         from services.reward.functions import MathRewardFunction
         from trainer.api.evaluator import ModelEvaluator
 
-    names = ("system_prompt", "max_new_tokens", "temperature", "seed", "concurrency", "device", "dtype", "settings")
+    names = (
+        "system_prompt",
+        "max_new_tokens",
+        "temperature",
+        "seed",
+        "concurrency",
+        "device",
+        "dtype",
+        "settings",
+    )
     options: dict[str, Any] = {name: arguments[name] for name in names}
     if _served(model):
-        options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {"api_key": _key(arguments["api_key_env"])}
+        options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {
+            "api_key": _key(arguments["api_key_env"])
+        }
     with closing(MathRewardFunction()) as reward:
         return ModelEvaluator(model, **options).evaluate(dataset, reward, arguments["k"])
 
 
 def _of_generation(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
-    """Returns the settings of prompts and sampling. Raises ConfigError for any other setting or a wrong value."""
-    own = ("sampling.group_size", "sampling.max_new_tokens", "sampling.temperature", "sampling.system_prompt")
+    """Returns the settings of prompts and sampling. Raises ConfigError for any other setting or a
+    wrong value.
+    """
+    own = (
+        "sampling.group_size",
+        "sampling.max_new_tokens",
+        "sampling.temperature",
+        "sampling.system_prompt",
+    )
     for name, value in settings.items():
-        if not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code")) or name in own:
+        if (
+            not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code"))
+            or name in own
+        ):
             remedy = "give a setting of data, sampling or the chat template, such as data.prompt_field=question"
-            raise ConfigError("an evaluation does not read this setting", field=name, value=value, remedy=remedy)
+            raise ConfigError(
+                "an evaluation does not read this setting", field=name, value=value, remedy=remedy
+            )
     from_mapping({"rollout.engine": "embedded", **settings})
-    return settings | ({"data.prompt_template": data.prompt_template} if data.prompt_template else {})
+    return settings | (
+        {"data.prompt_template": data.prompt_template} if data.prompt_template else {}
+    )
 
 
 def _served(model: str) -> bool:
@@ -175,7 +271,10 @@ def _key(variable: str | None) -> str | None:
 
 
 def _summary(results: "EvaluationResults") -> str:
-    low, high = results["confidence_interval"] or (0.0, 1.0)  # always there: MathRewardFunction verifies
+    low, high = results["confidence_interval"] or (
+        0.0,
+        1.0,
+    )  # always there: MathRewardFunction verifies
     lines = [
         results["model"],
         f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   95 % interval {low:.3f} to {high:.3f}   "
@@ -183,7 +282,11 @@ def _summary(results: "EvaluationResults") -> str:
         f"  mean reward  {results['mean_reward']:.3f}",
     ]
     k = results["k"]
-    for name, value in (("pass", results["pass_at_k"]), ("avg", results["avg_at_k"]), ("maj", results["maj_at_k"])):
+    for name, value in (
+        ("pass", results["pass_at_k"]),
+        ("avg", results["avg_at_k"]),
+        ("maj", results["maj_at_k"]),
+    ):
         if value is not None:
             lines.append(f"  {f'{name}@{k}':<11}  {value:.3f}")
     if lengths := results["lengths"]:
@@ -196,7 +299,9 @@ def _summary(results: "EvaluationResults") -> str:
     return "\n".join(lines)
 
 
-def _comparison(found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults") -> str:
+def _comparison(
+    found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults"
+) -> str:
     judgement = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
     lines = [
         f"difference  {found.difference:+.3f}   95 % interval {found.low:+.3f} to {found.high:+.3f}   "
@@ -205,11 +310,18 @@ def _comparison(found: "PairedDifference", first: "EvaluationResults", second: "
         f"{found.num_samples - len(found.gained) - len(found.lost)} alike",
     ]
 
-    for title, changed in (("right by the first only:", found.gained), ("right by the second only:", found.lost)):
+    for title, changed in (
+        ("right by the first only:", found.gained),
+        ("right by the second only:", found.lost),
+    ):
         lines += ["", title] if changed else []
         for i in changed[:_SHOWN]:
-            lines.append(f"  {_one_line(first['prompts'][i])}  (answer {_one_line(first['ground_truths'][i], 40)})")
-            lines.append(f"    first:  {_one_line(first['responses'][i])}\n    second: {_one_line(second['responses'][i])}")
+            lines.append(
+                f"  {_one_line(first['prompts'][i])}  (answer {_one_line(first['ground_truths'][i], 40)})"
+            )
+            lines.append(
+                f"    first:  {_one_line(first['responses'][i])}\n    second: {_one_line(second['responses'][i])}"
+            )
         lines += [f"… and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
     return "\n".join(lines)
 

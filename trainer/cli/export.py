@@ -1,4 +1,6 @@
-"""Exports a checkpoint as a plain Hugging Face directory; a LoRA adapter is merged into its model."""
+"""Exports a checkpoint as a plain Hugging Face directory; a LoRA adapter is merged into its
+model.
+"""
 
 import shutil
 from pathlib import Path
@@ -21,10 +23,19 @@ examples:
 def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser("trainer.export", __doc__ or "", "CHECKPOINT OUT [--dtype TYPE]", _EPILOG)
-    made.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a directory with a model or with a LoRA adapter")
+    made.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="a directory with a model or with a LoRA adapter",
+    )
     made.add_argument("out", type=Path, metavar="OUT", help="a directory that does not exist yet")
-    made.add_argument("--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)")
-    made.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    made.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="type of the weights (default float32)"
+    )
+    made.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that comes with the model"
+    )
     return made
 
 
@@ -34,17 +45,28 @@ def main(argv: list[str] | None = None) -> None:
     print(f"written to {export(**vars(arguments))}")
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_code: bool = False) -> Path:
-    """Writes the model of `checkpoint` and its tokenizer to `out`, atomically, and returns that path.
+def export(
+    checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_code: bool = False
+) -> Path:
+    """Writes the model of `checkpoint` and its tokenizer to `out`, atomically, and returns that
+    path.
 
     Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
     """
     if out.exists():
         raise ConfigError(
-            "this directory already exists", field="OUT", value=str(out), remedy="name a directory that does not exist yet"
+            "this directory already exists",
+            field="OUT",
+            value=str(out),
+            remedy="name a directory that does not exist yet",
         )
     if not checkpoint.is_dir():
-        raise ConfigError("there is no such directory", field="CHECKPOINT", value=str(checkpoint), remedy="name a checkpoint")
+        raise ConfigError(
+            "there is no such directory",
+            field="CHECKPOINT",
+            value=str(checkpoint),
+            remedy="name a checkpoint",
+        )
     check_model(str(checkpoint), "CHECKPOINT")
     make_directory(out.parent, "OUT")
     with heavy_imports():

@@ -59,13 +59,19 @@ _PAGE = """<!doctype html>
 def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser("trainer.report", __doc__ or "", "RUN_DIR [--output FILE]", _EPILOG)
-    made.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not")
-    made.add_argument("--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)")
+    made.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="directory of a run, finished or not"
+    )
+    made.add_argument(
+        "--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)"
+    )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file cannot be written."""
+    """Writes the report. Raises ConfigError for a missing directory, StorageFailed when the file
+    cannot be written.
+    """
     arguments = parser().parse_args(argv)
     path: Path = arguments.output or arguments.run_dir / "report.html"
     text = report(RunList([arguments.run_dir])[0])
@@ -78,7 +84,10 @@ def report(shown: RunReader) -> str:
     """Returns the report of a run as one HTML page."""
     series, summary = shown.series(points=_POINTS), shown.summary()
     for part in ("columns", "low", "high"):
-        series[part] = {name: [_rounded(value) for value in column.tolist()] for name, column in series.get(part, {}).items()}
+        series[part] = {
+            name: [_rounded(value) for value in column.tolist()]
+            for name, column in series.get(part, {}).items()
+        }
     if not series["low"]:
         del series["low"], series["high"]
     newest = series["newest"]
@@ -87,7 +96,9 @@ def report(shown: RunReader) -> str:
         "run": summary.model_dump(),
         "facts": shown.facts(),
         "series": series,
-        "notes": [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)][-_SHOWN_NOTES:],
+        "notes": [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)][
+            -_SHOWN_NOTES:
+        ],
         "answers": _answers(shown.directory / "evaluations.jsonl"),
         "samples": _samples(shown.directory),
         "problems": shown.problems,
@@ -109,11 +120,17 @@ def _rounded(number: float) -> float | None:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS:,} more characters)"
+    return (
+        text
+        if len(text) <= _SHOWN_CHARS
+        else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS:,} more characters)"
+    )
 
 
 def _samples(run_dir: Path) -> list[dict[str, Any]]:
-    """Returns the best and the worst completion of groups of the newest recorded step, those of mixed rewards first."""
+    """Returns the best and the worst completion of groups of the newest recorded step, those of
+    mixed rewards first.
+    """
     steps = recorded_steps(run_dir)
     if not steps:
         return []
@@ -125,15 +142,25 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
         except ServiceError:
             break
         if group is not None:
-            groups.append((group, [each for each in group["completions"] if each["reward"] is not None]))
+            groups.append(
+                (group, [each for each in group["completions"] if each["reward"] is not None])
+            )
     found = []
-    for group, graded in sorted(groups, key=lambda each: len({completion["reward"] for completion in each[1]}) < 2):
+    for group, graded in sorted(
+        groups, key=lambda each: len({completion["reward"] for completion in each[1]}) < 2
+    ):
         ends = [max(graded, key=_reward), min(graded, key=_reward)] if graded else []
         for completion in ends[: 2 if len({each["reward"] for each in graded}) > 1 else 1]:
             texts = {name: _cut(group[name]) for name in ("prompt", "ground_truth")}
             verdict = completion["correct"] if completion.get("verified", True) else None
             found.append(
-                {"step": step, **texts, "text": _cut(completion["text"]), "reward": completion["reward"], "correct": verdict}
+                {
+                    "step": step,
+                    **texts,
+                    "text": _cut(completion["text"]),
+                    "reward": completion["reward"],
+                    "correct": verdict,
+                }
             )
     return found[:_SHOWN_SAMPLES]
 
@@ -153,13 +180,19 @@ def _module(name: str) -> str:
 
 
 def _answers(path: Path) -> list[dict[str, Any]]:
-    """Returns answers of the first and the last evaluation to the same problems, those with a changed verdict first."""
+    """Returns answers of the first and the last evaluation to the same problems, those with a
+    changed verdict first.
+    """
     lines = JsonlReader(path)
     found = [offset for offset, _ in lines.read()]
     if len(found) < 2:
         return []
-    before, after = (_by_prompt((lines.at(offset) or {}).get("answers")) for offset in (found[0], found[-1]))
-    pairs = [(answer, after[prompt_id]) for prompt_id, answer in before.items() if prompt_id in after]
+    before, after = (
+        _by_prompt((lines.at(offset) or {}).get("answers")) for offset in (found[0], found[-1])
+    )
+    pairs = [
+        (answer, after[prompt_id]) for prompt_id, answer in before.items() if prompt_id in after
+    ]
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return [
         {name: _cut(str(old[name])) for name in ("prompt", "ground_truth")}
@@ -173,7 +206,11 @@ def _by_prompt(answers: Any) -> dict[str, dict[str, Any]]:
     """Returns the complete answers of an evaluation by the id of the prompt."""
     fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
     known = answers if isinstance(answers, list) else []
-    return {answer["prompt_id"]: answer for answer in known if isinstance(answer, dict) and fields <= answer.keys()}
+    return {
+        answer["prompt_id"]: answer
+        for answer in known
+        if isinstance(answer, dict) and fields <= answer.keys()
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tiny base model of the built-in task: a Qwen2 of about 125,000 parameters with its own tokenizer.
 
-It is warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base" that knows the arithmetic
-but rarely shows its working; reinforcement learning teaches it to.
+It is warm-started on worked and, in the end, mostly bare answers. The result is an "instruct base"
+that knows the arithmetic but rarely shows its working; reinforcement learning teaches it to.
 """
 
 import itertools
@@ -30,8 +30,8 @@ CHAT_TEMPLATE = (
 )
 PROBLEMS, STEPS, BATCH = 8000, 800, 32
 BARE, BARE_LATE, LATE = 0.2, 0.8, 0.8
-"""Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE × STEPS on mostly bare
-ones, which teach the habit of answering without working."""
+"""Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE ×
+STEPS on mostly bare ones, which teach the habit of answering without working."""
 MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
 
 
@@ -41,7 +41,10 @@ def make_tokenizer(
     """Trains a byte-level BPE of at most 420 tokens with single digits."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -52,7 +55,11 @@ def make_tokenizer(
     )
     tokenizer.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=TURN_END, pad_token=END, chat_template=chat_template, model_max_length=512
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=END,
+        chat_template=chat_template,
+        model_max_length=512,
     )
 
 
@@ -95,11 +102,21 @@ def answered(prompt: list[int], target: list[int]) -> Row:
 def _batch(rows: list[Row], pad: int) -> tuple[Tensor, Tensor]:
     """Returns right-padded input ids and labels, [B, T]."""
     inputs, labels = ([torch.tensor(row[i]) for row in rows] for i in (0, 1))
-    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(labels, batch_first=True, padding_value=-100)
+    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(
+        labels, batch_first=True, padding_value=-100
+    )
 
 
-def warm_start(model: Qwen2ForCausalLM, batch_of: Callable[[int], list[Row]], steps: int, pad: int, console: Console) -> None:
-    """Trains on the labels of `batch_of(step)`: Muon for the hidden matrices, AdamW for the rest, cosine schedule."""
+def warm_start(
+    model: Qwen2ForCausalLM,
+    batch_of: Callable[[int], list[Row]],
+    steps: int,
+    pad: int,
+    console: Console,
+) -> None:
+    """Trains on the labels of `batch_of(step)`: Muon for the hidden matrices, AdamW for the rest,
+    cosine schedule.
+    """
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -107,7 +124,10 @@ def warm_start(model: Qwen2ForCausalLM, batch_of: Callable[[int], list[Row]], st
         torch.optim.AdamW(rest, lr=ADAM_LR, weight_decay=0.0),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))) for o in optimizers
+        torch.optim.lr_scheduler.LambdaLR(
+            o, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
+        )
+        for o in optimizers
     ]
     model.train()
     with Progress(console=console, disable=not console.is_terminal) as progress:
@@ -129,7 +149,9 @@ def warm_start(model: Qwen2ForCausalLM, batch_of: Callable[[int], list[Row]], st
                 console.print(f"warm start: step {step + 1}/{steps}, loss {loss.item():.3f}")
 
 
-def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console) -> None:
+def save(
+    directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, console: Console
+) -> None:
     """Writes a model atomically; keeps one that another process has written in the meantime."""
     partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
     model.save_pretrained(partial)
@@ -140,7 +162,9 @@ def save(directory: Path, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenize
         if not (directory / "config.json").exists():
             raise
         shutil.rmtree(partial)
-    console.print(f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}")
+    console.print(
+        f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}"
+    )
 
 
 def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
@@ -152,14 +176,19 @@ def build(directory: Path, seed: int = 0, console: Console | None = None) -> Non
     torch.manual_seed(seed)
     rng = random.Random(seed)
     texts = list(itertools.islice(problems("train", seed), PROBLEMS))
-    tokenizer = make_tokenizer(f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts)
+    tokenizer = make_tokenizer(
+        f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts
+    )
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     examples = [_encode(tokenizer, problem) for problem in texts]
 
     def batch_of(step: int) -> list[Row]:
         share = BARE if step < LATE * STEPS else BARE_LATE
         sampled = rng.sample(examples, BATCH)
-        return [answered(prompt, bare if rng.random() < share else worked) for prompt, worked, bare in sampled]
+        return [
+            answered(prompt, bare if rng.random() < share else worked)
+            for prompt, worked, bare in sampled
+        ]
 
     warm_start(model, batch_of, STEPS, tokenizer.pad_token_id, console)
     save(directory, model, tokenizer, console)

@@ -1,4 +1,6 @@
-"""Builds the tiny base model of the built-in task, a Hugging Face directory, in about a minute on two CPU cores."""
+"""Builds the tiny base model of the built-in task, a Hugging Face directory, in about a minute on
+two CPU cores.
+"""
 
 from pathlib import Path
 
@@ -11,8 +13,19 @@ from common.process.storage import make_directory
 def parser() -> CommandParser:
     """Returns the command line."""
     made = CommandParser("trainer.tiny_model", __doc__ or "", "DIRECTORY [--seed N]")
-    made.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to write the model; kept if it exists")
-    made.add_argument("--seed", type=int, default=0, metavar="N", help="seed of data, weights and batches (default 0)")
+    made.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="where to write the model; kept if it exists",
+    )
+    made.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of data, weights and batches (default 0)",
+    )
     return made
 
 
@@ -21,7 +34,10 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     directory: Path = arguments.directory
     if directory.exists() and not (directory / "config.json").exists():
-        problem, remedy = "this exists and is not a model directory", "remove it, or name another directory"
+        problem, remedy = (
+            "this exists and is not a model directory",
+            "remove it, or name another directory",
+        )
         raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
     make_directory(directory.parent, "DIRECTORY")
     with heavy_imports():

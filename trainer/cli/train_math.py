@@ -35,10 +35,18 @@ examples:
 how good is it now?
   python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
 """
-_FLAGS = {"model_name_or_path": "--model", "trainer_type": "--trainer", "ref_model_name_or_path": "--ref-model"}
+_FLAGS = {
+    "model_name_or_path": "--model",
+    "trainer_type": "--trainer",
+    "ref_model_name_or_path": "--ref-model",
+}
 _NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
 """Fields that have other arguments, concern several reward functions, or are secret."""
-_WORDS = {name: f"--{name.replace('_', '-')}" for name in TrainerConfig.model_fields if name not in _NOT_HERE} | {
+_WORDS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in TrainerConfig.model_fields
+    if name not in _NOT_HERE
+} | {
     **_FLAGS,
     "resume_from_checkpoint": "--resume",
     "train_dataset": "--dataset",
@@ -55,8 +63,15 @@ def parser() -> CommandParser:
     description = f"{__doc__} The arguments under `training` are fields of TrainerConfig."
     made = CommandParser("trainer.train_math", description, usage, _EPILOG)
     data = made.add_argument_group("data")
-    data.add_argument("--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)")
-    data.add_argument("--num-samples", type=positive, metavar="N", help="training problems, drawn with --seed; all when unset")
+    data.add_argument(
+        "--dataset", default="gsm8k", metavar="NAME", help=f"{DATASETS} (default gsm8k)"
+    )
+    data.add_argument(
+        "--num-samples",
+        type=positive,
+        metavar="N",
+        help="training problems, drawn with --seed; all when unset",
+    )
     data.add_argument(
         "--eval-samples",
         type=count,
@@ -65,10 +80,21 @@ def parser() -> CommandParser:
         help="maximum number of held-out problems to answer before and after training; 0: none (default 50)",
     )
     running = made.add_argument_group("run")
-    running.add_argument("--preset", choices=list(PRESETS), help="base settings; other arguments take precedence")
-    running.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --output-dir")
-    running.add_argument("--save-to", type=Path, metavar="DIR", help="for the trained model (default OUTPUT_DIR/final)")
-    running.add_argument("--quiet", action="store_true", help="print only the path of the trained model")
+    running.add_argument(
+        "--preset", choices=list(PRESETS), help="base settings; other arguments take precedence"
+    )
+    running.add_argument(
+        "--resume", action="store_true", help="continue from the newest checkpoint in --output-dir"
+    )
+    running.add_argument(
+        "--save-to",
+        type=Path,
+        metavar="DIR",
+        help="for the trained model (default OUTPUT_DIR/final)",
+    )
+    running.add_argument(
+        "--quiet", action="store_true", help="print only the path of the trained model"
+    )
     running.add_argument(
         "--set",
         type=setting,
@@ -78,7 +104,9 @@ def parser() -> CommandParser:
         help="any other setting of the system, such as algorithm.entropy_coef=0.001 or data.levels=4,5; `python -m trainer "
         "--help-all` lists them",
     )
-    fields = {name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE}
+    fields = {
+        name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE
+    }
     add_fields(made.add_argument_group("training"), fields, _FLAGS)
     return made
 
@@ -92,15 +120,24 @@ def main(argv: list[str] | None = None) -> None:
 
 def _train(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then trains."""
-    chosen: dict[str, Any] = {name: arguments[name] for name in TrainerConfig.model_fields if name in arguments}
+    chosen: dict[str, Any] = {
+        name: arguments[name] for name in TrainerConfig.model_fields if name in arguments
+    }
     settings = dict(arguments["set"])
-    of_data = {name: settings.pop(name) for name in [*settings] if name.startswith("data.") and name != "data.curriculum"}
+    of_data = {
+        name: settings.pop(name)
+        for name in [*settings]
+        if name.startswith("data.") and name != "data.curriculum"
+    }
     if "data.prompt_template" in of_data:
         settings["data.prompt_template"] = of_data["data.prompt_template"]
     chosen |= {"settings": settings, "verbose": not arguments["quiet"]}
     if arguments["resume"] and chosen.get("output_dir") is None:
         raise ConfigError(
-            "--resume needs the directory of the run", field="--resume", value=True, remedy="name it with --output-dir"
+            "--resume needs the directory of the run",
+            field="--resume",
+            value=True,
+            remedy="name it with --output-dir",
         )
     preset, save_to = arguments["preset"], arguments["save_to"]
     config = TrainerConfig.preset(preset, **chosen) if preset else TrainerConfig(**chosen)
@@ -112,12 +149,17 @@ def _train(arguments: dict[str, Any]) -> None:
     check_model(config.model_name_or_path, "model_name_or_path")
     if config.ref_model_name_or_path:
         check_model(config.ref_model_name_or_path, "ref_model_name_or_path")
-    train = problems(data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True)
+    train = problems(
+        data, data.train_split, arguments["num_samples"], seed=config.seed, shuffle=True
+    )
     held_out = arguments["eval_samples"]
     test = problems(data, data.eval_split, None, at_most=held_out) if held_out > 0 else None
 
     if config.verbose:
-        print(f"{len(train)} training problems; loading torch and {config.model_name_or_path} …", flush=True)
+        print(
+            f"{len(train)} training problems; loading torch and {config.model_name_or_path} …",
+            flush=True,
+        )
     with heavy_imports():
         from services.reward.functions import MathRewardFunction
         from trainer.api.online import OnlineRLTrainer
@@ -136,4 +178,7 @@ def _train(arguments: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     with prompt_exit():
-        run(main, "; the same command with --resume and --output-dir continues from the newest checkpoint")
+        run(
+            main,
+            "; the same command with --resume and --output-dir continues from the newest checkpoint",
+        )

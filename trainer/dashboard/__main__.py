@@ -1,4 +1,6 @@
-"""Shows run directories in a browser, during and after training: one, several overlaid, or all below a directory."""
+"""Shows run directories in a browser, during and after training: one, several overlaid, or all
+below a directory.
+"""
 
 from pathlib import Path
 
@@ -23,18 +25,41 @@ With API_TOKEN in the environment the page asks for it.
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    made = CommandParser("trainer.dashboard", __doc__ or "", "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]", _EPILOG)
-    made.add_argument("run_dir", nargs="+", type=Path, metavar="RUN_DIR", help="directory of a run, or one above several")
+    made = CommandParser(
+        "trainer.dashboard",
+        __doc__ or "",
+        "RUN_DIR [RUN_DIR ...] [--port PORT] [--host ADDRESS]",
+        _EPILOG,
+    )
+    made.add_argument(
+        "run_dir",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="directory of a run, or one above several",
+    )
     made.add_argument("--port", type=int, default=8004, help="port (default 8004)")
-    made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address (default 127.0.0.1, this machine)")
+    made.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="address (default 127.0.0.1, this machine)",
+    )
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serves the page until it is stopped. Raises ConfigError for a missing directory or an unusable port."""
+    """Serves the page until it is stopped. Raises ConfigError for a missing directory or an
+    unusable port.
+    """
     arguments = parser().parse_args(argv)
     if not 0 < arguments.port < 65536:
-        raise ConfigError("there is no such port", field="--port", value=arguments.port, remedy="give a port from 1 to 65535")
+        raise ConfigError(
+            "there is no such port",
+            field="--port",
+            value=arguments.port,
+            remedy="give a port from 1 to 65535",
+        )
     app = create_dashboard_app(RunList(arguments.run_dir))
     setup_logging("dashboard")
     print(f"dashboard {tls().scheme}://{arguments.host}:{arguments.port}/dashboard/", flush=True)

@@ -23,7 +23,9 @@ from trainer.dashboard.runs import RunReader, RunSummary
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {file.name: file for file in sorted(STATIC.iterdir()) if file.is_file()}
-PAGES = frozenset({"/", "/dashboard", "/dashboard/", *(f"/dashboard/static/{name}" for name in _FILES)})
+PAGES = frozenset(
+    {"/", "/dashboard", "/dashboard/", *(f"/dashboard/static/{name}" for name in _FILES)}
+)
 """Paths that need no token: the page holds no data of a run."""
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -33,14 +35,17 @@ _HEADERS = {
 }
 MAX_POINTS = 5000
 _Step = Annotated[int, Query(ge=0, lt=2**53)]
-mimetypes.add_type("text/javascript", ".js")  # some systems map it to text/plain, and browsers refuse such a module
+mimetypes.add_type(
+    "text/javascript", ".js"
+)  # some systems map it to text/plain, and browsers refuse such a module
 
 
 class ServicesHealth(BaseModel):
     """Answer of `GET /dashboard/api/health`."""
 
     asked: bool
-    """False: this process only reads the run directory; only the running trainer asks the services."""
+    """False: this process only reads the run directory; only the running trainer asks the
+    services."""
     services: list[ServiceHealth]
 
 
@@ -51,21 +56,32 @@ class Note(BaseModel):
 
 
 def create_dashboard_app(runs: Sequence[RunReader]) -> FastAPI:
-    """Returns the app that shows run directories, including new steps of runs that other processes train."""
+    """Returns the app that shows run directories, including new steps of runs that other processes
+    train.
+    """
     quiet = logging.DEBUG  # an open page sends requests all the time
     app = create_app("dashboard", max_body_bytes=1 << 20, open_paths=PAGES, access_level=quiet)
     add_dashboard(app, runs)
     return app
 
 
-def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None = None, replay: Replay | None = None) -> None:
-    """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's replay-buffer."""
+def add_dashboard(
+    app: FastAPI,
+    runs: Sequence[RunReader],
+    health: Health | None = None,
+    replay: Replay | None = None,
+) -> None:
+    """Adds the dashboard to an app whose open paths include `PAGES`; `replay` is the first run's
+    replay-buffer.
+    """
     _add_page(app)
     add_groups(app, runs, replay)
 
     async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
         if run >= len(runs):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}")
+            raise NotFound(
+                "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
+            )
         return runs[run]
 
     Chosen = Annotated[RunReader, Depends(chosen)]
@@ -91,7 +107,9 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
         first: _Step = 0,
         last: _Step = 2**53 - 1,
     ) -> Response:
-        """Returns all numbers of the steps after `after`, or of all steps, merged to at most `points` points."""
+        """Returns all numbers of the steps after `after`, or of all steps, merged to at most
+        `points` points.
+        """
         return _json(run.series(after, generation, evaluations, points, first, last))
 
     @app.get("/dashboard/api/steps/{step}", **answers)
@@ -99,7 +117,10 @@ def add_dashboard(app: FastAPI, runs: Sequence[RunReader], health: Health | None
         """Returns the numbers and notes of one step."""
         return _json(run.step(step))
 
-    @app.get("/dashboard/api/csv", **described(answer={"type": "string"}, writes=("text/csv",), fails=(404,)))
+    @app.get(
+        "/dashboard/api/csv",
+        **described(answer={"type": "string"}, writes=("text/csv",), fails=(404,)),
+    )
     def csv(run: Chosen) -> Response:
         """Returns all numbers of all steps as CSV."""
         return Response(run.csv(), media_type="text/csv", headers={"cache-control": "no-store"})
@@ -131,7 +152,12 @@ def _add_page(app: FastAPI) -> None:
     @app.get("/dashboard/static/{name}", include_in_schema=False)
     async def static(name: str) -> FileResponse:
         if name not in _FILES:
-            raise NotFound("the page has no such file", field="name", value=name, remedy="load /dashboard/ again")
+            raise NotFound(
+                "the page has no such file",
+                field="name",
+                value=name,
+                remedy="load /dashboard/ again",
+            )
         return FileResponse(_FILES[name], headers=_HEADERS)
 
 

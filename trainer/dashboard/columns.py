@@ -16,20 +16,25 @@ TOKENS = "tokens_total"
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a line of `metrics.jsonl`; `{"update": {"loss": 1}}` becomes `update.loss`.
+    """Returns the numbers of a line of `metrics.jsonl`; `{"update": {"loss": 1}}` becomes
+    `update.loss`.
 
-    Adds the totals `seconds` and `dropped`, `tokens_per_s` (trained tokens over the whole step), `alarms` (their number) and
-    `alarm.NAME` (1) for each.
+    Adds the totals `seconds` and `dropped`, `tokens_per_s` (trained tokens over the whole step),
+    `alarms` (their number) and `alarm.NAME` (1) for each.
     """
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, dict) and name not in ("alarms", "hints"):
-            found |= {f"{name}.{part}": float(item) for part, item in value.items() if _is_number(item)}
+            found |= {
+                f"{name}.{part}": float(item) for part, item in value.items() if _is_number(item)
+            }
         elif _is_number(value) and name != "step":
             found[name] = float(value)
     for total in ("seconds", "dropped"):
         if isinstance(line.get(total), dict):
-            found[total] = sum(value for name, value in found.items() if name.startswith(f"{total}."))
+            found[total] = sum(
+                value for name, value in found.items() if name.startswith(f"{total}.")
+            )
     if found.get("seconds", 0.0) > 0 and "update.trained_tokens" in found:
         found["tokens_per_s"] = found["update.trained_tokens"] / found["seconds"]
     if isinstance(alarms := line.get("alarms"), dict):
@@ -42,13 +47,21 @@ def notes(line: Mapping[str, Any]) -> list[dict[str, str]]:
     found = []
     for kind in ("alarm", "hint"):
         content = line.get(f"{kind}s")
-        texts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+        texts = (
+            content.values()
+            if isinstance(content, dict)
+            else content
+            if isinstance(content, list)
+            else ()
+        )
         found += [{"kind": kind, "text": text} for text in texts if isinstance(text, str)]
     return found
 
 
 def _is_number(value: object) -> bool:
-    """Returns whether a value is a finite number in the range of float32, the type of the response."""
+    """Returns whether a value is a finite number in the range of float32, the type of the
+    response.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e38
 
 
@@ -63,7 +76,9 @@ class Columns:
         return len(self.steps)
 
     def append(self, step: int, row: Mapping[str, float]) -> bool:
-        """Appends a row after removing an earlier attempt's rows from this step on; returns whether there were any."""
+        """Appends a row after removing an earlier attempt's rows from this step on; returns whether
+        there were any.
+        """
         keep = bisect_left(self.steps, step)
         undone = keep < len(self.steps)
         if undone:
@@ -96,12 +111,24 @@ class Columns:
         return None if math.isnan(value) else value
 
     def csv(self) -> str:
-        """Returns all rows as CSV, a column for each name, in order of names; a missing number is empty."""
+        """Returns all rows as CSV, a column for each name, in order of names; a missing number is
+        empty.
+        """
         names = sorted(self._columns)
         lines = [",".join(["step", *(_quoted(name) for name in names)])]
         columns = [self._columns[name] for name in names]
         for row, step in enumerate(self.steps):
-            lines.append(",".join([str(step), *("" if math.isnan(column[row]) else repr(column[row]) for column in columns)]))
+            lines.append(
+                ",".join(
+                    [
+                        str(step),
+                        *(
+                            "" if math.isnan(column[row]) else repr(column[row])
+                            for column in columns
+                        ),
+                    ]
+                )
+            )
         return "\r\n".join(lines) + "\r\n"
 
     def rows(self, first: int, last: int) -> slice:
@@ -111,14 +138,19 @@ class Columns:
     def thinned(self, rows: slice, points: int) -> dict[str, Any]:
         """Merges rows into at most `points` means of consecutive rows, each at its last step.
 
-        Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and for merged rows `low` and `high` (minima
-        and maxima by name), so that a spike of one step stays visible.
+        Returns `steps`, `times` (seconds since 1970), `columns` (means by name), and for merged
+        rows `low` and `high` (minima and maxima by name), so that a spike of one step stays
+        visible.
         """
         steps = np.array(self.steps[rows], np.int64)
         edges = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(np.int64)
         starts, ends = edges[:-1], edges[1:] - 1
         merged = len(starts) < len(steps)
-        result: dict[str, Any] = {"steps": steps[ends], "times": self.column("time")[rows][ends], "columns": {}}
+        result: dict[str, Any] = {
+            "steps": steps[ends],
+            "times": self.column("time")[rows][ends],
+            "columns": {},
+        }
         if merged:
             result |= {"low": {}, "high": {}}
         for name in self._columns:
@@ -130,7 +162,9 @@ class Columns:
                 continue
             there = ~np.isnan(values)
             with np.errstate(invalid="ignore"):
-                means = np.add.reduceat(np.where(there, values, 0.0), starts) / np.add.reduceat(there.astype(float), starts)
+                means = np.add.reduceat(np.where(there, values, 0.0), starts) / np.add.reduceat(
+                    there.astype(float), starts
+                )
             for key, column in (
                 ("columns", values[ends] if name == TOKENS else means),
                 ("low", np.fmin.reduceat(values, starts)),

@@ -11,7 +11,9 @@ from trainer.dashboard.tokens import TokenTexts
 from trainer.observe.group_files import read_group, recorded_steps
 
 
-def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError) -> dict[str, Any]:
+def group_detail(
+    run_dir: Path, row: dict[str, Any], replay: Replay | None, texts: TokenTexts | ServiceError
+) -> dict[str, Any]:
     """Returns the full group of a row of the index; `missing` lists what is unknown.
 
     Raises NotFound with the reason when the content of the group is gone.
@@ -22,13 +24,28 @@ def group_detail(run_dir: Path, row: dict[str, Any], replay: Replay | None, text
     if content is None:
         source, content = "replay", _from_replay(row, replay, why)
         missing.append(f"advantages and the trainer's log-probabilities: {why}")
-    elif not row["reason"] and any(completion["trainer_logprobs"] is None for completion in content["completions"]):
-        missing.append("the trainer's log-probabilities of some completions: not needed without an advantage")
+    elif not row["reason"] and any(
+        completion["trainer_logprobs"] is None for completion in content["completions"]
+    ):
+        missing.append(
+            "the trainer's log-probabilities of some completions: not needed without an advantage"
+        )
     known = texts if isinstance(texts, TokenTexts) else None
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
     return {
-        **{name: content[name] for name in ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "metadata")},
+        **{
+            name: content[name]
+            for name in (
+                "id",
+                "prompt_id",
+                "prompt",
+                "ground_truth",
+                "epoch",
+                "position",
+                "metadata",
+            )
+        },
         **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
         "source": source,
         "missing": missing,
@@ -45,7 +62,10 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
     same = not advantages or all(number == advantages[0] for number in advantages)
     graded = item["reward"] is not None
     return {
-        **{name: item[name] for name in ("text", "token_ids", "reward", "finish_reason", "weight_versions")},
+        **{
+            name: item[name]
+            for name in ("text", "token_ids", "reward", "finish_reason", "weight_versions")
+        },
         "logprobs": _shown(item["logprobs"], mask),
         "tokens": None if texts is None else texts.texts(item["token_ids"]),
         "special": [] if texts is None else texts.special(item["token_ids"]),
@@ -59,13 +79,19 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
         "mask": mask,
         "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
         "episode": item.get("episode"),
-        "prompt_tokens": None if texts is None or item.get("prompt_ids") is None else texts.texts(item["prompt_ids"]),
+        "prompt_tokens": None
+        if texts is None or item.get("prompt_ids") is None
+        else texts.texts(item["prompt_ids"]),
     }
 
 
 def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float] | None:
     """Returns the numbers of tokens that are trained."""
-    return numbers if numbers is None or mask is None else [each for each, kept in zip(numbers, mask, strict=True) if kept]
+    return (
+        numbers
+        if numbers is None or mask is None
+        else [each for each, kept in zip(numbers, mask, strict=True) if kept]
+    )
 
 
 def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
@@ -96,7 +122,9 @@ def _from_run(run_dir: Path, row: dict[str, Any]) -> tuple[dict[str, Any] | None
 
 
 def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[str, Any]:
-    """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in neither place."""
+    """Returns the group from the replay-buffer. Raises NotFound with the reasons why it is in
+    neither place.
+    """
     there = "the group has left the replay-buffer, or no replay-buffer is running"
     try:
         if replay and (group := replay.group(row["id"])) is not None:

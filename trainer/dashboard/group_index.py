@@ -1,4 +1,6 @@
-"""Searchable index of a run's groups: SQLite in memory, filled from `groups.jsonl` as the file grows."""
+"""Searchable index of a run's groups: SQLite in memory, filled from `groups.jsonl` as the file
+grows.
+"""
 
 import math
 import sqlite3
@@ -40,10 +42,29 @@ _SHOWN = (
     "lengths, advantage, delta, marks, reused, reason, detail"
 )
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
-_ENDINGS = ("unparsable", "unevaluated", "inapplicable", "timeout", "died", "error", "truncated", "aborted")
+_ENDINGS = (
+    "unparsable",
+    "unevaluated",
+    "inapplicable",
+    "timeout",
+    "died",
+    "error",
+    "truncated",
+    "aborted",
+)
 """Marks of completions that were not graded or not finished."""
-_MARKS = ("dropped", "generation", "reward", "stale", "zero_variance", "waiting", "reused", *_ENDINGS)
-"""Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the replay-buffer."""
+_MARKS = (
+    "dropped",
+    "generation",
+    "reward",
+    "stale",
+    "zero_variance",
+    "waiting",
+    "reused",
+    *_ENDINGS,
+)
+"""Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the
+replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -69,7 +90,9 @@ class Query(BaseModel):
 
 
 class GroupIndex:
-    """Groups of a run directory, complete or not, and those waiting in its replay-buffer. Thread-safe."""
+    """Groups of a run directory, complete or not, and those waiting in its replay-buffer.
+    Thread-safe.
+    """
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
         self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
@@ -94,22 +117,31 @@ class GroupIndex:
         around: tuple[str, int | None] | None = None,
         patience_s: float = math.inf,
     ) -> tuple[int, int, list[dict[str, Any]]]:
-        """Returns the number of matching groups, the offset, and up to `limit` rows from there, in query order.
+        """Returns the number of matching groups, the offset, and up to `limit` rows from there, in
+        query order.
 
-        `hits` are the groups with a completion that contains `query.text`. The offset is `offset`, or that of the page
-        with the group `around` (id and step). After `patience_s` only the part of the file read so far is searched.
+        `hits` are the groups with a completion that contains `query.text`. The offset is `offset`,
+        or that of the page with the group `around` (id and step). After `patience_s` only the part
+        of the file read so far is searched.
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
-        column, down = query.sort.removeprefix("-").replace("length", "tokens"), query.sort.startswith("-")
-        nulls = "FIRST" if query.sort == "-step" else "LAST"  # groups that wait have no step: they are the newest
+        column, down = (
+            query.sort.removeprefix("-").replace("length", "tokens"),
+            query.sort.startswith("-"),
+        )
+        nulls = (
+            "FIRST" if query.sort == "-step" else "LAST"
+        )  # groups that wait have no step: they are the newest
         order = f"{column} {'DESC' if down else 'ASC'} NULLS {nulls}, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
             if query.text:
                 self._db.execute("DELETE FROM hits")
                 self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
-            (total,) = self._db.execute(f"SELECT COUNT(*) {source} WHERE {where}", values).fetchone()
+            (total,) = self._db.execute(
+                f"SELECT COUNT(*) {source} WHERE {where}", values
+            ).fetchone()
             if around is not None:
                 numbered = f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number {source} WHERE {where}"
                 find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
@@ -121,7 +153,9 @@ class GroupIndex:
         return total, offset, [_shown(row) for row in rows]
 
     def find(self, group_id: str, step: int | None = None) -> dict[str, Any] | None:
-        """Returns the group as of the newest step, or `step`, that trained on it or dropped it; None if none did."""
+        """Returns the group as of the newest step, or `step`, that trained on it or dropped it;
+        None if none did.
+        """
         query = f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
         with self._lock:
             self._refresh()
@@ -139,11 +173,21 @@ class GroupIndex:
         """Returns a sentence for each missing or damaged part."""
         with self._lock:
             lines = self._lines
-            missing = [] if lines.path.exists() else [f"{LINES} is missing: which groups a step trained on is not known"]
-            return lines.problems() + missing + ([self._replay_problem] if self._replay_problem else [])
+            missing = (
+                []
+                if lines.path.exists()
+                else [f"{LINES} is missing: which groups a step trained on is not known"]
+            )
+            return (
+                lines.problems()
+                + missing
+                + ([self._replay_problem] if self._replay_problem else [])
+            )
 
     def left(self) -> dict[str, int] | None:
-        """Returns how many bytes of `groups.jsonl` are read (`done`) of the total (`of`); None when all are."""
+        """Returns how many bytes of `groups.jsonl` are read (`done`) of the total (`of`); None when
+        all are.
+        """
         with self._lock:
             return self._left
 
@@ -164,20 +208,31 @@ class GroupIndex:
                     self._insert(rows, prompts)
                     rows, prompts = [], {}
                     if time.monotonic() > end:
-                        self._left = {"done": self._lines.done, "of": self._lines.path.stat().st_size}
+                        self._left = {
+                            "done": self._lines.done,
+                            "of": self._lines.path.stat().st_size,
+                        }
                         break
             self._insert(rows, prompts)
             if self._read_replay() or replaced:
                 self._db.execute("DELETE FROM groups WHERE step IS NULL")
                 known = "SELECT 1 FROM groups WHERE id = ?"
-                new = [row for row in self._stored if not self._db.execute(known, (row[2],)).fetchone()]
+                new = [
+                    row for row in self._stored if not self._db.execute(known, (row[2],)).fetchone()
+                ]
                 self._db.executemany(_INSERT, new)
 
     def _insert(self, rows: list[tuple[Any, ...]], prompts: dict[str, str]) -> None:
         if self._stored:
-            self._db.executemany("DELETE FROM groups WHERE id = ? AND step IS NULL", [(row[2],) for row in rows])
+            self._db.executemany(
+                "DELETE FROM groups WHERE id = ? AND step IS NULL", [(row[2],) for row in rows]
+            )
         self._db.executemany(_INSERT, rows)
-        new = [(key, text[:_EXCERPT_CHARS], text.casefold()) for key, text in prompts.items() if key not in self._prompts]
+        new = [
+            (key, text[:_EXCERPT_CHARS], text.casefold())
+            for key, text in prompts.items()
+            if key not in self._prompts
+        ]
         self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?)", new)
         self._prompts.update(prompts)
 
@@ -189,13 +244,21 @@ class GroupIndex:
             listing = self._replay.listing()
             own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
             problem = (
-                "" if own or not listing else f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
+                ""
+                if own or not listing
+                else f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
             )
         except (ServiceError, OSError) as error:
-            listing, own, problem = [], (), error.message if isinstance(error, ServiceError) else str(error)
+            listing, own, problem = (
+                [],
+                (),
+                error.message if isinstance(error, ServiceError) else str(error),
+            )
         self._replay_problem = problem and f"waiting groups are not shown: {problem}"
         self._asked = time.monotonic()
-        self._stored = [_stored_row(row) for row in listing if row["id"].startswith(own)]  # a shared store has other runs' too
+        self._stored = [
+            _stored_row(row) for row in listing if row["id"].startswith(own)
+        ]  # a shared store has other runs' too
         return True
 
 
@@ -211,12 +274,18 @@ def _where(query: Query) -> tuple[str, list[Any]]:
         terms += [term for term, value in bounds.items() if value is not None]
         values += [value for value in bounds.values() if value is not None]
     if query.text:
-        terms.append("(instr(folded, ?) OR prompt_id = ? OR id = ? OR (step, place) IN (SELECT step, place FROM hits))")
+        terms.append(
+            "(instr(folded, ?) OR prompt_id = ? OR id = ? OR (step, place) IN (SELECT step, place FROM hits))"
+        )
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
         terms.append("marks IN ('|', '|reused|')")
     elif query.error == "any":
-        terms.append("(reason IS NOT NULL OR " + " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS) + ")")
+        terms.append(
+            "(reason IS NOT NULL OR "
+            + " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
+            + ")"
+        )
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")
@@ -237,8 +306,12 @@ def _line_rows(line: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str
             place += 1
 
 
-def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | None) -> tuple[Any, ...]:
-    versions, lengths, rewards = (_items(entry.get(name)) for name in ("versions", "tokens", "rewards"))
+def _line_row(
+    step: int, place: int, entry: dict[str, Any], prompt_id: str | None
+) -> tuple[Any, ...]:
+    versions, lengths, rewards = (
+        _items(entry.get(name)) for name in ("versions", "tokens", "rewards")
+    )
     numbers = [number for item in lengths if (number := _whole(item)) is not None]
     cause, reused = _text(entry.get("reason")), bool(entry.get("reused"))
     marks = [mark for item in _items(entry.get("marks")) if (mark := _text(item))]
@@ -246,8 +319,16 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
     return (
         *(step, place, entry["id"], prompt_id, _whole(entry.get("position"))),
         *((_whole(versions[0]), _whole(versions[-1])) if versions else (None, None)),
-        *(_number(entry.get("reward")), _packed([_number(item) for item in rewards]), _whole(entry.get("correct"))),
-        *(len(lengths) if "tokens" in entry else None, max(numbers, default=None), _packed(numbers)),
+        *(
+            _number(entry.get("reward")),
+            _packed([_number(item) for item in rewards]),
+            _whole(entry.get("correct")),
+        ),
+        *(
+            len(lengths) if "tokens" in entry else None,
+            max(numbers, default=None),
+            _packed(numbers),
+        ),
         *(_number(entry.get("advantage")), _number(entry.get("delta")), _marked(marks), reused),
         *(cause or None, _text(entry.get("detail")) or None),
     )
@@ -255,8 +336,29 @@ def _line_row(step: int, place: int, entry: dict[str, Any], prompt_id: str | Non
 
 def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
     return (
-        *(None, None, row["id"], row["prompt_id"], row["position"], row["version"], None, row["mean_reward"], "[]"),
-        *(row["correct"], row["completions"], None, "[]", None, None, _marked(["waiting"]), False, None, None),
+        *(
+            None,
+            None,
+            row["id"],
+            row["prompt_id"],
+            row["position"],
+            row["version"],
+            None,
+            row["mean_reward"],
+            "[]",
+        ),
+        *(
+            row["correct"],
+            row["completions"],
+            None,
+            "[]",
+            None,
+            None,
+            _marked(["waiting"]),
+            False,
+            None,
+            None,
+        ),
     )
 
 
@@ -287,8 +389,16 @@ def _text(value: object) -> str | None:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+        else None
+    )
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+    return (
+        value
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+        else None
+    )

@@ -20,7 +20,8 @@ from trainer.dashboard.texts import Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
-"""Time that one call spends reading new groups; the next call continues. The first call returns early."""
+"""Time that one call spends reading new groups; the next call continues. The first call returns
+early."""
 
 
 class RunGroups:
@@ -35,18 +36,27 @@ class RunGroups:
         self._asked = False
 
     def search(self, asked: "SearchParameters") -> dict[str, Any]:
-        """Returns a page of groups, each with an excerpt of its first completion, or of one with the searched text."""
+        """Returns a page of groups, each with an excerpt of its first completion, or of one with
+        the searched text.
+        """
         hits, searching = self._texts.search(asked.text) if asked.text else ({}, None)
         around = None if asked.around is None else (asked.around, asked.around_step)
         patience_s = math.inf if around is not None else _AT_ONCE_S if self._asked else 0.0
         self._asked = True
-        total, offset, rows = self.index.search(asked, asked.limit, asked.offset, hits, around, patience_s)
+        total, offset, rows = self.index.search(
+            asked, asked.limit, asked.offset, hits, around, patience_s
+        )
         self._texts.begin(rows)
         for row in rows:
             hit = hits.get((row["step"], row["place"]))
             if hit is not None and hit["id"] == row["id"]:
                 row["completion"] = {name: value for name, value in hit.items() if name != "id"}
-        found = {"total": total, "offset": offset, "groups": rows, "problems": self.index.problems()}
+        found = {
+            "total": total,
+            "offset": offset,
+            "groups": rows,
+            "problems": self.index.problems(),
+        }
         return found | {"searching": searching, "reading": self.index.left()}
 
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
@@ -84,35 +94,51 @@ def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = No
 
     def groups_of(run: int) -> RunGroups:
         if run >= len(runs):
-            raise NotFound("there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}")
+            raise NotFound(
+                "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
+            )
         with lock:
-            return known.setdefault(run, known.get(run) or RunGroups(runs[run], None if run else live))
+            return known.setdefault(
+                run, known.get(run) or RunGroups(runs[run], None if run else live)
+            )
 
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/groups", **answers)
     def search(query: Annotated[SearchParameters, Parameter()]) -> Response:
-        """Lists groups that were trained on, were dropped or wait, page by page; `problems` names what the run lacks.
+        """Lists groups that were trained on, were dropped or wait, page by page; `problems` names
+        what the run lacks.
 
-        While completions are searched, `searching` has the number of files `done` and their total; while `groups.jsonl`
-        is read, `reading` has the bytes. Ask again until both are null.
+        While completions are searched, `searching` has the number of files `done` and their total;
+        while `groups.jsonl` is read, `reading` has the bytes. Ask again until both are null.
         """
         return _answer(groups_of(query.run).search(query))
 
     @app.get("/dashboard/api/groups/{group_id:path}", **answers)
     def detail(group_id: str, run: Whole = 0, step: Whole | None = None) -> Response:
-        """Returns one group in full, as of its newest step or `step`; a 404 says why its content is gone."""
+        """Returns one group in full, as of its newest step or `step`; a 404 says why its content is
+        gone.
+        """
         return _answer(groups_of(run).detail(group_id, step))
 
     @app.get("/dashboard/api/prompts/{prompt_id:path}", **answers)
-    def prompt(prompt_id: str, run: Whole = 0, limit: Annotated[int, Field(ge=1, le=1000)] = 200) -> Response:
+    def prompt(
+        prompt_id: str, run: Whole = 0, limit: Annotated[int, Field(ge=1, le=1000)] = 200
+    ) -> Response:
         """Lists the newest groups of one prompt, by step."""
         rows = groups_of(run).index.of_prompt(prompt_id, limit)
         if not rows:
             remedy = "/dashboard/api/groups lists groups with the ids of their prompts"
-            raise NotFound("this run has no group of such a prompt", field="prompt_id", value=prompt_id, remedy=remedy)
+            raise NotFound(
+                "this run has no group of such a prompt",
+                field="prompt_id",
+                value=prompt_id,
+                remedy=remedy,
+            )
         return _answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
 
 
 def _answer(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type=JSON)  # a number that is not finite becomes null
+    return Response(
+        orjson.dumps(content), media_type=JSON
+    )  # a number that is not finite becomes null

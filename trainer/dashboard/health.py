@@ -14,11 +14,21 @@ from pydantic import BaseModel
 from common.clients.base import Client
 from common.errors import ServiceError, shorten
 from common.process import watchdog
-from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER, Topology
+from common.process.topology import (
+    CRITIC,
+    DATA,
+    ENVIRONMENT,
+    REPLAY,
+    REWARD,
+    ROLLOUT,
+    TRAINER,
+    Topology,
+)
 from common.settings.config import Config
 
 PATIENCE_S = 2.0
-"""A service that does not answer within this time is dead; the page then shows it within five seconds."""
+"""A service that does not answer within this time is dead; the page then shows it within five
+seconds."""
 _ENGINE_PATIENCE_S = 1.0
 """The agent's answer decides whether the node is alive; its engine may be busy."""
 _FRESH_S = 1.0
@@ -66,7 +76,13 @@ class Health:
     `nodes` returns the number of known rollout nodes, `version` the newest weight version or None.
     """
 
-    def __init__(self, config: Config, topology: Topology, nodes: Callable[[], int], version: Callable[[], int | None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        nodes: Callable[[], int],
+        version: Callable[[], int | None],
+    ) -> None:
         self._config, self._topology, self._nodes, self._version = config, topology, nodes, version
         self._rollout: list[_Target] = []
         self._others: list[_Target] = []
@@ -80,7 +96,9 @@ class Health:
         """Creates the targets for the block; closes their connections at the end."""
         config = self._config
         self._others = [
-            self._target("router", ROLLOUT, config.rollout.router_port, _service("/workers", _router)),
+            self._target(
+                "router", ROLLOUT, config.rollout.router_port, _service("/workers", _router)
+            ),
             self._target(DATA, DATA, config.data.port, _service("/stats", _data)),
             self._target(REWARD, REWARD, config.reward.port, _service("/stats", _reward)),
             self._target(REPLAY, REPLAY, config.replay.port, _service("/stats", _replay)),
@@ -104,7 +122,9 @@ class Health:
         """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
             if time.monotonic() - self._answer[0] >= _FRESH_S:
-                for node in range(len(self._rollout), self._nodes()):  # a node once seen is checked forever
+                for node in range(
+                    len(self._rollout), self._nodes()
+                ):  # a node once seen is checked forever
                     self._rollout.append(self._node(node))
                 found = await asyncio.gather(*map(_check, (*self._rollout, *self._others)))
                 self._answer = (time.monotonic(), [self._trainer(), *found])
@@ -115,12 +135,17 @@ class Health:
 
     def _node(self, node: int) -> _Target:
         name, rollout = f"{ROLLOUT}-{node}", self._config.rollout
-        urls = (self._topology.url(ROLLOUT, port, node) for port in (rollout.agent_port, rollout.engine_port))
+        urls = (
+            self._topology.url(ROLLOUT, port, node)
+            for port in (rollout.agent_port, rollout.engine_port)
+        )
         agent, engine = (Client(name, url) for url in urls)
         return _Target(name, agent, _rollout_node, engine)
 
     def _add_environments(self, count: int) -> None:
-        """Adds the first `count` nodes of the environment-server; the first node reports how many there are."""
+        """Adds the first `count` nodes of the environment-server; the first node reports how many
+        there are.
+        """
         port = self._config.environment.port
         for node in range(self._environments, count):
             check = _service("/stats", self._environment)
@@ -131,7 +156,9 @@ class Health:
     def _environment(self, stats: Any) -> dict[str, Any]:
         self._add_environments(int(stats["nodes"]))
         episodes = stats["episodes"]
-        failed = ", ".join(f"{count:,} {status}" for status, count in episodes.items() if count and status != "ok")
+        failed = ", ".join(
+            f"{count:,} {status}" for status, count in episodes.items() if count and status != "ok"
+        )
         hung, limit = stats["hung_calls"], stats["hung_calls_limit"]
         text = f"{episodes['ok']:,} episodes" + (f", {failed}" if failed else "")
         text += f"; {hung:,} calls are stuck, the limit is {limit:,}" if hung else ""
@@ -139,7 +166,9 @@ class Health:
 
     def _trainer(self) -> ServiceHealth:
         text, since = watchdog.place() or ("not in its training loop", 0.0)
-        return ServiceHealth(name=TRAINER, state="healthy", text=text, since_s=since, version=self._version())
+        return ServiceHealth(
+            name=TRAINER, state="healthy", text=text, since_s=since, version=self._version()
+        )
 
 
 async def _check(target: _Target) -> ServiceHealth:
@@ -148,14 +177,20 @@ async def _check(target: _Target) -> ServiceHealth:
         async with asyncio.timeout(PATIENCE_S):
             found = await target.check(target)
     except TimeoutError:
-        found = ServiceHealth(name=target.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s")
+        found = ServiceHealth(
+            name=target.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s"
+        )
     except ServiceError as error:
         found = ServiceHealth(name=target.name, state="dead", text=shorten(str(error)))
     except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
         text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
-        found = ServiceHealth(name=target.name, state="dead", text=shorten(text or type(error).__name__))
+        found = ServiceHealth(
+            name=target.name, state="dead", text=shorten(text or type(error).__name__)
+        )
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        found = ServiceHealth(name=target.name, state="dead", text=f"an unexpected answer: {error!r}")
+        found = ServiceHealth(
+            name=target.name, state="dead", text=f"an unexpected answer: {error!r}"
+        )
     if found.state != target.state:
         target.state, target.since = found.state, time.monotonic()
     found.since_s = time.monotonic() - target.since
@@ -163,20 +198,30 @@ async def _check(target: _Target) -> ServiceHealth:
 
 
 async def _get(client: Client, path: str) -> Any:
-    """Returns the JSON of one call, without retries. Raises ServiceError for an unsuccessful status."""
+    """Returns the JSON of one call, without retries. Raises ServiceError for an unsuccessful
+    status.
+    """
     response = await client.http.get(path, timeout=PATIENCE_S)
     if not response.is_success:
-        raise ServiceError(f"{path} says {response.status_code}: {shorten(response.text)}", status=response.status_code)
+        raise ServiceError(
+            f"{path} says {response.status_code}: {shorten(response.text)}",
+            status=response.status_code,
+        )
     return response.json()
 
 
 def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
-    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that `describe` finds in `path`."""
+    """Returns the check of a service: `/health`, then the fields of `ServiceHealth` that `describe`
+    finds in `path`.
+    """
 
     async def check(target: _Target) -> ServiceHealth:
         response = await target.client.http.get("/health", timeout=PATIENCE_S)
         if response.is_success:
-            return ServiceHealth(name=target.name, **{"state": "healthy", **describe(await _get(target.client, path))})
+            return ServiceHealth(
+                name=target.name,
+                **{"state": "healthy", **describe(await _get(target.client, path))},
+            )
         if response.status_code == 401:
             raise ServiceError("it rejects the API_TOKEN of the trainer")
         try:
@@ -191,7 +236,10 @@ def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
 def _router(answer: Any) -> dict[str, Any]:
     workers = answer["workers"]
     healthy = sum(bool(worker["is_healthy"]) for worker in workers)
-    return {"state": "healthy" if healthy else "warning", "text": f"sends to {healthy} of {len(workers)} engines"}
+    return {
+        "state": "healthy" if healthy else "warning",
+        "text": f"sends to {healthy} of {len(workers)} engines",
+    }
 
 
 def _requests(stats: Any) -> int:
@@ -206,7 +254,11 @@ def _data(stats: Any) -> dict[str, Any]:
 
 def _reward(stats: Any) -> dict[str, Any]:
     graded = stats["graded"]
-    failed = sum(count for status, count in graded.items() if status not in ("ok", "unparsable", "unevaluated", "inapplicable"))
+    failed = sum(
+        count
+        for status, count in graded.items()
+        if status not in ("ok", "unparsable", "unevaluated", "inapplicable")
+    )
     text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 

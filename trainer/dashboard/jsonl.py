@@ -50,12 +50,21 @@ class JsonlReader:
         """Returns a sentence for each problem with the file; a missing file is no problem."""
         name = self.path.name
         found = [f"{name} cannot be read: {self.unreadable}"] if self.unreadable else []
-        damaged = [f"line {number} of {name} is damaged and left out: {reason}" for number, reason in self.damaged.items()]
+        damaged = [
+            f"line {number} of {name} is damaged and left out: {reason}"
+            for number, reason in self.damaged.items()
+        ]
         found += damaged[:_SHOWN_DAMAGE]
-        return found + ([f"{more} more lines of {name} are damaged"] if (more := len(damaged) - _SHOWN_DAMAGE) > 0 else [])
+        return found + (
+            [f"{more} more lines of {name} are damaged"]
+            if (more := len(damaged) - _SHOWN_DAMAGE) > 0
+            else []
+        )
 
     def replaced(self) -> bool:
-        """Returns whether lines already read are gone, as after a resume from an earlier step; if so, starts over."""
+        """Returns whether lines already read are gone, as after a resume from an earlier step; if
+        so, starts over.
+        """
         ends = [(self._offset, self._last)] if self._offset else []
         ends += [(self._tail.end, self._tail.last)] if self._tail else []
         try:
@@ -80,7 +89,8 @@ class JsonlReader:
     def read(self, newest_bytes: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields the byte offset and the object of each new line.
 
-        When a long file is read for the first time, the lines in its last `newest_bytes` come first.
+        When a long file is read for the first time, the lines in its last `newest_bytes` come
+        first.
         """
         self.unreadable = ""
         try:
@@ -138,7 +148,9 @@ class JsonlReader:
 
 
 def _parsed(line: bytes, damaged: dict[int, str], number: int) -> dict[str, Any] | None:
-    """Returns the object of a line; for a damaged line, returns None and records why in `damaged`."""
+    """Returns the object of a line; for a damaged line, returns None and records why in
+    `damaged`.
+    """
     try:
         content = orjson.loads(line)
     except ValueError:

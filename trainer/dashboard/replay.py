@@ -13,7 +13,9 @@ _WAITING = ("leased", "fresh")
 
 
 class Replay(Protocol):
-    """Read access to a replay-buffer. Thread-safe; calls raise ServiceError when it does not answer."""
+    """Read access to a replay-buffer. Thread-safe; calls raise ServiceError when it does not
+    answer.
+    """
 
     def listing(self) -> list[dict[str, Any]]:
         """Returns the waiting groups in the format of the replay-buffer's `GET /groups`."""
@@ -29,7 +31,11 @@ class LiveReplay:
         self._client, self._loop = client, loop
 
     def listing(self) -> list[dict[str, Any]]:
-        return [row for state in _WAITING for row in self._loop.call(self._client.listing(state, deadline_s=_PATIENCE_S))]
+        return [
+            row
+            for state in _WAITING
+            for row in self._loop.call(self._client.listing(state, deadline_s=_PATIENCE_S))
+        ]
 
     def group(self, group_id: str) -> Group | None:
         try:

@@ -51,7 +51,11 @@ class RunList(Sequence[RunReader]):
         if any(run.name == name for run in self._runs):
             name = "/".join(directory.resolve().parts[-2:])
         taken = {run.name for run in self._runs}
-        unique = next(each for each in (name, *(f"{name} ({n})" for n in range(2, len(taken) + 3))) if each not in taken)
+        unique = next(
+            each
+            for each in (name, *(f"{name} ({n})" for n in range(2, len(taken) + 3)))
+            if each not in taken
+        )
         self._runs.append(RunReader(directory, name=unique))
 
     def _look(self) -> None:
@@ -76,7 +80,9 @@ class RunList(Sequence[RunReader]):
 
 
 def _below(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yields the run directories below `root`, each with its relative path; does not search inside a run."""
+    """Yields the run directories below `root`, each with its relative path; does not search inside
+    a run.
+    """
     for place, directories, files in os.walk(root):
         path = Path(place)
         depth = len(path.relative_to(root).parts)

@@ -54,7 +54,8 @@ class RunSummary(BaseModel):
     hours: float
     """Wall time of all steps."""
     gpu_hours: float | None
-    """Wall time of each step times the GPUs of trainer and engines; 0 on CPUs, None if their number is unknown."""
+    """Wall time of each step times the GPUs of trainer and engines; 0 on CPUs, None if their number
+    is unknown."""
     changed: dict[str, Any]
     """Settings that differ from their defaults, by name."""
     note: str
@@ -62,7 +63,9 @@ class RunSummary(BaseModel):
 
 
 class RunReader:
-    """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError if it is missing."""
+    """One run, read as it grows; `live` if this process trains it. Thread-safe. Raises ConfigError
+    if it is missing.
+    """
 
     def __init__(self, directory: Path, live: bool = False, name: str = "") -> None:
         if not live and not directory.is_dir():
@@ -74,7 +77,9 @@ class RunReader:
             )
         self.directory, self.live, self.name = directory, live, name or directory.resolve().name
         self._lock = threading.Lock()
-        self._metrics, self._evaluations = (JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+        self._metrics, self._evaluations = (
+            JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations")
+        )
         self._columns, self._offsets = Columns(), array("q")
         self._found: list[dict[str, Any]] = []
         self._generation = 0
@@ -100,7 +105,11 @@ class RunReader:
         with self._lock:
             if not self._columns.steps and not self._metrics.unreadable:
                 there = self._metrics.path.exists()
-                found.append("metrics.jsonl has no step yet" if there else "metrics.jsonl is missing: no step was recorded")
+                found.append(
+                    "metrics.jsonl has no step yet"
+                    if there
+                    else "metrics.jsonl is missing: no step was recorded"
+                )
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
@@ -108,7 +117,9 @@ class RunReader:
         with self._lock:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
-            total, moment, examples = (columns.last(name) for name in ("total_steps", "time", "examples"))
+            total, moment, examples = (
+                columns.last(name) for name in ("total_steps", "time", "examples")
+            )
             seconds, gpus = columns.column("seconds"), columns.column("gpus")
             evaluation = self._found[-1] if self._found else {}
             recent = {name: columns.last(name, _RECENT) for name in ("reward", "update.loss")}
@@ -122,7 +133,12 @@ class RunReader:
             step=newest,
             time=moment,
             total_steps=None if total is None else int(total),
-            state=_state(newest, total, moment, float(np.nanmean(seconds[-20:])) if np.isfinite(seconds[-20:]).any() else 0.0),
+            state=_state(
+                newest,
+                total,
+                moment,
+                float(np.nanmean(seconds[-20:])) if np.isfinite(seconds[-20:]).any() else 0.0,
+            ),
             model=_text(self.setting("model", "name")),
             data=_text(self.setting("data", "source")),
             recipe="sft" if examples is not None else _text(name),
@@ -137,19 +153,30 @@ class RunReader:
         )
 
     def facts(self) -> dict[str, Any]:
-        """Returns the settings (`config`), those that differ from their defaults (`changed`), `limits` and `stages`.
+        """Returns the settings (`config`), those that differ from their defaults (`changed`),
+        `limits` and `stages`.
 
         `limits` are those of the alarms, by column; `stages` those of a step, in display order.
         """
-        old = bool(self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0))
+        old = bool(
+            self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0)
+        )
         return {
             "config": self.config,
             "changed": changed_settings(self.config),
             "limits": {
-                f"update.{limit.metric}": {"alarm": name, "value": limit.value, "above": limit.above}
+                f"update.{limit.metric}": {
+                    "alarm": name,
+                    "value": limit.value,
+                    "above": limit.above,
+                }
                 for name, limit in limits(old).items()
             },
-            "stages": [WAITING, *STAGES[3:], *STAGES[:3]],  # waiting first, then the trainer's own work
+            "stages": [
+                WAITING,
+                *STAGES[3:],
+                *STAGES[:3],
+            ],  # waiting first, then the trainer's own work
         }
 
     def steps(self) -> list[dict[str, Any]]:
@@ -160,23 +187,43 @@ class RunReader:
         return [line for line in lines if line is not None]
 
     def step(self, step: int) -> dict[str, Any]:
-        """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a step. Raises NotFound."""
+        """Returns `step`, `time`, `numbers` by name and `notes` (alarms and hints in words) of a
+        step. Raises NotFound.
+        """
         self._refresh()
         with self._lock:
             rows = self._columns.rows(step, step)
             line = self._metrics.at(self._offsets[rows.start]) if rows.start < rows.stop else None
         if line is None:
-            raise NotFound("there is no such step", field="step", value=step, remedy="see /dashboard/api/series")
-        return {"step": step, "time": line.get("time"), "numbers": numbers(line), "notes": notes(line)}
+            raise NotFound(
+                "there is no such step",
+                field="step",
+                value=step,
+                remedy="see /dashboard/api/series",
+            )
+        return {
+            "step": step,
+            "time": line.get("time"),
+            "numbers": numbers(line),
+            "notes": notes(line),
+        }
 
     def series(
-        self, after: int = 0, generation: int = -1, evaluations: int = 0, points: int = 600, first: int = 0, last: int = 2**62
+        self,
+        after: int = 0,
+        generation: int = -1,
+        evaluations: int = 0,
+        points: int = 600,
+        first: int = 0,
+        last: int = 2**62,
     ) -> dict[str, Any]:
-        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`, or only new ones.
+        """Returns the data of the charts, at most `points` rows: all steps from `first` to `last`,
+        or only new ones.
 
-        The caller has the steps up to `after` and this many `evaluations` of a `generation`; if the generation has
-        changed, it gets everything. Returns the result of `Columns.thinned`, `whole` (false: append it to the caller's
-        data), `generation`, `evaluations`, `newest` (step) and `verdict`.
+        The caller has the steps up to `after` and this many `evaluations` of a `generation`; if the
+        generation has changed, it gets everything. Returns the result of `Columns.thinned`, `whole`
+        (false: append it to the caller's data), `generation`, `evaluations`, `newest` (step) and
+        `verdict`.
         """
         self._refresh()
         with self._lock:
@@ -186,7 +233,9 @@ class RunReader:
             if whole:
                 rows = self._columns.rows(first, last)
             reward, accuracy = (self._columns.column(name) for name in ("reward", "accuracy"))
-            rewarded = len(reward) == 0 or not np.isnan(reward).all()  # a run on worked answers has no rewards
+            rewarded = (
+                len(reward) == 0 or not np.isnan(reward).all()
+            )  # a run on worked answers has no rewards
             return {
                 "generation": self._generation,
                 "whole": whole,
@@ -200,20 +249,30 @@ class RunReader:
         with self._lock:
             # A resumed run truncates both files: read both again.
             if any([self._metrics.replaced(), self._evaluations.replaced()]):
-                self._metrics, self._evaluations = (JsonlReader(file.path) for file in (self._metrics, self._evaluations))
+                self._metrics, self._evaluations = (
+                    JsonlReader(file.path) for file in (self._metrics, self._evaluations)
+                )
                 self._columns, self._offsets, self._found = Columns(), array("q"), []
                 self._generation += 1
             for offset, line in self._metrics.read():
                 if not isinstance(step := line.get("step"), int) or abs(step) > 2**53:
                     continue
                 row = numbers(line)
-                row[TOKENS] = (self._columns.before(step, TOKENS) or 0.0) + row.get("update.trained_tokens", 0.0)
+                row[TOKENS] = (self._columns.before(step, TOKENS) or 0.0) + row.get(
+                    "update.trained_tokens", 0.0
+                )
                 if self._columns.append(step, row):
                     self._generation += 1
                     del self._offsets[len(self._columns) - 1 :]
                 self._offsets.append(offset)
             for _, line in self._evaluations.read():
-                self._found.append({name: value for name, value in line.items() if isinstance(value, int | float | None)})
+                self._found.append(
+                    {
+                        name: value
+                        for name, value in line.items()
+                        if isinstance(value, int | float | None)
+                    }
+                )
 
     def _read_config(self) -> tuple[dict[str, Any] | None, str]:
         """Returns the configuration, and what is wrong with it or an empty text."""
@@ -243,7 +302,9 @@ def _state(step: int | None, total: float | None, moment: float | None, seconds:
         return "empty"
     if total is not None and step >= total:
         return "finished"
-    return "running" if moment is not None and time.time() - moment < 60 + 5 * seconds else "stopped"
+    return (
+        "running" if moment is not None and time.time() - moment < 60 + 5 * seconds else "stopped"
+    )
 
 
 def _gpu_hours(seconds: NDArray[np.float64], gpus: NDArray[np.float64]) -> float | None:

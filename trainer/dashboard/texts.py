@@ -40,9 +40,11 @@ class Texts:
         self._begins: OrderedDict[tuple[str, int | None], dict[str, Any]] = OrderedDict()
 
     def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
-        """Returns an excerpt of each group with a completion that contains `text` in any case, and the progress.
+        """Returns an excerpt of each group with a completion that contains `text` in any case, and
+        the progress.
 
-        A call reads briefly, the newest steps first, and the next one continues; at the end the progress is None.
+        A call reads briefly, the newest steps first, and the next one continues; at the end the
+        progress is None.
         """
         wanted = text.casefold()
         with self._lock:
@@ -51,20 +53,34 @@ class Texts:
             while len(self._searches) > _KEPT_SEARCHES:
                 self._searches.popitem(last=False)
             files = {step: _changed(path) for step, path in recorded_steps(self._run_dir).items()}
-            left = sorted((step for step, changed in files.items() if search.done.get(step) != changed), reverse=True)
+            left = sorted(
+                (step for step, changed in files.items() if search.done.get(step) != changed),
+                reverse=True,
+            )
             end = time.monotonic() + _AT_ONCE_S
             for count, step in enumerate(left):
                 if count and time.monotonic() > end:
-                    return dict(search.hits), {"done": len(files) - len(left) + count, "of": len(files)}
-                search.hits = {place: hit for place, hit in search.hits.items() if place[0] != step or step not in search.done}
+                    return dict(search.hits), {
+                        "done": len(files) - len(left) + count,
+                        "of": len(files),
+                    }
+                search.hits = {
+                    place: hit
+                    for place, hit in search.hits.items()
+                    if place[0] != step or step not in search.done
+                }
                 for place, group in read_texts(self._run_dir, step).items():
                     if (number := _first(group, wanted)) is not None:
-                        search.hits[step, place] = {"id": group.id, **_excerpt(group, number, wanted)}
+                        search.hits[step, place] = {
+                            "id": group.id,
+                            **_excerpt(group, number, wanted),
+                        }
                 search.done[step] = files[step]
             return dict(search.hits), None
 
     def begin(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Adds `completion` to rows of the index: number, excerpt, reward and verdict of the first; None if unknown.
+        """Adds `completion` to rows of the index: number, excerpt, reward and verdict of the first;
+        None if unknown.
 
         Limited in time: what is still missing is filled in by later calls.
         """
@@ -94,7 +110,14 @@ def _changed(path: Path) -> int:
 
 
 def _first(group: GroupTexts, wanted: str) -> int | None:
-    return next((i for i, completion in enumerate(group.completions) if wanted in completion.text.casefold()), None)
+    return next(
+        (
+            i
+            for i, completion in enumerate(group.completions)
+            if wanted in completion.text.casefold()
+        ),
+        None,
+    )
 
 
 def _excerpt(group: GroupTexts, number: int, wanted: str) -> dict[str, Any]:

@@ -18,11 +18,15 @@ class TokenTexts:
 
     def __init__(self, path: Path) -> None:
         try:
-            from tokenizers import Tokenizer  # slow to import, and only the detail of a group needs it
+            from tokenizers import (
+                Tokenizer,
+            )  # slow to import, and only the detail of a group needs it
 
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
-            raise ServiceError(f"the tokenizer cannot be read: {error}", field="trainer.run_dir", value=str(path)) from None
+            raise ServiceError(
+                f"the tokenizer cannot be read: {error}", field="trainer.run_dir", value=str(path)
+            ) from None
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = {number: token.content for number, token in added.items()}
         self._special = {number for number, token in added.items() if token.special}
@@ -37,7 +41,9 @@ class TokenTexts:
         return cls(next((path for path in places if path.is_file()), places[0]))
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns each token's text; a character made of several tokens is in the text of the last one."""
+        """Returns each token's text; a character made of several tokens is in the text of the last
+        one.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         texts = [decoder.decode(self._bytes(token)) for token in token_ids]
         if texts:
@@ -51,7 +57,9 @@ class TokenTexts:
     def _read(self, token: int) -> bytes:
         text = self._added.get(token) or self._tokenizer.id_to_token(token)
         if text is None:
-            return f"⟨{token}⟩".encode()  # a model may have more outputs than its tokenizer has tokens
+            return (
+                f"⟨{token}⟩".encode()
+            )  # a model may have more outputs than its tokenizer has tokens
         if token in self._added:
             return str(text).encode()
         if self._byte_level and all(character in _ALPHABET for character in text):
@@ -62,10 +70,14 @@ class TokenTexts:
 
 
 def _alphabet() -> dict[str, int]:
-    """Returns the byte of each character of byte-level BPE (GPT-2): itself when printable, the others follow from 256 on."""
+    """Returns the byte of each character of byte-level BPE (GPT-2): itself when printable, the
+    others follow from 256 on.
+    """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _ALPHABET = _alphabet()

@@ -9,20 +9,26 @@ from numpy.typing import NDArray
 _FEWEST = 12
 """Steps needed for a verdict."""
 _SURE = 4.0
-"""Standard errors of a significant difference: high, since neighbouring steps are not independent."""
+"""Standard errors of a significant difference: high, since neighbouring steps are not
+independent."""
 _SOLVED = 0.95
 """Accuracy above which there is little left to learn."""
 
 
 def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[str, Any]:
-    """Returns `level` (`good`, `warn`, `bad`, or `none` if too early) and `text`, from [steps] means, NaN for none.
+    """Returns `level` (`good`, `warn`, `bad`, or `none` if too early) and `text`, from [steps]
+    means, NaN for none.
 
-    With enough steps also `start` and `end`, the mean rewards of the oldest and the newest `window` steps.
+    With enough steps also `start` and `end`, the mean rewards of the oldest and the newest `window`
+    steps.
     """
     reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
     steps = len(reward)
     if steps < _FEWEST:
-        return {"level": "none", "text": f"Too early to say whether it learns: {steps} of {_FEWEST} steps"}
+        return {
+            "level": "none",
+            "text": f"Too early to say whether it learns: {steps} of {_FEWEST} steps",
+        }
     window = max(_FEWEST // 3, min(steps // 5, 100))
     parts = [reward[i : i + window] for i in range(0, steps - window + 1, window)]
     start, end = reward[:window], reward[-window:]
@@ -35,7 +41,11 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[
     if _apart(end, start) > _SURE:
         return {"level": "good", "text": f"Learning: {change}", **means}
     if len(accuracy) >= window and accuracy[-window:].mean() >= _SOLVED:
-        return {"level": "good", "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}", **means}
+        return {
+            "level": "good",
+            "text": f"Solved from the start: accuracy {accuracy[-window:].mean():.3f}",
+            **means,
+        }
     return {"level": "warn", "text": f"Not learning yet: {change}, within its noise", **means}
 
 
@@ -43,4 +53,10 @@ def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:
     """Returns the difference of the means of `high` and `low` in standard errors."""
     error = math.sqrt(high.var(ddof=1) / len(high) + low.var(ddof=1) / len(low))
     difference = float(high.mean() - low.mean())
-    return difference / error if error > 0 else math.copysign(math.inf, difference) if difference else 0.0
+    return (
+        difference / error
+        if error > 0
+        else math.copysign(math.inf, difference)
+        if difference
+        else 0.0
+    )

@@ -10,10 +10,11 @@ if TYPE_CHECKING:  # the dashboard reads the limits without torch
     from trainer.policy.update_metrics import UpdateMetrics
 
 MAX_DELTA_LOGPROB = 0.02
-"""Mean |Δ logprob| of tokens that the trainer's own weights sampled. SkyRL's tests allow 0.0104 (synchronous) and 0.0193
-(asynchronous) between bfloat16 engines and trainers."""
+"""Mean |Δ logprob| of tokens that the trainer's own weights sampled. SkyRL's tests allow 0.0104
+(synchronous) and 0.0193 (asynchronous) between bfloat16 engines and trainers."""
 MAX_KL = 1e-2
-"""Nats per token. NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds it by design."""
+"""Nats per token. NeMo-RL calls 1e-3 between engine and trainer a problem; stale experience exceeds
+it by design."""
 MAX_KL_CURRENT_POLICY = 1e-3
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.5
 
@@ -38,18 +39,24 @@ def limits(old: bool) -> dict[str, Limit]:
     return {
         "delta_logprob": Limit("delta_logprob_current", MAX_DELTA_LOGPROB),
         "kl_rollout": Limit("kl_rollout", MAX_KL if old else MAX_KL_CURRENT_POLICY),
-        "effective_sample_size": Limit("effective_sample_size", MIN_EFFECTIVE_SAMPLE_SIZE, above=False),
+        "effective_sample_size": Limit(
+            "effective_sample_size", MIN_EFFECTIVE_SAMPLE_SIZE, above=False
+        ),
     }
 
 
-def alarms(metrics: "UpdateMetrics", staleness: float, config: Config, dropout: Collection[str] = ()) -> dict[str, str]:
+def alarms(
+    metrics: "UpdateMetrics", staleness: float, config: Config, dropout: Collection[str] = ()
+) -> dict[str, str]:
     """Returns the texts of raised alarms by name; empty when there are none.
 
     Args:
         metrics: of the update.
-        staleness: the mean age of the experience in weight versions: 0 when the current policy sampled all of it.
+        staleness: the mean age of the experience in weight versions: 0 when the current policy
+        sampled all of it.
         config: the settings of the run.
-        dropout: the settings of the model that make updates, and nothing else, drop some of its numbers.
+        dropout: the settings of the model that make updates, and nothing else, drop some of its
+        numbers.
     """
     old = staleness > 0
     bounds = limits(old)

@@ -1,9 +1,12 @@
-"""Records the groups of every step, trained on or dropped: summaries in `groups.jsonl`, full content in `groups/`.
+"""Records the groups of every step, trained on or dropped: summaries in `groups.jsonl`, full
+content in `groups/`.
 
-A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`. `groups/step_000012.zip` holds one
-msgpack document per group in the same order, `00000.msgpack` first, so that one can be read without the others: the group in
-wire format (`common.wire.codec`, arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
-`detail`, and for every completion `advantages` and `trainer_logprobs` (float32 per token, or null). Reading needs no torch.
+A line has `step`, `groups` (trained on, in batch order) and, if there were any, `dropped`.
+`groups/step_000012.zip` holds one msgpack document per group in the same order, `00000.msgpack`
+first, so that one can be read without the others: the group in wire format (`common.wire.codec`,
+arrays as raw little-endian bytes, a missing reward as null), with `reused`, `weight`, `reason`,
+`detail`, and for every completion `advantages` and `trainer_logprobs` (float32 per token, or null).
+Reading needs no torch.
 """
 
 import logging
@@ -32,7 +35,8 @@ _UNSHOWN = ("kept_tokens", "kept_counts")
 _SEARCHED_CHARS = 1000
 """Maximum characters of a prompt in `groups.jsonl`."""
 _MAX_GROUP_BYTES = 512 << 20
-"""Maximum size of an unpacked group, far above what a run writes: a small damaged file could unpack to more."""
+"""Maximum size of an unpacked group, far above what a run writes: a small damaged file could unpack
+to more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,11 @@ class RecordedGroup:
 
 
 class GroupRecorder:
-    """Writes the summaries, and in a thread the full content; removes an earlier attempt's files of steps after `step`.
+    """Writes the summaries, and in a thread the full content; removes an earlier attempt's files of
+    steps after `step`.
 
-    `keep_bytes` limits the total size of `groups/`: the oldest steps are removed first. 0: no files.
+    `keep_bytes` limits the total size of `groups/`: the oldest steps are removed first. 0: no
+    files.
     """
 
     def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:
@@ -72,7 +78,9 @@ class GroupRecorder:
             else:
                 self._sizes[number] = path.stat().st_size
 
-    def step(self, step: int, trained: Sequence[RecordedGroup], dropped: Sequence[RecordedGroup]) -> None:
+    def step(
+        self, step: int, trained: Sequence[RecordedGroup], dropped: Sequence[RecordedGroup]
+    ) -> None:
         """Records a step; returns before its file is written, but waits for the previous one.
 
         Raises StorageFailed when the disk is full for this line or the previous file.
@@ -92,7 +100,9 @@ class GroupRecorder:
             writing.result()
 
     def abort(self, step: int, dropped: Sequence[RecordedGroup]) -> None:
-        """Records the dropped groups of a step that failed, perhaps because of them; logs a write error."""
+        """Records the dropped groups of a step that failed, perhaps because of them; logs a write
+        error.
+        """
         try:
             if dropped:
                 self.step(step, (), dropped)
@@ -124,11 +134,16 @@ class GroupRecorder:
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
     """Returns the files in `groups/` by step."""
     found = (run_dir / DIRECTORY).glob("step_*.zip")
-    return {int(number): path for path in found if (number := path.stem.removeprefix("step_")).isdecimal()}
+    return {
+        int(number): path
+        for path in found
+        if (number := path.stem.removeprefix("step_")).isdecimal()
+    }
 
 
 def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
-    """Returns the group at index `place` of the step's line, arrays as lists; None when the step has no file.
+    """Returns the group at index `place` of the step's line, arrays as lists; None when the step
+    has no file.
 
     Raises ServiceError when the file is damaged.
     """
@@ -141,7 +156,9 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     except Exception as error:  # a damaged file fails in many ways
         remedy = "restore that file from a copy, or remove it"
         message = f"the groups of step {step} cannot be read: {error}"
-        raise ServiceError(message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy) from None
+        raise ServiceError(
+            message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy
+        ) from None
 
 
 class CompletionText(msgspec.Struct):
@@ -163,13 +180,19 @@ class GroupTexts(msgspec.Struct):
 _TEXTS = msgspec.msgpack.Decoder(GroupTexts)
 
 
-def read_texts(run_dir: Path, step: int, places: Iterable[int] | None = None) -> dict[int, GroupTexts]:
-    """Returns the texts of a step's groups, all or those at `places`, by place; omits missing or damaged ones."""
+def read_texts(
+    run_dir: Path, step: int, places: Iterable[int] | None = None
+) -> dict[int, GroupTexts]:
+    """Returns the texts of a step's groups, all or those at `places`, by place; omits missing or
+    damaged ones.
+    """
     found = {}
     try:
         with ZipFile(_path(run_dir, step)) as file:
             for place in range(len(file.namelist())) if places is None else places:
-                with suppress(Exception):  # a damaged file fails in many ways; opening the group reports how
+                with suppress(
+                    Exception
+                ):  # a damaged file fails in many ways; opening the group reports how
                     found[place] = _TEXTS.decode(_member(file, place))
     except (OSError, BadZipFile):
         pass
@@ -179,7 +202,9 @@ def read_texts(run_dir: Path, step: int, places: Iterable[int] | None = None) ->
 def _member(file: ZipFile, place: int) -> bytes:
     member = file.getinfo(_name(place))
     if member.file_size > _MAX_GROUP_BYTES:
-        raise ValueError(f"{member.filename} has {member.file_size} bytes, but a group has at most {_MAX_GROUP_BYTES}")
+        raise ValueError(
+            f"{member.filename} has {member.file_size} bytes, but a group has at most {_MAX_GROUP_BYTES}"
+        )
     with file.open(member) as packed:
         return packed.read(member.file_size)  # no more, however much is packed
 
@@ -195,7 +220,9 @@ def _name(place: int) -> str:
 def _entry(item: RecordedGroup) -> dict[str, Any]:
     """Returns the summary of a group for `groups.jsonl`."""
     group, completions = item.group, item.group.completions
-    versions = [version for completion in completions for version, _, _ in completion.weight_versions]
+    versions = [
+        version for completion in completions for version, _, _ in completion.weight_versions
+    ]
     rewards = [_reward(completion) for completion in completions]
     known = [reward for reward in rewards if reward is not None]
     entry: dict[str, Any] = {
@@ -204,9 +231,13 @@ def _entry(item: RecordedGroup) -> dict[str, Any]:
         "position": group.position,
         "prompt": group.prompt[:_SEARCHED_CHARS],
         "versions": [min(versions), max(versions)] if versions else None,
-        "reward": round(sum(known) / len(known), 4) if known and len(known) == len(rewards) else None,
+        "reward": round(sum(known) / len(known), 4)
+        if known and len(known) == len(rewards)
+        else None,
         "rewards": [None if reward is None else round(reward, 4) for reward in rewards],
-        "correct": sum(c.correct for c in completions) if all(c.verified for c in completions) else None,
+        "correct": sum(c.correct for c in completions)
+        if all(c.verified for c in completions)
+        else None,
         "tokens": [len(completion.token_ids) for completion in completions],
         "marks": sorted({mark for completion in completions for mark in _marks(completion)}),
         "advantage": _mean([np.abs(advantages) for advantages in item.advantages]),
@@ -227,7 +258,11 @@ def _reward(completion: Completion) -> float | None:
 
 def _differences(item: RecordedGroup) -> list[Float32]:
     pairs = zip(item.group.completions, item.logprobs, strict=False)
-    return [np.abs(theirs - completion.trained(completion.logprobs)) for completion, theirs in pairs if theirs is not None]
+    return [
+        np.abs(theirs - completion.trained(completion.logprobs))
+        for completion, theirs in pairs
+        if theirs is not None
+    ]
 
 
 def _mean(arrays: Sequence[Float32]) -> float | None:
@@ -239,16 +274,26 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 def _document(item: RecordedGroup) -> dict[str, Any]:
     content = asdict(item.group)
     content["completions"] = [asdict(completion) for completion in item.group.completions]
-    for part, name in ((content, "barred"), *((c, name) for c in content["completions"] for name in _UNSHOWN)):
+    for part, name in (
+        (content, "barred"),
+        *((c, name) for c in content["completions"] for name in _UNSHOWN),
+    ):
         del part[name]
     for i, completion in enumerate(content["completions"]):
         logprobs = item.logprobs[i] if item.logprobs else None
-        completion["text"] = completion["text"].encode("utf-8", "replace").decode()  # a dropped group was not checked
+        completion["text"] = (
+            completion["text"].encode("utf-8", "replace").decode()
+        )  # a dropped group was not checked
         completion["reward"] = _reward(item.group.completions[i])
         spread = item.group.completions[i].spread
         completion["advantages"] = spread(item.advantages[i]) if item.advantages else None
         completion["trainer_logprobs"] = None if logprobs is None else spread(logprobs)
-    more = {"reused": item.reused, "weight": item.weight, "reason": item.reason, "detail": item.detail}
+    more = {
+        "reused": item.reused,
+        "weight": item.weight,
+        "reason": item.reason,
+        "detail": item.detail,
+    }
     return content | more
 
 

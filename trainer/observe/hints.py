@@ -1,7 +1,7 @@
 """Hints: problems seen over the last steps, and which setting to change. Pure.
 
-An alarm (`alarms.py`) concerns a single update; a hint needs several steps. docs/how-to/troubleshooting.md explains
-every threshold.
+An alarm (`alarms.py`) concerns a single update; a hint needs several steps.
+docs/how-to/troubleshooting.md explains every threshold.
 """
 
 from collections.abc import Mapping, MutableSequence, Sequence
@@ -74,7 +74,9 @@ Line = Mapping[str, Any]
 
 
 def remember(history: MutableSequence[Line], line: Line) -> None:
-    """Appends a line of `metrics.jsonl`, and removes all but the first `FIRST` and the last `WINDOW` + 1."""
+    """Appends a line of `metrics.jsonl`, and removes all but the first `FIRST` and the last
+    `WINDOW` + 1.
+    """
     history.append(line)
     del history[FIRST : max(FIRST, len(history) - WINDOW - 1)]
 
@@ -113,11 +115,15 @@ class _Steps:
         """Returns the mean of a number, which may be in a section (`update.kl_reference`)."""
         section, _, key = name.rpartition(".")
         lines = self.last if lines is None else lines
-        return sum(float((line[section] if section else line).get(key, 0.0)) for line in lines) / max(1, len(lines))
+        return sum(
+            float((line[section] if section else line).get(key, 0.0)) for line in lines
+        ) / max(1, len(lines))
 
     def accuracy(self) -> float | None:
         """Returns the mean accuracy; None when the rewards are not verdicts."""
-        return None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
+        return (
+            None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
+        )
 
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
@@ -150,17 +156,21 @@ def _zero_variance_groups(steps: _Steps) -> str:
     failed = sum(line.get("failed_groups") or 0 for line in steps.last)
     # Without solved or failed groups, all equal ones were replaced.
     easy = solved > failed if solved + failed else accuracy is not None and accuracy >= 0.5
-    cause = "" if accuracy is None else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
-    text = (
-        f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is wasted. "
+    cause = (
+        ""
+        if accuracy is None
+        else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
     )
+    text = f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is wasted. "
     if accuracy is None:
         text += (
             "The reward does not tell answers to one prompt apart: use one with intermediate steps (reward.functions), "
             "more tries (sampling.group_size), or other prompts (data.source)"
         )
     elif easy:
-        text += "The prompts are too easy for this model: use harder ones (data.source, data.levels)"
+        text += (
+            "The prompts are too easy for this model: use harder ones (data.source, data.levels)"
+        )
     else:
         text += (
             "The prompts are too hard for this model: use easier ones (data.source, data.levels), a better model "
@@ -187,9 +197,15 @@ def _format(steps: _Steps) -> str:
 
 def _truncated(steps: _Steps) -> str:
     share, accuracy = steps.mean("truncated"), steps.accuracy()
-    if share < MAX_TRUNCATED or (steps.rose("reward") if accuracy is None else accuracy >= LOW_ACCURACY):
+    if share < MAX_TRUNCATED or (
+        steps.rose("reward") if accuracy is None else accuracy >= LOW_ACCURACY
+    ):
         return ""
-    seen = "the reward does not rise" if accuracy is None else f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
+    seen = (
+        "the reward does not rise"
+        if accuracy is None
+        else f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
+    )
     text = (
         f"{share:.0%} of the completions are cut at sampling.max_new_tokens ({steps.config.sampling.max_new_tokens}), and "
         f"{seen}. Raise sampling.max_new_tokens"
@@ -200,13 +216,20 @@ def _truncated(steps: _Steps) -> str:
 
 
 def _policy_moves(steps: _Steps) -> str:
-    kl_first, kl_last = (steps.mean("update.kl_reference", lines) for lines in (steps.last[:3], steps.last[-3:]))
-    ratio, clipped = steps.mean("update.ratio", steps.last[-3:]), steps.mean("update.clip_fraction", steps.last[-3:])
+    kl_first, kl_last = (
+        steps.mean("update.kl_reference", lines) for lines in (steps.last[:3], steps.last[-3:])
+    )
+    ratio, clipped = (
+        steps.mean("update.ratio", steps.last[-3:]),
+        steps.mean("update.clip_fraction", steps.last[-3:]),
+    )
     seen = []
     if kl_last > MAX_KL_REFERENCE:
         seen.append(f"KL to the reference is {kl_last:.3g} nats per token")
     elif kl_last > MIN_GROWN_KL and kl_last > KL_GROWTH * kl_first:
-        seen.append(f"KL to the reference rose from {kl_first:.3g} to {kl_last:.3g} nats per token in {WINDOW} steps")
+        seen.append(
+            f"KL to the reference rose from {kl_first:.3g} to {kl_last:.3g} nats per token in {WINDOW} steps"
+        )
     if abs(ratio - 1) > MAX_RATIO_OFF:
         seen.append(f"the probability ratio is {ratio:.2f} on average")
     if clipped > MAX_CLIPPED:
@@ -216,11 +239,15 @@ def _policy_moves(steps: _Steps) -> str:
     config = steps.config
     turn = [f"lower trainer.learning_rate ({config.trainer.learning_rate:g})"]
     if config.algorithm.updates_per_batch > 1:
-        turn.append("fewer updates on a batch (algorithm.update_epochs, algorithm.mini_batches), or algorithm.early_stop_kl")
+        turn.append(
+            "fewer updates on a batch (algorithm.update_epochs, algorithm.mini_batches), or algorithm.early_stop_kl"
+        )
     if config.trainer.max_staleness:
         turn.append(f"younger experience (trainer.max_staleness {config.trainer.max_staleness})")
     if config.algorithm.kl_coef:
-        turn.append(f"a stronger pull to the reference (algorithm.kl_coef {config.algorithm.kl_coef:g})")
+        turn.append(
+            f"a stronger pull to the reference (algorithm.kl_coef {config.algorithm.kl_coef:g})"
+        )
     return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(turn)}"
 
 
@@ -235,8 +262,14 @@ def _not_finite(steps: _Steps) -> str:
 
 
 def _entropy(steps: _Steps) -> str:
-    began, now, accuracy = steps.mean("update.entropy", steps.first), steps.mean("update.entropy"), steps.accuracy()
-    learns = steps.rose("reward") if accuracy is None else accuracy >= SOLVED or steps.rose("accuracy")
+    began, now, accuracy = (
+        steps.mean("update.entropy", steps.first),
+        steps.mean("update.entropy"),
+        steps.accuracy(),
+    )
+    learns = (
+        steps.rose("reward") if accuracy is None else accuracy >= SOLVED or steps.rose("accuracy")
+    )
     if now >= ENTROPY_LEFT * began or learns:
         return ""
     seen = "the reward does not rise" if accuracy is None else f"accuracy stays at {accuracy:.2f}"
@@ -255,7 +288,11 @@ def _generation_bound(steps: _Steps) -> str:
         f"the trainer waits for completions in {share:.0%} of the time. Generate faster: more rollout nodes (num_nodes of "
         f"rollout-server), more at once (rollout.max_running_requests), or shorter answers (sampling.max_new_tokens)"
     )
-    return text if staleness else text + "; trainer.max_staleness 1 lets the next batch be generated during the update"
+    return (
+        text
+        if staleness
+        else text + "; trainer.max_staleness 1 lets the next batch be generated during the update"
+    )
 
 
 def _rollout_idle(steps: _Steps) -> str:
@@ -303,4 +340,8 @@ def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:
 def _dropped(steps: _Steps, reason: str) -> str:
     count = steps.dropped(reason)
     share = count / (steps.groups + count)
-    return f"{count} groups ({share:.0%}) were dropped ({reason}): {_DROPS[reason]}" if share >= MAX_DROPPED else ""
+    return (
+        f"{count} groups ({share:.0%}) were dropped ({reason}): {_DROPS[reason]}"
+        if share >= MAX_DROPPED
+        else ""
+    )

@@ -1,8 +1,9 @@
 """Writes the run directory and the console output.
 
-The directory contains `config.json` (resolved configuration), `metrics.jsonl` (a line per step), `groups.jsonl` and
-`groups/` (groups of each step: `trainer.observe.group_files`), `evaluations.jsonl`, `samples.jsonl` (one graded group
-per step), `attempts.jsonl` (a line per start), `curves.png`, `checkpoints/` and `weights/`.
+The directory contains `config.json` (resolved configuration), `metrics.jsonl` (a line per step),
+`groups.jsonl` and `groups/` (groups of each step: `trainer.observe.group_files`),
+`evaluations.jsonl`, `samples.jsonl` (one graded group per step), `attempts.jsonl` (a line per
+start), `curves.png`, `checkpoints/` and `weights/`.
 """
 
 import io
@@ -18,7 +19,14 @@ from typing import Any, Self
 
 from prometheus_client import Counter
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 
 from common.errors import ConfigError
@@ -50,7 +58,8 @@ class StepRecord:
     reward: float
     """Mean reward of the completions."""
     accuracy: float | None
-    """Share of correct completions; None, like the next two counts, when the rewards are not verdicts (`verified`)."""
+    """Share of correct completions; None, like the next two counts, when the rewards are not
+    verdicts (`verified`)."""
     zero_variance_groups: int
     """Groups whose completions all got the same reward: they carry no gradient."""
     solved_groups: int | None
@@ -59,7 +68,8 @@ class StepRecord:
     """Zero-variance groups whose answers are all wrong."""
     reused_groups: int
     staleness: float
-    """Mean age of the fresh groups' completions in weight versions: 0 when the current policy sampled them."""
+    """Mean age of the fresh groups' completions in weight versions: 0 when the current policy
+    sampled them."""
     completion_tokens: float
     """Mean length of a completion."""
     truncated: float
@@ -75,7 +85,8 @@ class StepRecord:
     in_flight: float
     """Mean number of completions that were being generated."""
     coordinator: float
-    """CPU time of the collecting thread, as a share of the wall time: at 1 it slows the engines down."""
+    """CPU time of the collecting thread, as a share of the wall time: at 1 it slows the engines
+    down."""
     cpu_seconds: float
     """CPU time of this process in the step, without evaluations."""
     update: dict[str, float]
@@ -90,7 +101,8 @@ class StepRecord:
     verified: bool = True
     """Whether the rewards are verdicts on correctness."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """Mean score of every reward function, before weights, over the completions that it applies to."""
+    """Mean score of every reward function, before weights, over the completions that it applies
+    to."""
     logged: dict[str, float] = field(default_factory=dict)
     """Means of the values that reward functions logged (`log_metric`)."""
 
@@ -98,8 +110,9 @@ class StepRecord:
 class Recorder:
     """Writes the run directory and prints to the console.
 
-    The run continues after `step`: lines of later steps are removed, and a warning names earlier steps without a line.
-    `tracked` counts records for trackers; `run_id` names this attempt; `files` are those with a line per step.
+    The run continues after `step`: lines of later steps are removed, and a warning names earlier
+    steps without a line. `tracked` counts records for trackers; `run_id` names this attempt;
+    `files` are those with a line per step.
     """
 
     def __init__(
@@ -115,8 +128,12 @@ class Recorder:
         self.directory, self.console, self._config = directory, console, config
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
-            (directory / "config.json").write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        kept = {f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files}
+            (directory / "config.json").write_text(
+                config.model_dump_json(indent=2) + "\n", encoding="utf-8"
+            )
+        kept = {
+            f"{name}.jsonl": _keep_before(directory / f"{name}.jsonl", step + 1) for name in files
+        }
         evaluated = _keep_before(directory / "evaluations.jsonl", step + 1 if step else 0)
         _keep_before(directory / ATTEMPTS, sys.maxsize)  # drops a last line that a crash cut
         append_line(directory / ATTEMPTS, {"time": time.time(), "run_id": run_id, "step": step})
@@ -143,11 +160,20 @@ class Recorder:
         tell(self.console, text, level)
 
     def _tell_gap(self, name: str, lost: list[int]) -> None:
-        """Warns of steps before a resume that a file lacks. Training does not need them; curves and report do."""
+        """Warns of steps before a resume that a file lacks. Training does not need them; curves and
+        report do.
+        """
         if lost:
-            which = f"step {lost[0]}" if len(lost) == 1 else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
+            which = (
+                f"step {lost[0]}"
+                if len(lost) == 1
+                else f"{len(lost)} of the steps {lost[0]} to {lost[-1]}"
+            )
             text = f"{name} lacks {which}, which the checkpoint has: the file was cut or removed"
-            self.say(f"warning: {text}; training continues, but curves, report and dashboard lack them", logging.WARNING)
+            self.say(
+                f"warning: {text}; training continues, but curves, report and dashboard lack them",
+                logging.WARNING,
+            )
 
     def show(self, table: Table) -> None:
         """Writes a table to the console and the log."""
@@ -160,7 +186,10 @@ class Recorder:
         """Shows a progress bar inside the block, on a terminal only."""
         self._total = total
         with progress_bar("training", self.console, hidden=structured() is not None) as progress:
-            self._progress, self._task = progress, progress.add_task("training", completed=done, total=total)
+            self._progress, self._task = (
+                progress,
+                progress.add_task("training", completed=done, total=total),
+            )
             yield
         self._progress = None
 
@@ -173,7 +202,9 @@ class Recorder:
         self._warn("hint", record.step, record.hints)
 
     def measured(self, record: Mapping[str, Any], text: str, group: Group | None = None) -> None:
-        """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the samples of `group`."""
+        """Writes the numbers of a step and prints `text`; trackers get them, and sometimes the
+        samples of `group`.
+        """
         self._append("metrics", {"time": time.time(), "total_steps": self._total, **record})
         self._trackers.step(record, group)
         self.say(text)
@@ -188,30 +219,46 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        passed = "" if evaluation.pass_at_k is None else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
+        passed = (
+            ""
+            if evaluation.pass_at_k is None
+            else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
+        )
         found = f"held-out reward {evaluation.mean_reward:.3f}"
         if evaluation.accuracy is not None:
             found = f"held-out accuracy {evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
         text = f"evaluation at step {evaluation.step}: {found} ({evaluation.num_samples} problems){passed}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
 
-    def evaluated(self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()) -> None:
+    def evaluated(
+        self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()
+    ) -> None:
         """Writes an evaluation, passes it to the trackers and prints `text`."""
-        _keep_before(self.directory / "evaluations.jsonl", summary["step"])  # drops lines of a killed attempt
+        _keep_before(
+            self.directory / "evaluations.jsonl", summary["step"]
+        )  # drops lines of a killed attempt
         shown = {"answers": [answer.__dict__ for answer in answers]} if answers else {}
         self._append("evaluations", {"time": time.time(), **summary, **shown})
         self._trackers.evaluation(summary, answers)
         self.say(text)
 
     def report(self, checkpoint: Path) -> None:
-        """Writes the curves, and prints seconds by stage, evaluations before and after, sample problems and paths."""
+        """Writes the curves, and prints seconds by stage, evaluations before and after, sample
+        problems and paths.
+        """
         from trainer.observe.plots import plot_curves  # heavy: matplotlib
 
         self.reported(checkpoint, plot_curves, "problems", _compared)
 
-    def reported(self, checkpoint: Path, plot: Callable[..., None], unit: str, compared: Compared) -> None:
-        """Writes the curves with `plot`, and prints seconds, the rows of `compared`, samples if there are any, and paths."""
-        metrics, evaluations = (read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations"))
+    def reported(
+        self, checkpoint: Path, plot: Callable[..., None], unit: str, compared: Compared
+    ) -> None:
+        """Writes the curves with `plot`, and prints seconds, the rows of `compared`, samples if
+        there are any, and paths.
+        """
+        metrics, evaluations = (
+            read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations")
+        )
         curves = self.directory / "curves.png"
         with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
             plot(metrics, evaluations, curves)
@@ -236,7 +283,9 @@ def tell(console: Console, text: str, level: int = logging.INFO) -> None:
 
 
 def run_ids(directory: Path) -> list[str]:
-    """Returns the ids of all attempts of the run in `directory`; they are the prefixes of its group ids."""
+    """Returns the ids of all attempts of the run in `directory`; they are the prefixes of its group
+    ids.
+    """
     return [line["run_id"] for line in read_lines(directory / ATTEMPTS)]
 
 
@@ -247,7 +296,9 @@ def append_line(path: Path, content: dict[str, Any]) -> None:
 
 
 def step_line(record: StepRecord, total: int) -> str:
-    """Returns the console line of a step, at most 120 columns; zero counts at the end are left out."""
+    """Returns the console line of a step, at most 120 columns; zero counts at the end are left
+    out.
+    """
     accuracy = "" if record.accuracy is None else f"acc {record.accuracy:.3f}  "
     seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
     line = (
@@ -271,7 +322,13 @@ def _short(seconds: float) -> str:
 
 def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
     """Returns a progress bar; it is hidden if `hidden` or without a terminal."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console, disable=hidden or not console.is_terminal)
 
 
@@ -281,7 +338,9 @@ def console() -> Console:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Reads a JSONL file, except a last line that a crash cut. Raises ConfigError for any other damaged line."""
+    """Reads a JSONL file, except a last line that a crash cut. Raises ConfigError for any other
+    damaged line.
+    """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")  # as bytes: a cut may split a character
@@ -290,19 +349,28 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            message, remedy = f"line {number} is damaged: {error}", "remove that line, or move the file away"
-            raise ConfigError(message, field="trainer.run_dir", value=str(path), remedy=remedy) from None
+            message, remedy = (
+                f"line {number} is damaged: {error}",
+                "remove that line, or move the file away",
+            )
+            raise ConfigError(
+                message, field="trainer.run_dir", value=str(path), remedy=remedy
+            ) from None
     return found
 
 
 def _keep_before(path: Path, step: int) -> set[int]:
-    """Removes the lines from `step` on and a cut last line, atomically; returns the steps of the remaining lines."""
+    """Removes the lines from `step` on and a cut last line, atomically; returns the steps of the
+    remaining lines.
+    """
     if not path.exists():
         return set()
     kept = [line for line in read_lines(path) if line["step"] < step]
     partial = path.with_name(f"{path.name}.partial")
     with storing_run(path):
-        partial.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+        partial.write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8"
+        )
         partial.replace(path)
     return {line["step"] for line in kept}
 
@@ -316,7 +384,8 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
 def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
     means = {
-        stage: sum(line["seconds"].get(stage, 0.0) for line in metrics) / max(1, len(metrics)) for stage in (*STAGES, WAITING)
+        stage: sum(line["seconds"].get(stage, 0.0) for line in metrics) / max(1, len(metrics))
+        for stage in (*STAGES, WAITING)
     }
     means["step"] = sum(means.values())
     columns = (Column(name, justify="right") for name in means)
@@ -325,7 +394,9 @@ def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _comparison_table(before: Line, after: Line, unit: str, rows: list[tuple[str, str, int]]) -> Table:
+def _comparison_table(
+    before: Line, after: Line, unit: str, rows: list[tuple[str, str, int]]
+) -> Table:
     headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
     columns = (Column(header, justify="right") for header in headers)
     table = Table(*columns, title=f"held-out split, {after['num_samples']} {unit}")
@@ -343,8 +414,12 @@ def _compared(before: Line, after: Line) -> list[tuple[str, str, int]]:
     return rows
 
 
-def _interesting(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the answers before and after to a few problems, those with a changed verdict first."""
+def _interesting(
+    before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the answers before and after to a few problems, those with a changed verdict
+    first.
+    """
     pairs = list(zip(before, after, strict=True))
     pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
     return pairs[:_SHOWN_PROBLEMS]

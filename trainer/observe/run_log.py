@@ -30,7 +30,12 @@ class RunLog:
         yield
 
     def step(
-        self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops
+        self,
+        step: int,
+        batch: Batch,
+        update: PolicyUpdate,
+        critic: CriticMetrics | None,
+        drops: Drops,
     ) -> Mapping[str, Any]:
         """Records a finished step, and returns the record."""
         return {}
@@ -48,9 +53,11 @@ class RunLog:
 
 
 class RecordedRun(RunLog):
-    """Log of rank 0 for a run that continues after `step`; records include the results of `measured` and `gpus`.
+    """Log of rank 0 for a run that continues after `step`; records include the results of
+    `measured` and `gpus`.
 
-    `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's settings of dropout.
+    `collecting_cpu` returns the CPU seconds of the collecting thread; `dropout` are the model's
+    settings of dropout.
     """
 
     def __init__(
@@ -87,7 +94,12 @@ class RecordedRun(RunLog):
                 raise
 
     def step(
-        self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops
+        self,
+        step: int,
+        batch: Batch,
+        update: PolicyUpdate,
+        critic: CriticMetrics | None,
+        drops: Drops,
     ) -> Mapping[str, Any]:
         """See `RunLog`."""
         self._step = step
@@ -97,7 +109,14 @@ class RecordedRun(RunLog):
         self._metrics.record(record, len(batch.fresh))
         return asdict(record)
 
-    def _record(self, step: int, batch: Batch, update: PolicyUpdate, critic: CriticMetrics | None, drops: Drops) -> StepRecord:
+    def _record(
+        self,
+        step: int,
+        batch: Batch,
+        update: PolicyUpdate,
+        critic: CriticMetrics | None,
+        drops: Drops,
+    ) -> StepRecord:
         groups, fresh = [item.group for item in batch.groups], batch.fresh
         completions = [completion for group in groups for completion in group.completions]
         answers = [answer for group in groups for answer in group.answers]
@@ -110,8 +129,12 @@ class RecordedRun(RunLog):
             reward=float(np.mean([answer.reward for answer in answers])),
             accuracy=float(np.mean([answer.correct for answer in answers])) if verified else None,
             zero_variance_groups=len(equal),
-            solved_groups=sum(all(c.correct for c in group.completions) for group in equal) if verified else None,
-            failed_groups=sum(not any(c.correct for c in group.completions) for group in equal) if verified else None,
+            solved_groups=sum(all(c.correct for c in group.completions) for group in equal)
+            if verified
+            else None,
+            failed_groups=sum(not any(c.correct for c in group.completions) for group in equal)
+            if verified
+            else None,
             reused_groups=len(groups) - len(fresh),
             staleness=float(np.mean(ages[: sum(len(group.completions) for group in fresh)])),
             completion_tokens=float(sum(batch.lengths) / len(answers)),
@@ -123,7 +146,8 @@ class RecordedRun(RunLog):
             in_flight=generations * self._config.sampling.group_size,
             coordinator=self._collecting_cpu.lap() / max(1e-9, sum(seconds.values())),
             cpu_seconds=self._cpu.lap(),
-            update=asdict(update.metrics) | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
+            update=asdict(update.metrics)
+            | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
             critic=asdict(critic) if critic else None,
             gpus=self._gpus(),
             verified=verified,
@@ -150,14 +174,20 @@ def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
     logprobs = batch.old_logprobs or update.logprobs or [None] * len(batch.rows)
     items = []
     for item, rows in zip(batch.groups, batch.parts, strict=True):
-        items.append(RecordedGroup(item.group, batch.advantages[rows], logprobs[rows], item.weight, item.reused))
+        items.append(
+            RecordedGroup(
+                item.group, batch.advantages[rows], logprobs[rows], item.weight, item.reused
+            )
+        )
     return items
 
 
 def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
     """Returns the mean score of every reward function, over the answers that it applies to."""
     scores: dict[str, list[float]] = {}
-    for name, score in ((name, score) for answer in answers for name, score in answer.components.items()):
+    for name, score in (
+        (name, score) for answer in answers for name, score in answer.components.items()
+    ):
         if score is not None:
             scores.setdefault(name, []).append(score)
     return {name: float(np.mean(found)) for name, found in scores.items()}

@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STAGES = ("update", "publish", "evaluation", "stragglers", "generation", "reward", "replay")
-"""In order of precedence: while several are active, the time counts for the first. `stragglers`: enough groups for a
-batch are ready, but the trainer waits for the oldest (`trainer.when_stale` `wait`)."""
+"""In order of precedence: while several are active, the time counts for the first. `stragglers`:
+enough groups for a batch are ready, but the trainer waits for the oldest (`trainer.when_stale`
+`wait`)."""
 PUBLISHING = "publishing"
-"""Publishing in the background: it comes last, and counts as `publish` while nothing else is active."""
+"""Publishing in the background: it comes last, and counts as `publish` while nothing else is
+active."""
 WAITING = "waiting"
 """The time in which no stage is active."""
 
 
 class StageClock:
-    """Splits wall time into stages that may overlap and come from several threads; the parts add up to the whole.
+    """Splits wall time into stages that may overlap and come from several threads; the parts add up
+    to the whole.
 
     `took` is called with the stage and the seconds of every single activity.
     """
@@ -46,7 +49,10 @@ class StageClock:
     def active(self) -> str:
         """Returns the stages that are active now as text, such as `generation 12, reward 1`."""
         with self._lock:
-            return ", ".join(f"{name} {count}" for name, count in self._active.items() if count) or "nothing"
+            return (
+                ", ".join(f"{name} {count}" for name, count in self._active.items() if count)
+                or "nothing"
+            )
 
     def lap(self) -> dict[str, float]:
         """Returns the seconds by stage since the last lap."""
@@ -56,7 +62,9 @@ class StageClock:
             return seconds
 
     def generating(self) -> tuple[float, float]:
-        """Returns the share of wall time with generation active, and the mean number of groups, since the last call."""
+        """Returns the share of wall time with generation active, and the mean number of groups,
+        since the last call.
+        """
         with self._lock:
             self._attribute()
             wall = max(1e-9, self._since - self._lap_since)
@@ -75,7 +83,9 @@ class StageClock:
 
 
 class CpuClock:
-    """Measures the CPU seconds that `read` returns; by default those of all threads of this process."""
+    """Measures the CPU seconds that `read` returns; by default those of all threads of this
+    process.
+    """
 
     def __init__(self, read: Callable[[], float] = time.process_time) -> None:
         self._read = read

@@ -1,12 +1,15 @@
-"""Checkpoints: Hugging Face directories with the trainer's state, written atomically and in the background.
+"""Checkpoints: Hugging Face directories with the trainer's state, written atomically and in the
+background.
 
-`checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. Its `trainer_state.json` holds the
-position in the prompt stream and the rest of a run's state, `state/` the optimiser (torch.distributed.checkpoint, for
-any number of ranks), `critic/` and `reference/` the other models that the run has changed.
+`checkpoints/step_000050/` loads with `AutoModelForCausalLM.from_pretrained`. Its
+`trainer_state.json` holds the position in the prompt stream and the rest of a run's state, `state/`
+the optimiser (torch.distributed.checkpoint, for any number of ranks), `critic/` and `reference/`
+the other models that the run has changed.
 
-A rename is atomic on a disk, but not on a mounted bucket, which moves or uploads file by file in any order. So
-`trainer_state.json` is written last and lists every other file with size and checksum. A checkpoint with a missing or
-truncated file is ignored; one with a file that has changed since is refused.
+A rename is atomic on a disk, but not on a mounted bucket, which moves or uploads file by file in
+any order. So `trainer_state.json` is written last and lists every other file with size and
+checksum. A checkpoint with a missing or truncated file is ignored; one with a file that has changed
+since is refused.
 """
 
 import json
@@ -43,7 +46,9 @@ class CheckpointFailed(ServiceError):
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a run apart from its tensors. Randomness depends on seed, step and rank only, and needs no state."""
+    """The state of a run apart from its tensors. Randomness depends on seed, step and rank only,
+    and needs no state.
+    """
 
     step: int
     position: int
@@ -63,23 +68,30 @@ class RunState:
 class Checkpoints:
     """The checkpoints of a run. Every rank has one, and calls the same methods in the same order.
 
-    A step waits only for the copy to CPU memory; a thread writes the files. A directory gets its final name when all
-    ranks' files are complete. One checkpoint is written at a time.
+    A step waits only for the copy to CPU memory; a thread writes the files. A directory gets its
+    final name when all ranks' files are complete. One checkpoint is written at a time.
 
     Args:
-        directory: only rank 0's argument counts. If other ranks do not see it, rank 0 writes everything.
-        keep: how many of the newest to keep; the one with the best accuracy, or else mean reward, is kept too.
+        directory: only rank 0's argument counts. If other ranks do not see it, rank 0 writes
+        everything.
+        keep: how many of the newest to keep; the one with the best accuracy, or else mean reward,
+        is kept too.
         static: returns files to copy into every checkpoint, such as the tokenizer's.
     """
 
-    def __init__(self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple) -> None:
+    def __init__(
+        self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple
+    ) -> None:
         shared = ranks.broadcast_path(directory)
         assert shared is not None
         self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
         if self.alone and ranks.is_rank_zero:
-            log.info("the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint", shared)
+            log.info(
+                "the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint",
+                shared,
+            )
         self._group = None if self.alone else ranks.group()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -90,27 +102,35 @@ class Checkpoints:
         return f"step_{step:06d}"
 
     def save(self, state: RunState, snapshots: Mapping[str, Snapshot]) -> Path:
-        """Starts to write `directory/step_000050` and returns its path. Waits for the previous checkpoint first.
+        """Starts to write `directory/step_000050` and returns its path. Waits for the previous
+        checkpoint first.
 
-        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed when the previous one failed.
+        Rank 0's `state` counts, and every rank's `snapshots`, by folder. Raises CheckpointFailed
+        when the previous one failed.
         """
         self.wait()
         target = self.directory / self.name(state.step)
         if not self.alone or self._ranks.is_rank_zero:
-            self._thread = threading.Thread(target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, args=(target, state, snapshots), name="checkpoint", daemon=True
+            )
             self._thread.start()
         return target
 
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint, as rank 0 sees it. A collective."""
-        return self._ranks.broadcast_path(newest(self.directory) if self._ranks.is_rank_zero else None)
+        return self._ranks.broadcast_path(
+            newest(self.directory) if self._ranks.is_rank_zero else None
+        )
 
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""
         if self._error is not None:
             error, self._error = self._error, None
             raise CheckpointFailed(
-                f"a checkpoint could not be written: {type(error).__name__} {error}".splitlines()[0],
+                f"a checkpoint could not be written: {type(error).__name__} {error}".splitlines()[
+                    0
+                ],
                 field="trainer.run_dir",
                 value=str(self.directory),
                 remedy="check the disk, then start again: the run continues from its newest complete checkpoint",
@@ -127,7 +147,9 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits up to half a minute for a checkpoint that is being written, whatever ended the run."""
+        """Waits up to half a minute for a checkpoint that is being written, whatever ended the
+        run.
+        """
         if self._thread is not None:
             self._thread.join(_LAST_WRITE_S)
 
@@ -137,7 +159,9 @@ class Checkpoints:
         except BaseException as error:  # raised at the training loop's next check
             self._error = error
             if self._ranks.is_rank_zero:
-                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)  # it would keep a full disk full
+                shutil.rmtree(
+                    target.with_suffix(".partial"), ignore_errors=True
+                )  # it would keep a full disk full
 
     def _write(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
         first, written = self._ranks.is_rank_zero, target.with_suffix(".partial")
@@ -170,7 +194,9 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def _together(self, work: Callable[[], Any]) -> None:
-        """Calls `work` on this rank and waits for the others; an error on one rank is raised on all."""
+        """Calls `work` on this rank and waits for the others; an error on one rank is raised on
+        all.
+        """
         error: Exception | None = None
         try:
             work()
@@ -178,7 +204,9 @@ class Checkpoints:
             error = problem
         if self._group is not None:
             said: list[str | None] = [None] * self._ranks.world_size
-            dist.all_gather_object(said, f"{type(error).__name__} {error}" if error else None, group=self._group)
+            dist.all_gather_object(
+                said, f"{type(error).__name__} {error}" if error else None, group=self._group
+            )
             for rank, text in enumerate(said):
                 if error is None and text is not None:
                     error = OSError(f"rank {rank}: {text}")
@@ -187,8 +215,14 @@ class Checkpoints:
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """Returns the tokenizer's files in `directory`; the model's configuration is saved separately."""
-    return [file for file in sorted(directory.iterdir()) if file.name not in ("config.json", "generation_config.json")]
+    """Returns the tokenizer's files in `directory`; the model's configuration is saved
+    separately.
+    """
+    return [
+        file
+        for file in sorted(directory.iterdir())
+        if file.name not in ("config.json", "generation_config.json")
+    ]
 
 
 def newest(directory: Path) -> Path | None:
@@ -196,19 +230,25 @@ def newest(directory: Path) -> Path | None:
     for path in reversed(_all(directory)):
         if (lacking := _lacking(path)) is None:
             return path
-        log.warning("ignoring the incomplete checkpoint %s: %s is missing or truncated", path, lacking)
+        log.warning(
+            "ignoring the incomplete checkpoint %s: %s is missing or truncated", path, lacking
+        )
     return None
 
 
 def _lacking(path: Path) -> str | None:
-    """Returns a missing or truncated file according to `trainer_state.json`, or that file if missing; else None."""
+    """Returns a missing or truncated file according to `trainer_state.json`, or that file if
+    missing; else None.
+    """
     if not (path / _STATE).is_file():
         return _STATE
     try:
         files = _parse((path / _STATE).read_bytes())["files"]
     except ValueError:  # `load_state` reports it
         return None
-    return next((name for name, (size, _) in files.items() if not _is_whole(path / name, size)), None)
+    return next(
+        (name for name, (size, _) in files.items() if not _is_whole(path / name, size)), None
+    )
 
 
 def _is_whole(path: Path, size: int) -> bool:
@@ -220,7 +260,9 @@ def _crc(content: dict[str, Any]) -> int:
 
 
 def _parse(body: bytes) -> dict[str, Any]:
-    """Returns the content of `trainer_state.json`. Raises ValueError when it has changed or is of another format."""
+    """Returns the content of `trainer_state.json`. Raises ValueError when it has changed or is of
+    another format.
+    """
     content = json.loads(body)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError("another format")
@@ -230,7 +272,9 @@ def _parse(body: bytes) -> dict[str, Any]:
 
 
 def changed_file(path: Path, chosen: Callable[[str], bool] = lambda _: True) -> str:
-    """Reads the `chosen` files of a checkpoint; returns the name of one that has changed since, or an empty text."""
+    """Reads the `chosen` files of a checkpoint; returns the name of one that has changed since, or
+    an empty text.
+    """
     files: Files = _parse((path / _STATE).read_bytes())["files"]
     return damaged(path, {name: sums for name, sums in files.items() if chosen(name)}) or ""
 
@@ -247,19 +291,27 @@ def _name_best(checkpoint: Path) -> None:
 
 
 def set_aside(directory: Path) -> None:
-    """Renames the checkpoints of an earlier run: a run that starts again would mistake them for its own."""
+    """Renames the checkpoints of an earlier run: a run that starts again would mistake them for its
+    own.
+    """
     if _all(directory):
-        directory.rename(directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
+        directory.rename(
+            directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}")
+        )
 
 
 def read_state(path: Path) -> bytes:
-    """Returns the trainer's state in a checkpoint as bytes for other ranks; `load_state` checks them."""
+    """Returns the trainer's state in a checkpoint as bytes for other ranks; `load_state` checks
+    them.
+    """
     file = path / _STATE
     return file.read_bytes() if file.exists() else b'{"format": 0}'
 
 
 def load_state(body: bytes, path: Path) -> RunState:
-    """Parses the trainer's state. Raises ConfigError naming `path` when it is damaged or of another format."""
+    """Parses the trainer's state. Raises ConfigError naming `path` when it is damaged or of another
+    format.
+    """
     try:
         content = _parse(body)
         del content["format"], content["files"]
@@ -270,7 +322,14 @@ def load_state(body: bytes, path: Path) -> RunState:
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:
     """Returns the error for a checkpoint that is damaged or of another format."""
-    before = next((other for other in reversed(_all(path.parent)) if other < path and _lacking(other) is None), None)
+    before = next(
+        (
+            other
+            for other in reversed(_all(path.parent))
+            if other < path and _lacking(other) is None
+        ),
+        None,
+    )
     return ConfigError(
         f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
         field="trainer.run_dir",
@@ -281,7 +340,9 @@ def cannot_resume(error: Exception, path: Path) -> ConfigError:
 
 
 def check_model(path: Path) -> None:
-    """Raises ConfigError when `path` is a checkpoint whose model or tokenizer has changed since it was written."""
+    """Raises ConfigError when `path` is a checkpoint whose model or tokenizer has changed since it
+    was written.
+    """
     if (path / _STATE).is_file():
         try:
             changed = changed_file(path, lambda name: "/" not in name)
@@ -293,7 +354,9 @@ def check_model(path: Path) -> None:
 
 def has_changed(name: str, path: Path) -> ConfigError:
     """Returns the error for a checkpoint's file that has changed since it was written."""
-    return cannot_resume(ValueError(f"{name} has changed since it was written: its checksum differs"), path)
+    return cannot_resume(
+        ValueError(f"{name} has changed since it was written: its checksum differs"), path
+    )
 
 
 def _rating(path: Path) -> float | None:
@@ -321,4 +384,8 @@ def _shared(directory: Path, ranks: Ranks) -> bool:
 def _all(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    return sorted(path for path in directory.iterdir() if re.fullmatch(r"step_\d{6,}", path.name) and path.is_dir())
+    return sorted(
+        path
+        for path in directory.iterdir()
+        if re.fullmatch(r"step_\d{6,}", path.name) and path.is_dir()
+    )

@@ -1,6 +1,8 @@
-"""The training loop's interface to the critic: none, on the trainer's own ranks, or in a critic-server.
+"""The training loop's interface to the critic: none, on the trainer's own ranks, or in a
+critic-server.
 
-Every rank holds a `ValueFunction` and calls the same methods in the same order; every rank gets the same results.
+Every rank holds a `ValueFunction` and calls the same methods in the same order; every rank gets the
+same results.
 """
 
 import json
@@ -39,17 +41,23 @@ class ValueFunction:
         self._config, self._ranks = config, ranks
 
     def restore(self, directory: Path | None) -> None:
-        """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call this method first.
+        """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call this
+        method first.
 
-        Only rank 0's argument counts. Raises ConfigError when there is no critic in `directory`, or it is damaged.
+        Only rank 0's argument counts. Raises ConfigError when there is no critic in `directory`, or
+        it is damaged.
         """
 
     def values(self, batch: Batch) -> list[Float32] | None:
-        """Returns [L] for each row: the values of the states before its completion tokens; None without a critic."""
+        """Returns [L] for each row: the values of the states before its completion tokens; None
+        without a critic.
+        """
         return None
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics | None]:
-        """Starts an update on the batch's returns. Every rank calls the returned function once, for the metrics."""
+        """Starts an update on the batch's returns. Every rank calls the returned function once, for
+        the metrics.
+        """
         return lambda: None
 
     def resident(self) -> Resident:
@@ -66,7 +74,9 @@ class ValueFunction:
 
 
 class LocalCritic(ValueFunction):
-    """The critic on the trainer's devices (`critic.location trainer`): every rank holds it and trains on its share."""
+    """The critic on the trainer's devices (`critic.location trainer`): every rank holds it and
+    trains on its share.
+    """
 
     _FOLDER = "critic"
     _critic: Critic
@@ -93,10 +103,12 @@ class LocalCritic(ValueFunction):
 
 
 class RemoteCritic(ValueFunction):
-    """The critic of a critic-server (`critic.location server`). Rank 0 calls it and shares the answers.
+    """The critic of a critic-server (`critic.location server`). Rank 0 calls it and shares the
+    answers.
 
-    Every method raises CriticLost when the critic-server no longer has this run's critic at the run's step: the run does not
-    continue with another critic, but can be restarted from its newest checkpoint.
+    Every method raises CriticLost when the critic-server no longer has this run's critic at the
+    run's step: the run does not continue with another critic, but can be restarted from its newest
+    checkpoint.
 
     Args:
         client: of the critic-server; only rank 0 needs this and the following arguments.
@@ -106,14 +118,23 @@ class RemoteCritic(ValueFunction):
 
     _FOLDER, _SAVED = "critic-server", "saved.json"
 
-    def __init__(self, config: Config, ranks: Ranks, client: CriticClient | None, loop: LoopThread | None, run_id: str) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        client: CriticClient | None,
+        loop: LoopThread | None,
+        run_id: str,
+    ) -> None:
         super().__init__(config, ranks)
         self._client, self._loop, self._run_id = client, loop, run_id
         self._step = 0
         """The critic's step, known on rank 0 only."""
 
     def restore(self, directory: Path | None) -> None:
-        """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the checkpoint's critic."""
+        """See `ValueFunction`. Raises ServiceError (404) when the critic-server lacks the
+        checkpoint's critic.
+        """
         if not self._ranks.is_rank_zero:
             return
         step, saved_by = 0, None
@@ -130,13 +151,17 @@ class RemoteCritic(ValueFunction):
         if self._ranks.is_rank_zero:
             values = self._call(self._server.values(sequences, self._run_id, self._step))()
             body = np.concatenate(values).tobytes()
-        flat = np.frombuffer(bytearray(self._ranks.broadcast(body)), np.float32)  # a bytearray can be written to
+        flat = np.frombuffer(
+            bytearray(self._ranks.broadcast(body)), np.float32
+        )  # a bytearray can be written to
         return split(flat, [len(sequence.completion_ids) for sequence in sequences])
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
         """See `ValueFunction`. The critic-server computes in the background."""
         if self._ranks.is_rank_zero:
-            wait = self._call(self._server.update(self._run_id, self._step, seed, batch.value_targets()))
+            wait = self._call(
+                self._server.update(self._run_id, self._step, seed, batch.value_targets())
+            )
 
         def finish() -> CriticMetrics:
             body = b""
@@ -150,7 +175,8 @@ class RemoteCritic(ValueFunction):
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
         """Tells the critic-server to save; returns a note that names the saved critic.
 
-        The server keeps one more than `trainer.keep_checkpoints`: the previous one counts until this one is complete.
+        The server keeps one more than `trainer.keep_checkpoints`: the previous one counts until
+        this one is complete.
         """
         if not self._ranks.is_rank_zero:
             return {self._FOLDER: Snapshot()}
@@ -186,9 +212,15 @@ class RemoteCritic(ValueFunction):
 
 
 def value_function(
-    config: Config, ranks: Ranks, client: CriticClient | None = None, loop: LoopThread | None = None, run_id: str = ""
+    config: Config,
+    ranks: Ranks,
+    client: CriticClient | None = None,
+    loop: LoopThread | None = None,
+    run_id: str = "",
 ) -> ValueFunction:
-    """Returns the critic of this run on this rank; call its `restore` next. For the arguments see `RemoteCritic`."""
+    """Returns the critic of this run on this rank; call its `restore` next. For the arguments see
+    `RemoteCritic`.
+    """
     if not config.algorithm.needs_critic:
         return ValueFunction(config, ranks)
     if config.critic.location == "trainer":

@@ -1,8 +1,10 @@
-"""Triton kernels between the matrix products of a linear head: one pass over a block of logits forwards, one backwards.
+"""Triton kernels between the matrix products of a linear head: one pass over a block of logits
+forwards, one backwards.
 
-With z the logits divided by the temperature, y the target, p the probabilities and H the entropy: log p(y) = z(y) - lse(z),
-d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). With a cap, z is cap · tanh(logit / cap) divided by the
-temperature, and the gradient is multiplied by 1 - tanh². See docs/adr/0027-head.md.
+With z the logits divided by the temperature, y the target, p the probabilities and H the entropy:
+log p(y) = z(y) - lse(z), d log p(y) / dz = onehot(y) - p, and dH / dz = -p · (log p + H). With a
+cap, z is cap · tanh(logit / cap) divided by the temperature, and the gradient is multiplied by 1 -
+tanh². See docs/adr/0027-head.md.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -25,7 +27,9 @@ def _tanh(x):  # type: ignore[no-untyped-def]  # triton is not typed for mypy he
 
 @triton.jit
 def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed for mypy here
-    """Caps logits, except those of excluded tokens and of padding, whose probability must stay 0."""
+    """Caps logits, except those of excluded tokens and of padding, whose probability must stay
+    0.
+    """
     return tl.where(logits > -1e29, cap * _tanh(logits / cap), logits)
 
 
@@ -33,10 +37,16 @@ def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed
 def _statistics(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, entropies, normalisers, vocabulary, scale, cap, BLOCK: tl.constexpr
 ):
-    """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none overflows or cancels."""
+    """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none
+    overflows or cancels.
+    """
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * vocabulary
-    largest, total, weighted = -1e30, 0.0, 0.0  # finite, like the padding of a row: 0 times it is not NaN
+    largest, total, weighted = (
+        -1e30,
+        0.0,
+        0.0,
+    )  # finite, like the padding of a row: 0 times it is not NaN
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logit = tl.load(line + columns, mask=columns < vocabulary, other=-1e30)
@@ -47,7 +57,9 @@ def _statistics(  # type: ignore[no-untyped-def]
         shift, factor = largest - highest, tl.exp(largest - highest)
         below = z - highest
         terms = tl.exp(below)
-        weighted = factor * (weighted + total * shift) + tl.sum(tl.where(terms > 0, terms * below, 0.0), 0)
+        weighted = factor * (weighted + total * shift) + tl.sum(
+            tl.where(terms > 0, terms * below, 0.0), 0
+        )
         total = factor * total + tl.sum(terms, 0)
         largest = highest
     normaliser = largest + tl.log(total)
@@ -61,7 +73,17 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, targets, normalisers, entropies, by_logprob, by_entropy, gradient, vocabulary, scale, cap, BLOCK: tl.constexpr
+    logits,
+    targets,
+    normalisers,
+    entropies,
+    by_logprob,
+    by_entropy,
+    gradient,
+    vocabulary,
+    scale,
+    cap,
+    BLOCK: tl.constexpr,
 ):
     """Writes one block of one row of the gradient."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,11 +104,25 @@ def _gradient(  # type: ignore[no-untyped-def]
     tl.store(gradient + row * vocabulary + columns, slope, mask=inside)
 
 
-def statistics(logits: "Tensor", targets: "Tensor", temperature: float, cap: float | None, result: "Tensor") -> None:
-    """Computes the log-probabilities of `targets`, entropies and normalisers of `logits` [N, V] into `result` [3, N]."""
+def statistics(
+    logits: "Tensor", targets: "Tensor", temperature: float, cap: float | None, result: "Tensor"
+) -> None:
+    """Computes the log-probabilities of `targets`, entropies and normalisers of `logits` [N, V]
+    into `result` [3, N].
+    """
     count, vocabulary = logits.shape
     if count:
-        _launch(_statistics, (count,), vocabulary, logits, targets, *result.unbind(), vocabulary, 1 / temperature, cap)
+        _launch(
+            _statistics,
+            (count,),
+            vocabulary,
+            logits,
+            targets,
+            *result.unbind(),
+            vocabulary,
+            1 / temperature,
+            cap,
+        )
 
 
 def gradient(
@@ -100,12 +136,26 @@ def gradient(
     cap: float | None,
     result: "Tensor",
 ) -> None:
-    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies, into `result`."""
+    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies,
+    into `result`.
+    """
     count, vocabulary = logits.shape
     if count:
         given = (by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())
-        arguments = (logits, targets, normalisers, entropies, *given, result, vocabulary, 1 / temperature, cap)
-        _launch(_gradient, (count, triton.cdiv(vocabulary, _block(vocabulary))), vocabulary, *arguments)
+        arguments = (
+            logits,
+            targets,
+            normalisers,
+            entropies,
+            *given,
+            result,
+            vocabulary,
+            1 / temperature,
+            cap,
+        )
+        _launch(
+            _gradient, (count, triton.cdiv(vocabulary, _block(vocabulary))), vocabulary, *arguments
+        )
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], vocabulary: int, *arguments: object) -> None:

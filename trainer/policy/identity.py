@@ -1,7 +1,7 @@
 """The settings that a run must share with the checkpoint it resumes from; all others may change.
 
-The state in a checkpoint depends on these settings, or would silently override them. Models are compared by their
-content, so that a directory may move.
+The state in a checkpoint depends on these settings, or would silently override them. Models are
+compared by their content, so that a directory may move.
 """
 
 import hashlib
@@ -28,7 +28,15 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
 _PROMPTS = (
-    *("hub_config", "train_split", "num_samples", "prompt_field", "answer_field", "messages_field", "map"),
+    *(
+        "hub_config",
+        "train_split",
+        "num_samples",
+        "prompt_field",
+        "answer_field",
+        "messages_field",
+        "map",
+    ),
     *("levels", "subjects", "curriculum"),
 )
 """Settings that determine the prompts and their order, in which a run has a position."""
@@ -36,7 +44,9 @@ _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — �
 
 
 def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
-    """Returns the settings that all attempts of this run must share. Raises ConfigError for an unreadable model."""
+    """Returns the settings that all attempts of this run must share. Raises ConfigError for an
+    unreadable model.
+    """
     algorithm, model = config.algorithm, config.model
     plain: dict[str, object] = {
         "seed": config.seed,
@@ -57,7 +67,10 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
     plain[_LEARNS_FROM] = learns_from
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
-    facts["algorithm.advantage"] = [algorithm.advantage, "critic" if algorithm.needs_critic else "no critic"]
+    facts["algorithm.advantage"] = [
+        algorithm.advantage,
+        "critic" if algorithm.needs_critic else "no critic",
+    ]
     facts["teacher.url"] = [config.teacher.url, "a teacher" if config.teacher.url else "no teacher"]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
     facts[_TOKENIZER] = [model.name, _tokenizer(model)]
@@ -77,15 +90,23 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
 
 def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     if name == _LEARNS_FROM:
-        maker, directory = "rlhf-sft" if was == "answers" else "the trainer", str(checkpoint.parent.parent)
+        maker, directory = (
+            "rlhf-sft" if was == "answers" else "the trainer",
+            str(checkpoint.parent.parent),
+        )
         message = f"the checkpoint {checkpoint} was made by {maker}"
-        return ConfigError(message, field="trainer.run_dir", value=directory, remedy="name another run directory")
+        return ConfigError(
+            message, field="trainer.run_dir", value=directory, remedy="name another run directory"
+        )
     message = f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, this run has {is_now or 'none'}"
     remedy, field = f"set it to {was or 'nothing'} again", name
     if name == _TOKENIZER:
         name, field = f"the {name} with its chat template", "model.name"
     if was == is_now:
-        message, remedy = f"the content of {name} ({was}) has changed since {checkpoint}", "restore it"
+        message, remedy = (
+            f"the content of {name} ({was}) has changed since {checkpoint}",
+            "restore it",
+        )
     remedy += ", or start over: another run directory, or trainer.resume false"
     return ConfigError(message, field=field, value=is_now, remedy=remedy)
 
@@ -102,7 +123,9 @@ def _model(name: str) -> list[str]:
         content = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise cannot_load("model", name, error) from None
-    digest.update(json.dumps({key: content[key] for key in sorted(content) if key not in _VOLATILE}).encode())
+    digest.update(
+        json.dumps({key: content[key] for key in sorted(content) if key not in _VOLATILE}).encode()
+    )
     if shown == name:
         for file in sorted(directory.glob("*.safetensors")):
             for part in _samples(file):
@@ -119,7 +142,9 @@ def _data(source: str) -> str:
 
 
 def _samples(file: Path) -> Iterator[bytes]:
-    """Yields the header of a safetensors file and samples of its tensors: reading a large model would take minutes."""
+    """Yields the header of a safetensors file and samples of its tensors: reading a large model
+    would take minutes.
+    """
     size = file.stat().st_size
     yield f"{file.name} {size}".encode()
     with file.open("rb") as stream:
@@ -132,7 +157,9 @@ def _samples(file: Path) -> Iterator[bytes]:
 
 
 def _tokenizer(config: ModelSection) -> str:
-    """Identifies a tokenizer by its vocabulary, its chat template and the tokens of a probe text."""
+    """Identifies a tokenizer by its vocabulary, its chat template and the tokens of a probe
+    text.
+    """
     tokenizer: Any = load_tokenizer(config)
     facts = [
         sorted(tokenizer.get_vocab().items()),

@@ -1,4 +1,6 @@
-"""Log-probabilities and entropies of given tokens, computed without all logits in memory at once."""
+"""Log-probabilities and entropies of given tokens, computed without all logits in memory at
+once.
+"""
 
 from types import ModuleType
 from typing import Any
@@ -17,7 +19,8 @@ _PLAIN = FinalLogits()
 _CHUNK_BYTES = 1 << 30
 """Maximum size of the float32 logits in memory."""
 _CPU_CHUNK = 512
-"""Maximum tokens per chunk on a CPU, so that the logits of a small vocabulary fit into its caches."""
+"""Maximum tokens per chunk on a CPU, so that the logits of a small vocabulary fit into its
+caches."""
 _KEPT_BYTES, _GPU_KEPT_BYTES = 64 << 20, 5 << 30
 """Up to these sizes, probabilities are kept for the backward pass; larger ones are recomputed."""
 
@@ -32,11 +35,13 @@ def token_scores(
     support: Support | None = None,
     final: FinalLogits = _PLAIN,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities [C] of `targets` [C] under softmax(logits / temperature), and entropies [C], in nats.
+    """Returns log-probabilities [C] of `targets` [C] under softmax(logits / temperature), and
+    entropies [C], in nats.
 
-    The logits are what `final` makes of head(hidden). With `support` the distribution is over the tokens that each
-    target was sampled from. Logits are `float32`, or rounded to the precision of the hidden states; everything after
-    that is float32. A plain linear head has a hand-written gradient; other heads use autograd.
+    The logits are what `final` makes of head(hidden). With `support` the distribution is over the
+    tokens that each target was sampled from. Logits are `float32`, or rounded to the precision of
+    the hidden states; everything after that is float32. A plain linear head has a hand-written
+    gradient; other heads use autograd.
     """
     # Logits are scale · c · tanh(z / c) with c = cap / scale: the scale is part of the temperature.
     temperature = temperature / final.scale
@@ -48,10 +53,22 @@ def token_scores(
         options = (temperature, cap, entropy_gradient, float32, support, torch.is_grad_enabled())
         logprobs, entropy = _LinearScores.apply(hidden, weight, head.bias, targets, *options)
         return logprobs, entropy
-    rows = _chunk(hidden, max(parameter.shape[0] for parameter in head.parameters() if parameter.ndim > 1))
+    rows = _chunk(
+        hidden, max(parameter.shape[0] for parameter in head.parameters() if parameter.ndim > 1)
+    )
     parts = []
     for i in range(0, max(1, len(hidden)), rows):
-        chunk = (head, hidden[i : i + rows], targets[i : i + rows], temperature, cap, entropy_gradient, float32, support, i)
+        chunk = (
+            head,
+            hidden[i : i + rows],
+            targets[i : i + rows],
+            temperature,
+            cap,
+            entropy_gradient,
+            float32,
+            support,
+            i,
+        )
         again = len(hidden) > rows and torch.is_grad_enabled()
         parts.append(checkpoint(_called, *chunk, use_reentrant=False) if again else _called(*chunk))
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
@@ -91,7 +108,9 @@ def _called(
 
 
 def _kernels(device_type: str) -> ModuleType | None:
-    """Returns the Triton kernels of a head for this kind of device; None where torch's own operators are used."""
+    """Returns the Triton kernels of a head for this kind of device; None where torch's own
+    operators are used.
+    """
     if not has_triton(device_type):
         return None
     from trainer.policy import fused_head
@@ -102,9 +121,10 @@ def _kernels(device_type: str) -> ModuleType | None:
 class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is not typed for mypy here
     """Scores under a linear head.
 
-    With p the probabilities, y the target and H the entropy: d logprob / d logits = onehot(y) − p, and
-    d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large. The gradient factor of a
-    token is multiplied into its hidden state, which saves a pass over the matrix of logits.
+    With p the probabilities, y the target and H the entropy: d logprob / d logits = onehot(y) − p,
+    and d H / d logits = −p · (log p + H). Only p − onehot(y) is kept, or nothing if that is large.
+    The gradient factor of a token is multiplied into its hidden state, which saves a pass over the
+    matrix of logits.
     """
 
     @staticmethod
@@ -127,7 +147,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             limit = _GPU_KEPT_BYTES if kernels else _KEPT_BYTES
             small = hidden.element_size() * len(hidden) * len(weight) <= limit
             kept = hidden.new_empty(len(hidden), len(weight)) if small else None
-        found = hidden.new_empty(3, len(hidden), dtype=torch.float32)  # log-probabilities, entropies, normalisers
+        found = hidden.new_empty(
+            3, len(hidden), dtype=torch.float32
+        )  # log-probabilities, entropies, normalisers
         for i in range(0, len(hidden), rows):
             chunk = slice(i, i + rows)
             target, slope = targets[chunk], None if kept is None else kept[chunk]
@@ -138,7 +160,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
             if kernels:
                 kernels.statistics(logits, target, temperature, cap, found[:, chunk])
                 if slope is not None:
-                    minus = torch.full_like(found[0, chunk], -temperature)  # leaves the factor to the backward pass
+                    minus = torch.full_like(
+                        found[0, chunk], -temperature
+                    )  # leaves the factor to the backward pass
                     kernels.gradient(
                         logits,
                         target,
@@ -161,9 +185,17 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 if steepness is not None:
                     p.mul_(steepness)
         logprob, entropy, normaliser = (row.clone() for row in found)
-        ctx.temperature, ctx.float32, ctx.kernels, ctx.support = temperature, float32, kernels, support
+        ctx.temperature, ctx.float32, ctx.kernels, ctx.support = (
+            temperature,
+            float32,
+            kernels,
+            support,
+        )
         ctx.cap = cap
-        ctx.rows, ctx.entropy_gradient = rows if kept is None else max(1, len(hidden)), entropy_gradient
+        ctx.rows, ctx.entropy_gradient = (
+            rows if kept is None else max(1, len(hidden)),
+            entropy_gradient,
+        )
         ctx.save_for_backward(hidden, weight, bias, targets, kept, normaliser, entropy)
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -176,7 +208,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
         cast = weight.to(hidden.dtype)
         hidden_gradient = torch.empty_like(hidden) if to_hidden else None
         weight_gradient: Tensor | None = None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and to_bias else None
+        bias_gradient = (
+            torch.zeros_like(bias, dtype=torch.float32) if bias is not None and to_bias else None
+        )
         for i in range(0, len(hidden), ctx.rows):
             chunk = slice(i, i + ctx.rows)
             target, factor = targets[chunk], (-by_logprob[chunk] / ctx.temperature)[:, None]
@@ -206,7 +240,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                     logs = _log_probabilities(logits, ctx.temperature)
                     p = logs.exp()
                     if given is not None:  # no common factor for both gradients: compute their sum
-                        logs.add_(entropy[chunk, None]).mul_(p).mul_(-given[:, None] / ctx.temperature)
+                        logs.add_(entropy[chunk, None]).mul_(p).mul_(
+                            -given[:, None] / ctx.temperature
+                        )
                         exact = logs.addcmul_(_less_target(p, target), factor)
                         factor = torch.ones_like(factor)
                     else:
@@ -216,7 +252,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
                 torch.mul(slope @ cast, factor, out=hidden_gradient[chunk])
             if to_weight:
                 product = float32_product(slope.t(), (hidden[chunk] * factor).to(hidden.dtype))
-                weight_gradient = product if weight_gradient is None else weight_gradient.add_(product)
+                weight_gradient = (
+                    product if weight_gradient is None else weight_gradient.add_(product)
+                )
                 del product
             if bias_gradient is not None:
                 bias_gradient += float32_product(slope.t(), factor.to(hidden.dtype))[:, 0]
@@ -232,7 +270,9 @@ class _LinearScores(torch.autograd.Function):  # type: ignore[misc]  # torch is 
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) -> Tensor:
-    """Returns logits [tokens, vocabulary] in float32; unless `float32`, rounded to the precision of `hidden`."""
+    """Returns logits [tokens, vocabulary] in float32; unless `float32`, rounded to the precision of
+    `hidden`.
+    """
     if float32:
         return float32_logits(hidden, weight, bias)
     cast = None if bias is None else bias.to(hidden.dtype)
@@ -241,7 +281,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, float32: bool) 
 
 
 def _cap(logits: Tensor, cap: float | None, with_steepness: bool) -> Tensor | None:
-    """Replaces z by cap · tanh(z / cap) in `logits` [tokens, vocabulary]; returns the derivative if it is asked for.
+    """Replaces z by cap · tanh(z / cap) in `logits` [tokens, vocabulary]; returns the derivative if
+    it is asked for.
 
     Without a cap it does nothing.
     """

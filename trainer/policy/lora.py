@@ -1,8 +1,10 @@
-"""LoRA: the policy is the frozen model with a low-rank adapter (Hu et al. 2021, arXiv:2106.09685), in PEFT's format.
+"""LoRA: the policy is the frozen model with a low-rank adapter (Hu et al. 2021, arXiv:2106.09685),
+in PEFT's format.
 
-PEFT inserts the adapter's matrices into the Hugging Face model in place. For a matrix with an adapter, the model's
-state then holds `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A) and `NAME.lora_B.default.weight` (B);
-the layer computes (W + alpha / rank × B A) x. Published and saved tensors are made from that state one at a time.
+PEFT inserts the adapter's matrices into the Hugging Face model in place. For a matrix with an
+adapter, the model's state then holds `NAME.base_layer.weight` (W), `NAME.lora_A.default.weight` (A)
+and `NAME.lora_B.default.weight` (B); the layer computes (W + alpha / rank × B A) x. Published and
+saved tensors are made from that state one at a time.
 """
 
 import copy
@@ -26,7 +28,14 @@ from learning.loading import AddedModules, MemoryReader, fill, not_in_files
 from learning.ranks import Ranks
 from learning.saving import Contents
 from learning.sharding import named_tensors
-from trainer.policy.scorer import ADAPTER_CONFIG, Scorer, TokenScores, computes_in_bfloat16, is_adapter, load_scorer
+from trainer.policy.scorer import (
+    ADAPTER_CONFIG,
+    Scorer,
+    TokenScores,
+    computes_in_bfloat16,
+    is_adapter,
+    load_scorer,
+)
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -35,14 +44,20 @@ _A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer
 
 
 class NewAdapter(AddedModules):
-    """A new adapter with no effect yet: A is random by `seed`, B is 0. It is float32, the frozen model `frozen`."""
+    """A new adapter with no effect yet: A is random by `seed`, B is 0. It is float32, the frozen
+    model `frozen`.
+    """
 
     def __init__(self, config: Config, frozen: torch.dtype) -> None:
         self._config, self._frozen = config, frozen
 
     def change(self, model: Any) -> None:
-        """Inserts PEFT's layers. Raises ConfigError for `lora.target_modules` that the model lacks."""
-        for parameter in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
+        """Inserts PEFT's layers. Raises ConfigError for `lora.target_modules` that the model
+        lacks.
+        """
+        for (
+            parameter
+        ) in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
             parameter.data = parameter.data.to(self._frozen)
         model.add_adapter(_peft_config(self._config, model))
         for parameter in model.parameters():
@@ -54,31 +69,47 @@ class NewAdapter(AddedModules):
         return name.replace(_BASE, ".")
 
     def first(self, name: str, shape: Sequence[int]) -> Tensor | None:
-        """Returns PEFT's initial A or B. It depends only on name and seed, so that every rank gets the same."""
+        """Returns PEFT's initial A or B. It depends only on name and seed, so that every rank gets
+        the same.
+        """
         if name.endswith(_B):
             return torch.zeros(tuple(shape))
         if not name.endswith(_A):
             return None
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._config.seed} {name}".encode()))
-        return torch.empty(tuple(shape)).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(f"{self._config.seed} {name}".encode())
+        )
+        return torch.empty(tuple(shape)).uniform_(
+            -(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator
+        )
 
 
 def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
-    """Loads `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is set.
+    """Loads `config.model.name` or the checkpoint `directory`, with an adapter when `lora.rank` is
+    set.
 
-    With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A collective; only rank 0
-    needs to see the checkpoint. Raises ConfigError when a model cannot be loaded or the checkpoint does not fit the
-    run.
+    With an adapter the model itself is frozen, in bfloat16 if it computes in that precision. A
+    collective; only rank 0 needs to see the checkpoint. Raises ConfigError when a model cannot be
+    loaded or the checkpoint does not fit the run.
     """
     saved = b""
     if directory is not None:
         saved = ranks.broadcast(
-            (directory / ADAPTER_CONFIG).read_bytes() if ranks.is_rank_zero and is_adapter(directory) else b""
+            (directory / ADAPTER_CONFIG).read_bytes()
+            if ranks.is_rank_zero and is_adapter(directory)
+            else b""
         )
         if bool(saved) != (config.lora.rank > 0):
-            raise _other_run(directory, f"the checkpoint is {'an adapter' if saved else 'a whole model'}", "lora.rank", config)
+            raise _other_run(
+                directory,
+                f"the checkpoint is {'an adapter' if saved else 'a whole model'}",
+                "lora.rank",
+                config,
+            )
     if config.lora.rank == 0:
-        scorer = load_scorer(config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound)
+        scorer = load_scorer(
+            config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound
+        )
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
@@ -93,7 +124,8 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
 
 
 def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, ranks: Ranks) -> None:
-    """Raises ConfigError, on every rank, when the engines could not load what this run will publish.
+    """Raises ConfigError, on every rank, when the engines could not load what this run will
+    publish.
 
     Engines load the files of `model.name`, and skip tensors whose names are not in these files.
     """
@@ -115,7 +147,9 @@ def _peft_config(config: Config, model: Any) -> Any:
     from peft import LoraConfig
 
     lora, local, decoder = config.lora, Path(config.model.name), model.get_decoder()
-    linear = {name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)}
+    linear = {
+        name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)
+    }
     inside = next(name for name, module in model.named_modules() if module is decoder)
     if strangers := sorted(set(lora.target_modules) - linear):
         raise ConfigError(
@@ -129,9 +163,12 @@ def _peft_config(config: Config, model: Any) -> Any:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.target_modules or linear),
-        # A vision tower's layers have the same numbers: SGLang would mistake them for the decoder's.
+        # A vision tower's layers have the same numbers: SGLang would mistake them for the
+        # decoder's.
         exclude_modules=rf"(?!{re.escape(inside)}\.).*" if "." in inside else None,
-        base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,  # from any working directory
+        base_model_name_or_path=str(local.resolve())
+        if local.is_dir()
+        else config.model.name,  # from any working directory
         task_type="CAUSAL_LM",
     )
 
@@ -145,17 +182,23 @@ def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: C
         settings["target_modules"] = "lora.target_modules"
         differing.append("target_modules")
     for name in differing:
-        raise _other_run(directory, f"the checkpoint's {name} is {saved[name]}", settings[name], config)
+        raise _other_run(
+            directory, f"the checkpoint's {name} is {saved[name]}", settings[name], config
+        )
 
 
 def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
-    """Loads the adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it cannot be read."""
+    """Loads the adapter's weights from a checkpoint, which rank 0 reads. Raises ConfigError when it
+    cannot be read.
+    """
     targets = dict(adapter_tensors(named_tensors(model).items()))
     problem, reader = b"", None
     if ranks.is_rank_zero:
         try:
             tensors = load_file(directory / ADAPTER_WEIGHTS)
-            if {name: tensor.shape for name, tensor in tensors.items()} != {name: t.shape for name, t in targets.items()}:
+            if {name: tensor.shape for name, tensor in tensors.items()} != {
+                name: t.shape for name, t in targets.items()
+            }:
                 raise ValueError("its tensors do not match this run's adapter")
             reader = MemoryReader(tensors)
         except (OSError, ValueError, SafetensorError) as error:
@@ -187,8 +230,11 @@ def adapter_tensors(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             yield _PREFIX + name.removesuffix(".default.weight") + ".weight", tensor
 
 
-def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Yields the model's state with the adapter merged: W + scale × B A, with Hugging Face names, in W's precision.
+def merged_tensors(
+    named: Iterable[tuple[str, Tensor]], scale: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the model's state with the adapter merged: W + scale × B A, with Hugging Face names,
+    in W's precision.
 
     In the state W comes before its A, and A before its B, so at most one W is held at a time.
     """
@@ -202,7 +248,10 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
         elif name.endswith(_B):
             assert base is not None, f"no matrix before {name}"
             assert low is not None, f"no lora_A before {name}"
-            yield base[0], (base[1].float() + scale * (tensor.float() @ low.float())).to(base[1].dtype)
+            yield (
+                base[0],
+                (base[1].float() + scale * (tensor.float() @ low.float())).to(base[1].dtype),
+            )
             base = low = None
         else:
             yield name.replace(_BASE, "."), tensor
@@ -210,14 +259,22 @@ def merged_tensors(named: Iterable[tuple[str, Tensor]], scale: float) -> Iterato
 
 
 def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the state of a model without its adapter, with the names that `merged_tensors` yields."""
-    return {name.replace(_BASE, "."): tensor for name, tensor in tensors.items() if not name.endswith((_A, _B))}
+    """Returns the state of a model without its adapter, with the names that `merged_tensors`
+    yields.
+    """
+    return {
+        name.replace(_BASE, "."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith((_A, _B))
+    }
 
 
 def adapter_contents(policy: Any) -> Contents:
     """Returns the contents of a directory in PEFT's format."""
     tensors = dict(adapter_tensors(named_tensors(policy).items()))
-    return Contents(tensors, dict.fromkeys(tensors, ADAPTER_WEIGHTS), {ADAPTER_CONFIG: adapter_config(policy)})
+    return Contents(
+        tensors, dict.fromkeys(tensors, ADAPTER_WEIGHTS), {ADAPTER_CONFIG: adapter_config(policy)}
+    )
 
 
 def adapter_config(policy: Any) -> str:
@@ -230,7 +287,9 @@ def adapter_config(policy: Any) -> str:
 
 
 class BaseScorer(Scorer):
-    """The frozen model as reference: scores with the adapter of `policy` switched off, without a second copy."""
+    """The frozen model as reference: scores with the adapter of `policy` switched off, without a
+    second copy.
+    """
 
     def __init__(self, policy: Scorer) -> None:
         nn.Module.__init__(self)
@@ -240,7 +299,9 @@ class BaseScorer(Scorer):
     def forward(self, *arguments: Any, **options: Any) -> TokenScores:
         """See `Scorer`."""
         with _without_adapter(self.model):
-            scores: TokenScores = self._policy[0](*arguments, **options)  # not `.forward`: a sharded model has hooks
+            scores: TokenScores = self._policy[0](
+                *arguments, **options
+            )  # not `.forward`: a sharded model has hooks
         return scores
 
 
@@ -248,7 +309,8 @@ class BaseScorer(Scorer):
 def _without_adapter(model: nn.Module) -> Iterator[None]:
     """Switches the adapter off inside the block.
 
-    PEFT's own switch also freezes the adapter's parameters, and FSDP2 records in its first pass which are trained.
+    PEFT's own switch also freezes the adapter's parameters, and FSDP2 records in its first pass
+    which are trained.
     """
     layers = [module for module in model.modules() if hasattr(module, "lora_A")]
     for layer in layers:

@@ -32,7 +32,13 @@ from trainer.algorithms.losses import (
 from trainer.policy import checkpoint
 from trainer.policy.checkpoint import RunState
 from trainer.policy.identity import LearnsFrom, check_same, identity
-from trainer.policy.lora import adapter_contents, adapter_tensors, base_tensors, load_policy, merged_tensors
+from trainer.policy.lora import (
+    adapter_contents,
+    adapter_tensors,
+    base_tensors,
+    load_policy,
+    merged_tensors,
+)
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_in_bfloat16
 from trainer.policy.update_metrics import Sums, UpdateMetrics
@@ -40,9 +46,11 @@ from trainer.weights.turns import Resident
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
-    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to zero after `total_steps`.
+    """Returns the learning rate after `step` steps: linear warm-up, then `lr_schedule`, to zero
+    after `total_steps`.
 
-    The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which wastes its batch.
+    The first of W warm-up steps has 1/W of the rate; with transformers' schedules it has 0, which
+    wastes its batch.
     """
     warmup = settings.warmup_steps
     if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
@@ -64,9 +72,9 @@ class PolicyUpdate:
 class Policy:
     """The model that is trained, its optimiser and the step count.
 
-    `step`, the number of batches trained on, is also the weight version. The model is loaded from the checkpoint
-    `directory`, or from `config.model.name` when it is None. Only rank 0's argument counts, and only rank 0 needs to
-    see the directory.
+    `step`, the number of batches trained on, is also the weight version. The model is loaded from
+    the checkpoint `directory`, or from `config.model.name` when it is None. Only rank 0's argument
+    counts, and only rank 0 needs to see the directory.
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
@@ -87,15 +95,19 @@ class Policy:
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
-        self.optimizer = Optimizer(self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm)
+        self.optimizer = Optimizer(
+            self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm
+        )
 
     @classmethod
     def resume(
         cls, config: Config, ranks: Ranks, run_dir: Path, learns_from: LearnsFrom = "rewards"
     ) -> "tuple[Policy, RunState | None, Path | None]":
-        """Returns the policy, from the newest checkpoint in `run_dir` if there is one, and its state and path.
+        """Returns the policy, from the newest checkpoint in `run_dir` if there is one, and its
+        state and path.
 
-        Only rank 0 needs to see the checkpoint. Raises ConfigError when it is damaged or belongs to another run.
+        Only rank 0 needs to see the checkpoint. Raises ConfigError when it is damaged or belongs to
+        another run.
         """
         checkpoints = run_dir / "checkpoints"
         if ranks.is_rank_zero and not config.trainer.resume:
@@ -103,10 +115,14 @@ class Policy:
         path = ranks.broadcast_path(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
             return cls(config, ranks), None, None
-        state = checkpoint.load_state(ranks.broadcast(checkpoint.read_state(path) if ranks.is_rank_zero else b""), path)
+        state = checkpoint.load_state(
+            ranks.broadcast(checkpoint.read_state(path) if ranks.is_rank_zero else b""), path
+        )
         if ranks.is_rank_zero:  # others may lack the files of the data set
             check_same(state.identity, identity(config, learns_from), path)
-        if changed := ranks.broadcast(checkpoint.changed_file(path).encode() if ranks.is_rank_zero else b"").decode():
+        if changed := ranks.broadcast(
+            checkpoint.changed_file(path).encode() if ranks.is_rank_zero else b""
+        ).decode():
             raise checkpoint.has_changed(changed, path)
         policy = cls(config, ranks, path)
         try:
@@ -121,15 +137,21 @@ class Policy:
         return policy, state, path
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Returns the policy's part of a checkpoint, by folder. A collective; see `Snapshot.take`."""
-        contents = adapter_contents(self.model) if self.config.lora.rank else Contents.of(self.model)
+        """Returns the policy's part of a checkpoint, by folder. A collective; see
+        `Snapshot.take`.
+        """
+        contents = (
+            adapter_contents(self.model) if self.config.lora.rank else Contents.of(self.model)
+        )
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights to publish, in the layout of the model's files and the engines' precision. A collective.
+        """Yields the weights to publish, in the layout of the model's files and the engines'
+        precision. A collective.
 
-        With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter merged. Of tied tensors
-        only the first is yielded, as in hub files. A tensor is valid until the next update.
+        With LoRA these are the adapter's, with PEFT's names, or the model's with the adapter
+        merged. Of tied tensors only the first is yielded, as in hub files. A tensor is valid until
+        the next update.
         """
         low, lora = computes_in_bfloat16(self.config.model, self.ranks), self.config.lora
         tensors = named_tensors(self.model)
@@ -139,13 +161,25 @@ class Policy:
             return tensor.detach().to(self.ranks.device, kind)
 
         if lora.publishes_adapter:
-            yield from ((name, full(sent(tensor))) for name, tensor in adapter_tensors(tensors.items()))
+            yield from (
+                (name, full(sent(tensor))) for name, tensor in adapter_tensors(tensors.items())
+            )
         elif lora.rank:
-            whole = ((name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items())
-            merged = ((name, sent(tensor)) for name, tensor in merged_tensors(whole, lora.alpha / lora.rank))
+            whole = (
+                (name, full(tensor.detach().to(self.ranks.device)))
+                for name, tensor in tensors.items()
+            )
+            merged = (
+                (name, sent(tensor))
+                for name, tensor in merged_tensors(whole, lora.alpha / lora.rank)
+            )
             yield from to_hub(self.model, merged, base_tensors(tensors))
         else:
-            yield from to_hub(self.model, ((name, full(sent(tensor))) for name, tensor in tensors.items()), tensors)
+            yield from to_hub(
+                self.model,
+                ((name, full(sent(tensor))) for name, tensor in tensors.items()),
+                tensors,
+            )
 
     def resident(self) -> Resident:
         """Returns the models and optimizers on the GPU during an update."""
@@ -157,7 +191,9 @@ class Policy:
         return self.config.seed * 1_000_003 + self.step
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
-        """Returns log-probabilities [L] for each row under the current policy; None when the algorithm needs none."""
+        """Returns log-probabilities [L] for each row under the current policy; None when the
+        algorithm needs none.
+        """
         algorithm = self.config.algorithm
         decoupled = self._own_old and algorithm.updates_per_batch > 1
         in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
@@ -170,10 +206,11 @@ class Policy:
         return found
 
     def update(self, batch: Batch) -> PolicyUpdate:
-        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates; micro-batches do not matter.
+        """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates;
+        micro-batches do not matter.
 
-        An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients after more than
-        `MAX_SKIPPED_UPDATES` of them in a row.
+        An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients
+        after more than `MAX_SKIPPED_UPDATES` of them in a row.
         """
         algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
         counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
@@ -182,11 +219,16 @@ class Policy:
         logprobs: list[Float32 | None] | None = None
         stopped = False
         for epoch in range(algorithm.update_epochs):
-            for part in mini_batches(len(counting), algorithm.mini_batches, self.seed * 1_000 + epoch):
+            for part in mini_batches(
+                len(counting), algorithm.mini_batches, self.seed * 1_000 + epoch
+            ):
                 mini, scored = self._accumulate(batch, counting[part], first=not norms)
                 logprobs = logprobs or scored
                 sums.values += mini.values
-                if stopped := algorithm.early_stop_kl is not None and mini.mean("kl_old") > algorithm.early_stop_kl:
+                if (
+                    stopped := algorithm.early_stop_kl is not None
+                    and mini.mean("kl_old") > algorithm.early_stop_kl
+                ):
                     break
                 norms.append(self.optimizer.step(rate))
             if stopped:
@@ -194,7 +236,9 @@ class Policy:
         skipped = sum(not math.isfinite(norm) for norm in norms)
         metrics = sums.metrics(norms, rate, self.kl_coef, skipped, stopped)
         self._advance(metrics, len(batch.rows))
-        broken: dict[str, Any] = {name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)}
+        broken: dict[str, Any] = {
+            name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
+        }
         return PolicyUpdate(replace(metrics, **broken) if skipped else metrics, logprobs)
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
@@ -207,31 +251,59 @@ class Policy:
         """Counts the step and adapts the KL coefficient."""
         self.step += 1
         algorithm = self.config.algorithm
-        if algorithm.kl_target is not None and metrics.trained_tokens and math.isfinite(metrics.kl_reference):
-            self.kl_coef = adapted_kl_coef(self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions)
+        if (
+            algorithm.kl_target is not None
+            and metrics.trained_tokens
+            and math.isfinite(metrics.kl_reference)
+        ):
+            self.kl_coef = adapted_kl_coef(
+                self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions
+            )
 
-    def _accumulate(self, batch: Batch, counting: Indices, first: bool) -> tuple[Sums, list[Float32 | None] | None]:
+    def _accumulate(
+        self, batch: Batch, counting: Indices, first: bool
+    ) -> tuple[Sums, list[Float32 | None] | None]:
         """Computes the gradient of the loss over the rows `counting` of all ranks.
 
-        Returns the sums over their tokens and, for the log, the log-probabilities before the `first` update. A row whose
-        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it skips the forward pass, but
-        counts in the normalisers, so the result is the same.
+        Returns the sums over their tokens and, for the log, the log-probabilities before the
+        `first` update. A row whose
+        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it skips the
+        forward pass, but counts in the normalisers, so the result is the same.
         """
-        algorithm, settings, sums = self.config.algorithm, self.config.trainer, Sums(self.ranks.device)
+        algorithm, settings, sums = (
+            self.config.algorithm,
+            self.config.trainer,
+            Sums(self.ranks.device),
+        )
         self.optimizer.zero_grad()
         total_tokens = sum(len(batch.rows[i].targets) for i in counting.tolist())
         every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
         assert batch.advantages is not None
-        trained = np.array([i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64)
+        trained = np.array(
+            [i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64
+        )
         layout = self.scorer.layout
-        sizes, tokens, rows = batch.sizes(layout.shared), settings.micro_batch_tokens, settings.micro_batch_size
+        sizes, tokens, rows = (
+            batch.sizes(layout.shared),
+            settings.micro_batch_tokens,
+            settings.micro_batch_size,
+        )
         scored: list[tuple[Indices, Tensor]] = []
         for indices, counts in passes(self.scorer, self.ranks, sizes, trained, tokens, rows):
             micro = MicroBatch.of(batch, indices, layout, self.ranks.device)
             if counts:
-                scored.append((indices, self._backward(micro, total_tokens, len(counting), sums, first)))
+                scored.append(
+                    (indices, self._backward(micro, total_tokens, len(counting), sums, first))
+                )
             else:
-                scores = score_tokens(self.scorer, micro.tokens, micro.targets, self.config, self.ranks, support=micro.support)
+                scores = score_tokens(
+                    self.scorer,
+                    micro.tokens,
+                    micro.targets,
+                    self.config,
+                    self.ranks,
+                    support=micro.support,
+                )
                 (scores.logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
         self.ranks.sum(sums.values)
@@ -240,24 +312,40 @@ class Policy:
         known, found = set(trained.tolist()), by_row(scored, batch.lengths, self.ranks)
         return sums, [logprobs if i in known else None for i, logprobs in enumerate(found)]
 
-    def _backward(self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool) -> Tensor:
-        """Adds a micro-batch to the gradient and to `sums`; returns [C] the log-probabilities of its tokens."""
+    def _backward(
+        self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool
+    ) -> Tensor:
+        """Adds a micro-batch to the gradient and to `sums`; returns [C] the log-probabilities of
+        its tokens.
+        """
         algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
         bonus = algorithm.entropy_coef > 0
         options = (self.config, self.ranks, bonus, micro.support)
         scores = score_tokens(self.scorer, micro.tokens, micro.targets, *options)
         sampled, advantages = micro.rollout_logprobs, micro.advantages
         scale = micro.weights * token_coefficients(
-            algorithm.aggregation, micro.lengths, total_tokens, total_rows, self.config.sampling.max_new_tokens
+            algorithm.aggregation,
+            micro.lengths,
+            total_tokens,
+            total_rows,
+            self.config.sampling.max_new_tokens,
         )
         old = sampled
-        if self._own_old:  # a second bfloat16 pass would not give the first update a ratio of exactly 1
-            old = scores.logprobs.detach() if first or micro.old_logprobs is None else micro.old_logprobs
+        if (
+            self._own_old
+        ):  # a second bfloat16 pass would not give the first update a ratio of exactly 1
+            old = (
+                scores.logprobs.detach()
+                if first or micro.old_logprobs is None
+                else micro.old_logprobs
+            )
         given = (algorithm, scores.logprobs, old, sampled, advantages, rows, count)
         policy = policy_loss(*given)
         per_token = policy.loss * policy_weights(*given)
         if micro.ref_logprobs is not None and algorithm.kl_in == "loss":
-            per_token = per_token + self.kl_coef * kl_divergence(scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator)
+            per_token = per_token + self.kl_coef * kl_divergence(
+                scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator
+            )
         per_token = per_token - algorithm.entropy_coef * scores.entropy
         loss = (per_token * scale).sum()
         loss.backward()

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class Reference:
     """The reference model; without a KL term there is none, and every method does nothing.
 
-    A refreshed reference is loaded from the checkpoint `directory` that the run resumes from (only rank 0's argument
-    counts). Otherwise it is the model that the run began with, or with LoRA the base model of `policy`.
+    A refreshed reference is loaded from the checkpoint `directory` that the run resumes from (only
+    rank 0's argument counts). Otherwise it is the model that the run began with, or with LoRA the
+    base model of `policy`.
     """
 
     def __init__(self, policy: "Policy", directory: Path | None = None) -> None:
@@ -44,7 +45,9 @@ class Reference:
         directory = self._ranks.broadcast_path(saved if saved and saved.exists() else None)
         named = model.model_copy(update={"name": model.reference or model.name})
         max_tokens = self._config.rollout.context_bound
-        scorer: Scorer = load_scorer(named, self._ranks, settings, directory, trained=False, max_tokens=max_tokens).eval()
+        scorer: Scorer = load_scorer(
+            named, self._ranks, settings, directory, trained=False, max_tokens=max_tokens
+        ).eval()
         return scorer.to("cpu") if settings.offload_reference else scorer
 
     def logprobs(self, batch: Batch) -> list[Float32] | None:
@@ -72,14 +75,20 @@ class Reference:
                     local(old).copy_(local(new))
 
     def snapshots(self, alone: bool) -> dict[str, Snapshot]:
-        """Returns the reference's part of a checkpoint, by folder; empty unless it is refreshed. A collective."""
+        """Returns the reference's part of a checkpoint, by folder; empty unless it is refreshed. A
+        collective.
+        """
         if self.scorer is None or not self._config.algorithm.reference_refresh:
             return {}
-        return {"reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)}
+        return {
+            "reference": Snapshot.take(Contents.of(self.scorer.model), None, self._ranks, alone)
+        }
 
 
 def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> list[Float32]:
-    """Returns [L] for each row: the log-probabilities of its tokens, the same on every rank. A collective."""
+    """Returns [L] for each row: the log-probabilities of its tokens, the same on every rank. A
+    collective.
+    """
 
     def score(indices: Indices) -> Tensor:
         rows = [batch.rows[i] for i in indices.tolist()]
@@ -87,11 +96,15 @@ def score_batch(scorer: Scorer, batch: Batch, config: Config, ranks: Ranks) -> l
         targets = torch.from_numpy(np.concatenate([row.targets for row in rows]).astype(np.int64))
         support = Support.of([row.sampled for row in rows], [len(row.targets) for row in rows])
         on_device = (moved(tokens, ranks.device), moved(targets, ranks.device))
-        return score_tokens(scorer, *on_device, config, ranks, support=moved(support, ranks.device)).logprobs
+        return score_tokens(
+            scorer, *on_device, config, ranks, support=moved(support, ranks.device)
+        ).logprobs
 
     settings, sizes = config.trainer, batch.sizes(scorer.layout.shared)
     with torch.no_grad():
-        return score_shared(sizes, ranks, settings.micro_batch_tokens, score, settings.micro_batch_size)
+        return score_shared(
+            sizes, ranks, settings.micro_batch_tokens, score, settings.micro_batch_size
+        )
 
 
 def score_tokens(
@@ -103,9 +116,15 @@ def score_tokens(
     entropy_gradient: bool = False,
     support: Support | None = None,
 ) -> TokenScores:
-    """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute precision."""
-    low = computes_in_bfloat16(config.model, ranks) and not ranks.sharded  # FSDP2 does its own casting
+    """Scores a micro-batch's completion tokens at the sampling temperature, in the run's compute
+    precision.
+    """
+    low = (
+        computes_in_bfloat16(config.model, ranks) and not ranks.sharded
+    )  # FSDP2 does its own casting
     with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low):
         temperature = config.sampling.temperature
-        scores: TokenScores = scorer(tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support)
+        scores: TokenScores = scorer(
+            tokens, targets, temperature, entropy_gradient=entropy_gradient, support=support
+        )
         return scores

@@ -41,14 +41,20 @@ def is_adapter(path: str | Path) -> bool:
 
 def _base_of(name: str) -> str:
     """Returns the base model of the adapter `name`; `name` itself when it is a model."""
-    return str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]) if is_adapter(name) else name
+    return (
+        str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+        if is_adapter(name)
+        else name
+    )
 
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
-    """Loads the causal language model `config.name` (or the directory `path`) in float32, merging an adapter.
+    """Loads the causal language model `config.name` (or the directory `path`) in float32, merging
+    an adapter.
 
-    Master weights are float32 because at usual learning rates AdamW's updates are below the spacing of bfloat16. Raises
-    ConfigError when the model cannot be loaded or its head cannot be separated from its body.
+    Master weights are float32 because at usual learning rates AdamW's updates are below the spacing
+    of bfloat16. Raises ConfigError when the model cannot be loaded or its head cannot be separated
+    from its body.
     """
     source = str(path or config.name)
     checkpoint.check_model(Path(source))
@@ -83,9 +89,10 @@ def load_scorer(
 ) -> "Scorer":
     """Loads a model for scoring and training on these ranks: sharded, or a full copy on each.
 
-    `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen reference. `added` adds an
-    adapter, and only the adapter is trained. `max_tokens` bounds the sequences of the run (`learning.alone`). Raises
-    ConfigError as `load_model` does, and for a model that does not compute a sequence as if alone.
+    `path` may be a checkpoint that only rank 0 sees. A model that is not `trained` is a frozen
+    reference. `added` adds an adapter, and only the adapter is trained. `max_tokens` bounds the
+    sequences of the run (`learning.alone`). Raises ConfigError as `load_model` does, and for a
+    model that does not compute a sequence as if alone.
     """
     quiet()
     directory = ranks.broadcast_path(Path(path) if path else None)
@@ -109,12 +116,19 @@ def load_scorer(
     low = computes_in_bfloat16(config, ranks)
     try:
         scorer = load(
-            pretrained, partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head), ranks, settings, low, trained
+            pretrained,
+            partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head),
+            ranks,
+            settings,
+            low,
+            trained,
         )
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
-    rates = _checked(scorer, ranks, settings, low_precision=low, trained=trained, max_tokens=max_tokens)
+    rates = _checked(
+        scorer, ranks, settings, low_precision=low, trained=trained, max_tokens=max_tokens
+    )
     scorer.dropout = _dropout_settings(scorer.model, rates)
     return scorer if trained else scorer.requires_grad_(False)
 
@@ -128,18 +142,23 @@ def _checked(
     trained: bool,
     max_tokens: int | None,
 ) -> set[float]:
-    """Checks that the model computes a sequence as if alone, if need be in padded rows; returns its rates of dropout.
+    """Checks that the model computes a sequence as if alone, if need be in padded rows; returns its
+    rates of dropout.
 
     A collective if the model is sharded. Raises ConfigError for a model that does not.
     """
 
     def score(tokens: Tensor, positions: Tensor | None) -> Tensor:
-        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=low_precision and not ranks.sharded):
+        with torch.autocast(
+            ranks.device.type, torch.bfloat16, enabled=low_precision and not ranks.sharded
+        ):
             return scorer.next_scores(tokens, positions)
 
     def check() -> set[float]:
         modes = (False, True) if trained else (False,)
-        return check_alone(scorer.model, score, ranks.device, max_tokens, low_precision=low_precision, modes=modes)
+        return check_alone(
+            scorer.model, score, ranks.device, max_tokens, low_precision=low_precision, modes=modes
+        )
 
     try:
         rates = check()
@@ -156,18 +175,32 @@ def _checked(
 def _dropout_settings(model: Any, rates: Collection[float]) -> list[str]:
     """Returns the model's settings of dropout with one of these rates, its adapter's among them."""
     settings = model.config.get_text_config().to_dict()
-    names = [name for name in settings if "drop" in name and not name.startswith(("summary_", "classifier_"))]
-    found = [f"{name} {settings[name]}" for name in names if isinstance(settings[name], float) and settings[name] in rates]
+    names = [
+        name
+        for name in settings
+        if "drop" in name and not name.startswith(("summary_", "classifier_"))
+    ]
+    found = [
+        f"{name} {settings[name]}"
+        for name in names
+        if isinstance(settings[name], float) and settings[name] in rates
+    ]
     adapters = getattr(model, "peft_config", {}).values()
-    return found + [f"lora.dropout {each.lora_dropout}" for each in adapters if each.lora_dropout in rates]
+    return found + [
+        f"lora.dropout {each.lora_dropout}" for each in adapters if each.lora_dropout in rates
+    ]
 
 
 def load_tokenizer(config: ModelSection) -> Any:
-    """Loads the tokenizer of `config.name`, with `config.chat_template`. Raises ConfigError when it cannot be loaded."""
+    """Loads the tokenizer of `config.name`, with `config.chat_template`. Raises ConfigError when it
+    cannot be loaded.
+    """
     quiet()
     check_model(config.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.name, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.name, trust_remote_code=config.trust_remote_code
+        )
         if config.chat_template not in ("", OWN):
             tokenizer.chat_template = config.chat_template
         return tokenizer
@@ -176,10 +209,14 @@ def load_tokenizer(config: ModelSection) -> Any:
 
 
 def context_length(config: ModelSection) -> int | None:
-    """Returns the context length of `config.name` in tokens; None if unspecified. Raises ConfigError if unreadable."""
+    """Returns the context length of `config.name` in tokens; None if unspecified. Raises
+    ConfigError if unreadable.
+    """
     check_model(config.name)
     try:
-        found = AutoConfig.from_pretrained(_base_of(config.name), trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(
+            _base_of(config.name), trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise cannot_load("model", config.name, error) from None
     positions = getattr(found.get_text_config(), "max_position_embeddings", None)
@@ -199,14 +236,17 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
 
 
 def quiet() -> None:
-    """Turns off transformers' progress bars and warnings, and a warning about a deprecated name that PEFT uses."""
+    """Turns off transformers' progress bars and warnings, and a warning about a deprecated name
+    that PEFT uses.
+    """
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
 def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> list[int]:
-    """Returns the ids of the tokens that end a completion: those of the tokenizer, the model's configs and `further`.
+    """Returns the ids of the tokens that end a completion: those of the tokenizer, the model's
+    configs and `further`.
 
     Raises ConfigError when there is none, or a further one is not in the vocabulary.
     """
@@ -252,15 +292,18 @@ class _PlacedRows:
 
     def hidden(self, body: nn.Module) -> Tensor:
         """Returns [rows · (T - 1), H] final hidden states of `body`."""
-        states = body(input_ids=self.input_ids, position_ids=self.positions, use_cache=False).last_hidden_state
+        states = body(
+            input_ids=self.input_ids, position_ids=self.positions, use_cache=False
+        ).last_hidden_state
         return states[:, :-1].flatten(0, 1)
 
 
 class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
-    """A transformers causal language model that returns log-probabilities of given tokens instead of logits.
+    """A transformers causal language model that returns log-probabilities of given tokens instead
+    of logits.
 
-    Raises ConfigError when the model's logits are anything but a scaled and capped output of its head, and for `packing`
-    `on` if the model does not support it.
+    Raises ConfigError when the model's logits are anything but a scaled and capped output of its
+    head, and for `packing` `on` if the model does not support it.
     """
 
     def __init__(self, model: Any, packing: Packing = "auto", fp32_head: bool = True) -> None:
@@ -271,17 +314,21 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
         """The preferred layout of rows for `forward`, which accepts others too."""
         self.model = model
         self.dropout: list[str] = []
-        """The settings that make updates drop some of the model's numbers, such as `attention_dropout 0.1`."""
+        """The settings that make updates drop some of the model's numbers, such as
+        `attention_dropout 0.1`."""
 
     def next_scores(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, at temperature 1.
+        """Returns log-probabilities [rows, T - 1] of `tokens` [rows, T] after the first, at
+        temperature 1.
 
         Args:
             tokens: of rows of one length, which are laid out as in an update.
             positions: [rows, T], consecutive in a row; None for 0 to T - 1.
         """
         ids = list(tokens.cpu().numpy())
-        rows: Layout | _PlacedRows = moved(self.layout.of([row[:1] for row in ids], [row[1:] for row in ids]), tokens.device)
+        rows: Layout | _PlacedRows = moved(
+            self.layout.of([row[:1] for row in ids], [row[1:] for row in ids]), tokens.device
+        )
         if positions is not None and isinstance(rows, Packed):
             rows.position_ids = positions[:, :-1].reshape(1, -1)
         elif positions is not None:
@@ -303,7 +350,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             targets: [C] the tokens to score, row by row.
             temperature: the sampling temperature.
             entropy_gradient: for an entropy bonus; costs memory.
-            support: the tokens that each target was sampled from; the distribution is restricted to them.
+            support: the tokens that each target was sampled from; the distribution is restricted to
+            them.
         """
         hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
         logprobs, entropy = token_scores(

@@ -1,4 +1,6 @@
-"""Metrics of an update: sums over tokens, accumulated over micro-batches, updates and ranks, and their means."""
+"""Metrics of an update: sums over tokens, accumulated over micro-batches, updates and ranks, and
+their means.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ from trainer.policy.scorer import TokenScores
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """Metrics of the updates on one batch; means are over the completion tokens trained on, of all ranks and passes."""
+    """Metrics of the updates on one batch; means are over the completion tokens trained on, of all
+    ranks and passes.
+    """
 
     loss: float
     """Mean over the updates."""
@@ -25,7 +29,8 @@ class UpdateMetrics:
     delta_logprob: float
     """Mean |trainer's logprob − sampling policy's logprob|, before the first update."""
     delta_logprob_current: float
-    """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer compute the same."""
+    """`delta_logprob` over the tokens that the current policy sampled: 0 when engine and trainer
+    compute the same."""
     kl_rollout: float
     """k3 estimate of KL(sampling policy ‖ trainer), before the first update."""
     kl_reference: float
@@ -38,13 +43,22 @@ class UpdateMetrics:
     updates: int
     """Optimiser updates that were applied."""
     skipped: int = 0
-    """Updates skipped because the gradient was not finite; metrics that were not finite are then 0."""
+    """Updates skipped because the gradient was not finite; metrics that were not finite are then
+    0."""
     stopped_early: int = 0
     """1 when `algorithm.early_stop_kl` ended the updates on this batch."""
 
 
 _ALL = ("loss", "tokens", "clipped", "ratio", "kl_old", "kl_reference", "entropy")
-_BEFORE_UPDATES = ("first", "delta", "current", "delta_current", "kl_rollout", "weight", "weight_square")
+_BEFORE_UPDATES = (
+    "first",
+    "delta",
+    "current",
+    "delta_current",
+    "kl_rollout",
+    "weight",
+    "weight_square",
+)
 _NAMES = _ALL + _BEFORE_UPDATES
 
 
@@ -70,12 +84,24 @@ class Sums:
         first: bool,
     ) -> None:
         """Adds the tokens of one micro-batch."""
-        ones, reference, behaviour, current = torch.ones_like(old), micro.ref_logprobs, micro.rollout_logprobs, micro.current
+        ones, reference, behaviour, current = (
+            torch.ones_like(old),
+            micro.ref_logprobs,
+            micro.rollout_logprobs,
+            micro.current,
+        )
         kl_old = kl_divergence(old, scores.logprobs, "k3")
-        kl_reference = torch.zeros_like(old) if reference is None else kl_divergence(scores.logprobs, reference, "k3")
+        kl_reference = (
+            torch.zeros_like(old)
+            if reference is None
+            else kl_divergence(scores.logprobs, reference, "k3")
+        )
         columns = [ones, policy.clipped, policy.ratio, kl_old, kl_reference, scores.entropy]
         if first:
-            weight, delta = probability_ratio(scores.logprobs, behaviour), (scores.logprobs - behaviour).abs()
+            weight, delta = (
+                probability_ratio(scores.logprobs, behaviour),
+                (scores.logprobs - behaviour).abs(),
+            )
             kl_rollout = kl_divergence(behaviour, scores.logprobs, "k3")
             columns += [ones, delta, current, delta * current, kl_rollout, weight, weight.square()]
         sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
@@ -85,9 +111,16 @@ class Sums:
         return self[name] / max(1.0, self[over])
 
     def metrics(
-        self, grad_norms: Sequence[float], learning_rate: float, kl_coef: float, skipped: int, stopped: bool
+        self,
+        grad_norms: Sequence[float],
+        learning_rate: float,
+        kl_coef: float,
+        skipped: int,
+        stopped: bool,
     ) -> UpdateMetrics:
-        """Returns the metrics of updates with these gradient norms; `stopped`: one more was not applied."""
+        """Returns the metrics of updates with these gradient norms; `stopped`: one more was not
+        applied.
+        """
         self.values = self.values.cpu()
         first, tokens, updates = self["first"], int(self["tokens"]), len(grad_norms)
         return UpdateMetrics(
@@ -102,7 +135,9 @@ class Sums:
             kl_reference=self.mean("kl_reference"),
             kl_coef=kl_coef,
             entropy=self.mean("entropy"),
-            effective_sample_size=self["weight"] ** 2 / self["weight_square"] / first if first else 1.0,
+            effective_sample_size=self["weight"] ** 2 / self["weight_square"] / first
+            if first
+            else 1.0,
             trained_tokens=tokens,
             updates=updates - skipped,
             skipped=skipped,

@@ -1,9 +1,11 @@
-"""The collector: prompts → completions → rewards → replay buffer, concurrently, with staleness bounded by slots.
+"""The collector: prompts → completions → rewards → replay buffer, concurrently, with staleness
+bounded by slots.
 
-    data-server ──prompt──► router ──n completions──► reward-server ──graded group──► replay-buffer ──batch──► trainer
+    data-server ──prompt──► router ──n completions──► reward-server ──graded group──► replay-buffer
+    ──batch──► trainer
 
-There are (max_staleness + 1) × (fresh groups per step) slots. A group holds its slot from the draw of its prompt until the
-engines serve the weights that it trained:
+There are (max_staleness + 1) × (fresh groups per step) slots. A group holds its slot from the draw
+of its prompt until the engines serve the weights that it trained:
 
 | state of a slot | ends when | next state |
 |---|---|---|
@@ -15,10 +17,12 @@ engines serve the weights that it trained:
 | waiting | the trainer takes the group; with `drop`, one too stale is evicted and dropped | training; drawing |
 | training | the engines serve the weights that the group trained (`free`) | free |
 
-A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many failures in a row stop
-the run. With max_staleness 0 nothing is generated while the weights change. Otherwise, if groups are trained on in the
-order in which they got their slots (`oldest_stored`), the weights that start a group are at most max_staleness versions
-older than those that are updated on it: at most max_staleness × (fresh groups per step) others precede a new group.
+A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
+failures in a row stop the run. With max_staleness 0 nothing is generated while the weights change.
+Otherwise, if groups are trained on in the order in which they got their slots (`oldest_stored`),
+the weights that start a group are at most max_staleness versions
+older than those that are updated on it: at most max_staleness × (fresh groups per step) others
+precede a new group.
 """
 
 import asyncio
@@ -50,7 +54,8 @@ log = logging.getLogger(__name__)
 _MAX_DRAW = 256
 """Maximum number of prompts in one call to the data-server."""
 _MAX_GRADE = 1024
-"""Maximum number of answers in one call to the reward-server, unless one group has more: JSON bodies are limited."""
+"""Maximum number of answers in one call to the reward-server, unless one group has more: JSON
+bodies are limited."""
 MAX_STORE = 32
 """Maximum number of groups in one call to the replay-buffer."""
 _MAX_REMEMBERED = 1024
@@ -64,7 +69,9 @@ class CollectFailed(ServiceError):
 
 
 class DroppedGroup(NamedTuple):
-    """A group that is not trained on, and why. It may lack completions, and its rewards may be NaN."""
+    """A group that is not trained on, and why. It may lack completions, and its rewards may be
+    NaN.
+    """
 
     group: Group
     reason: str
@@ -100,18 +107,28 @@ class _Failed(Exception):
 
 
 class Collector:
-    """Fills the replay buffer. All methods run in the event loop of the clients. Group ids begin with `run_id`."""
+    """Fills the replay buffer. All methods run in the event loop of the clients. Group ids begin
+    with `run_id`.
+    """
 
     def __init__(
-        self, config: Config, services: Services, prompter: Prompter, clock: StageClock, run_id: str, cursor: PromptCursor
+        self,
+        config: Config,
+        services: Services,
+        prompter: Prompter,
+        clock: StageClock,
+        run_id: str,
+        cursor: PromptCursor,
     ) -> None:
         self._config, self._services, self._prompter = config, services, prompter
         self._clock, self._run_id, self._cursor = clock, run_id, cursor
         self.drops = Drops()
         self.waiting: dict[int, tuple[Group, Drawn]] = {}
-        """Groups that are stored or being stored and that the trainer has not taken yet, by position."""
+        """Groups that are stored or being stored and that the trainer has not taken yet, by
+        position."""
         self.turns: dict[int, bool] = {}
-        """Whether the group is stored, by position not yet taken by the trainer, in the order of their slots."""
+        """Whether the group is stored, by position not yet taken by the trainer, in the order of
+        their slots."""
         self._stored = asyncio.Event()
         self._slots = asyncio.Semaphore(0)
         self._wanted = self._drawn = 0
@@ -119,14 +136,18 @@ class Collector:
         self._store_batched = RequestBatcher(self._store, MAX_STORE)
 
     async def run(self, groups: int, slots: int) -> None:
-        """Collects `groups` groups in total, each in its own task. Never returns; raises whatever stops the run."""
+        """Collects `groups` groups in total, each in its own task. Never returns; raises whatever
+        stops the run.
+        """
         self._wanted = groups
         self.free(slots)
         async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._slots.acquire()
                 count = 1
-                while count < min(_MAX_DRAW, self._wanted - self._drawn) and not self._slots.locked():
+                while (
+                    count < min(_MAX_DRAW, self._wanted - self._drawn) and not self._slots.locked()
+                ):
                     await self._slots.acquire()
                     count += 1
                 if self._drawn >= self._wanted:
@@ -154,7 +175,9 @@ class Collector:
         self.turns.pop(position, None)
 
     async def oldest_stored(self, count: int, wait_s: float) -> bool:
-        """Waits up to `wait_s` until the `count` groups that got their slots first are stored; returns whether they are."""
+        """Waits up to `wait_s` until the `count` groups that got their slots first are stored;
+        returns whether they are.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while not all((turns := list(self.turns.values()))[:count]) or len(turns) < count:
@@ -165,11 +188,18 @@ class Collector:
         return False
 
     def retry(self, drawn: Sequence[Drawn]) -> None:
-        """Schedules the prompts of dropped groups to be drawn again, before new ones, unless they failed too often."""
+        """Schedules the prompts of dropped groups to be drawn again, before new ones, unless they
+        failed too often.
+        """
         for each in drawn:
             self.taken(each.position)
             if not self._cursor.retry(each):
-                log.warning("prompt %s at %d is skipped after %d tries", each.prompt.id, each.position, MAX_TRIES)
+                log.warning(
+                    "prompt %s at %d is skipped after %d tries",
+                    each.prompt.id,
+                    each.position,
+                    MAX_TRIES,
+                )
 
     async def _draw(self, count: int) -> list[Drawn]:
         """Returns `count` prompts: retries first, then the next ones of the stream."""
@@ -178,8 +208,12 @@ class Collector:
             position = self._cursor.next
             request_id = f"{self._run_id}-{position}-{left}"
             batch = await data.prompts(left, request_id)
-            if batch.position != position:  # its cursor was lost with its disk, or another client drew from the stream
-                log.warning("setting the data-server back from position %d to %d", batch.position, position)
+            if (
+                batch.position != position
+            ):  # its cursor was lost with its disk, or another client drew from the stream
+                log.warning(
+                    "setting the data-server back from position %d to %d", batch.position, position
+                )
                 await data.seek(position)
                 batch = await data.prompts(left, f"{request_id}-again")
                 if batch.position != position:
@@ -193,10 +227,13 @@ class Collector:
         return drawn
 
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
-        """Collects one group, from prompt to replay buffer; when it fails, another group takes its slot."""
+        """Collects one group, from prompt to replay buffer; when it fails, another group takes its
+        slot.
+        """
         position, prompt, epoch = drawn
         group = Group(
-            id=f"{self._run_id}-{position}-{secrets.token_hex(4)}",  # a position may be tried more than once
+            # a position may be tried more than once
+            id=f"{self._run_id}-{position}-{secrets.token_hex(4)}",
             prompt_id=prompt.id,
             prompt=prompt.prompt,
             ground_truth=prompt.ground_truth,
@@ -206,7 +243,10 @@ class Collector:
             position=position,
         )
         if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.cuts():
-            group.min_new_tokens, group.barred = least, np.array(self._prompter.stop_token_ids, np.int32)
+            group.min_new_tokens, group.barred = (
+                least,
+                np.array(self._prompter.stop_token_ids, np.int32),
+            )
         with logs.request(group.id):  # every service adds this id to its log lines about the group
             try:
                 if self._services.environment is None:
@@ -250,9 +290,13 @@ class Collector:
             raise _Failed("generation", str(error)) from error
 
     async def _play(self, prompt: Prompt, group: Group) -> None:
-        """Fills a group with the episodes of its prompt. A lost or failed episode has no reward, so the group fails."""
+        """Fills a group with the episodes of its prompt. A lost or failed episode has no reward, so
+        the group fails.
+        """
         config = self._config
-        request = episode_request(config, prompt, group.id, config.sampling.group_size, group.position)
+        request = episode_request(
+            config, prompt, group.id, config.sampling.group_size, group.position
+        )
         try:
             with self._clock.stage("generation"):
                 episodes = await play(self._services, request)
@@ -262,19 +306,27 @@ class Collector:
             raise _Failed("generation", str(error)) from error
         for episode in episodes:
             if episode.status != "ok":
-                raise _Failed("episode", f"{episode.status}: {episode.detail or episode.stop_reason}")
+                raise _Failed(
+                    "episode", f"{episode.status}: {episode.detail or episode.stop_reason}"
+                )
         answers = [answer_of(episode) for episode in episodes]
         ungraded = [i for i, episode in enumerate(episodes) if episode.reward is None]
         await self._grade(prompt, [answers[i] for i in ungraded])
         group.prompt_token_ids = episodes[0].sequences[0].prompt_ids
-        group.completions = [each for i, episode in enumerate(episodes) for each in completions_of(episode, answers[i], i)]
+        group.completions = [
+            each
+            for i, episode in enumerate(episodes)
+            for each in completions_of(episode, answers[i], i)
+        ]
 
     async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
         if not completions:
             return
         try:
             with self._clock.stage("reward"):
-                results = await self._grade_batched(reward_items(prompt, completions, self._services.reward.gets_tokens))
+                results = await self._grade_batched(
+                    reward_items(prompt, completions, self._services.reward.gets_tokens)
+                )
         except ServiceLost:
             raise
         except ServiceError as error:
@@ -282,13 +334,18 @@ class Collector:
                 completion.reward = math.nan
             raise _Failed("reward", str(error)) from error
         for completion, result in zip(completions, results, strict=True):
-            completion.reward, completion.correct = math.nan if result.reward is None else result.reward, result.correct
+            completion.reward, completion.correct = (
+                math.nan if result.reward is None else result.reward,
+                result.correct,
+            )
             completion.status, completion.extracted_answer = result.status, result.extracted_answer
             completion.verified = result.verified
             completion.components = result.components
         for result in results:
             if result.reward is None:
-                raise _Failed("reward", f"an answer could not be graded: {result.reason or result.status}")
+                raise _Failed(
+                    "reward", f"an answer could not be graded: {result.reason or result.status}"
+                )
 
     async def _ask_teacher(self, group: Group) -> None:
         if (teacher := self._services.teacher) is None:

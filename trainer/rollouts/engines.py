@@ -1,4 +1,6 @@
-"""The engines of a run in one process: the embedded one, an SGLang server that it starts, or running SGLang servers."""
+"""The engines of a run in one process: the embedded one, an SGLang server that it starts, or
+running SGLang servers.
+"""
 
 import asyncio
 import shutil
@@ -47,9 +49,11 @@ class _Server:
 
 
 class ServersClient(RolloutClient):
-    """`RolloutClient` of one or several servers: each attempt goes to the one with the fewest requests in flight.
+    """`RolloutClient` of one or several servers: each attempt goes to the one with the fewest
+    requests in flight.
 
-    `check` raises ServiceLost when no server will ever answer again, and httpx.ConnectError while none can yet.
+    `check` raises ServiceLost when no server will ever answer again, and httpx.ConnectError while
+    none can yet.
     """
 
     repeats_prompt = True  # they are SGLang
@@ -66,11 +70,18 @@ class ServersClient(RolloutClient):
 
     async def unhealthy_reason(self) -> str | None:
         """See `Client`: every server has to be healthy."""
-        reasons = await asyncio.gather(*(server.client.unhealthy_reason() for server in self._servers))
+        reasons = await asyncio.gather(
+            *(server.client.unhealthy_reason() for server in self._servers)
+        )
         named = zip(self._servers, reasons, strict=True)
-        return "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason) or None
+        return (
+            "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason)
+            or None
+        )
 
-    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+    async def _exchange(
+        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+    ) -> httpx.Response:
         self._check()
         now = time.monotonic()
         server = min(self._servers, key=lambda server: (server.rests_until > now, server.running))
@@ -86,13 +97,17 @@ class ServersClient(RolloutClient):
 
 
 class OwnEngineClient(EngineClient):
-    """The control calls of a server that this process started: none waits for one that will not be restarted."""
+    """The control calls of a server that this process started: none waits for one that will not be
+    restarted.
+    """
 
     def __init__(self, server: "OwnSGLang") -> None:
         super().__init__("engine", server.url)
         self._server = server
 
-    async def _exchange(self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+    async def _exchange(
+        self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+    ) -> httpx.Response:
         self._server.check_alive()
         return await super()._exchange(method, path, timeout, arguments)
 
@@ -103,7 +118,10 @@ class OwnSGLang:
     def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
         with listen("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
-        rollout, self._topology = config.rollout.model_copy(update={"engine_port": port}), Topology()
+        rollout, self._topology = (
+            config.rollout.model_copy(update={"engine_port": port}),
+            Topology(),
+        )
         self._config, self._publisher = config.model_copy(update={"rollout": rollout}), publisher
         self.url = self._topology.url(ROLLOUT, port)
         self.log_file = config.state_dir / "logs" / "engine.log"
@@ -131,7 +149,9 @@ class OwnSGLang:
         self._up.set()
 
     def check(self) -> None:
-        """Raises ServiceLost when it will not be restarted, and httpx.ConnectError until it has the newest weights."""
+        """Raises ServiceLost when it will not be restarted, and httpx.ConnectError until it has the
+        newest weights.
+        """
         self.check_alive()
         if not self._child.up:
             raise httpx.ConnectError("SGLang is being started")
@@ -143,7 +163,9 @@ class OwnSGLang:
             raise ServiceLost(self._lost, field="engine", value=self.url, remedy=remedy)
 
     async def start(self, stack: AsyncExitStack) -> None:
-        """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output if it fails."""
+        """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output
+        if it fails.
+        """
         stack.push_async_callback(self._api.close)
         run, up = asyncio.create_task(self._child.run()), asyncio.create_task(self._up.wait())
         stack.push_async_callback(_ended, run)
@@ -164,7 +186,9 @@ async def _ended(run: "asyncio.Task[None]") -> None:
 
 
 class DirectPublisher:
-    """Writes a version and tells the engines to load it, as agents do on rollout nodes, but without a download."""
+    """Writes a version and tells the engines to load it, as agents do on rollout nodes, but without
+    a download.
+    """
 
     def __init__(self, opening: Opening) -> None:
         self.engines: list[EngineClient] = []
@@ -173,7 +197,9 @@ class DirectPublisher:
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
         if opening.config.lora.publishes_adapter:
-            self._base = Pretrained(AutoModelForCausalLM, opening.config.model.name).files(opening.policy.ranks)
+            self._base = Pretrained(AutoModelForCausalLM, opening.config.model.name).files(
+                opening.policy.ranks
+            )
         else:
             self.write(opening.policy.weights(), opening.policy.step)
 
@@ -188,19 +214,25 @@ class DirectPublisher:
         """Writes a version and removes the others; returns its manifest and directory."""
         directory = self._opening.run_dir / "weights"
         shutil.rmtree(directory, ignore_errors=True)
-        manifest = write_version(weights, self._opening.static_files, directory, self._opening.run_id, version)
+        manifest = write_version(
+            weights, self._opening.static_files, directory, self._opening.run_id, version
+        )
         self._newest = manifest, directory / version_name(version)
         return self._newest
 
     def publish(self, weights: Weights, version: int) -> None:
-        """Waits until every engine has confirmed the version. Raises LoadFailed when one does not."""
+        """Waits until every engine has confirmed the version. Raises LoadFailed when one does
+        not.
+        """
         self.write(weights, version)
         self.wake()
 
     def sleep(self) -> None:
         """See `Sleepers`."""
         memory = released_memory(self._opening.config)
-        self._opening.loop.call(_together(engine.sleep(memory, self._timeout_s) for engine in self.engines))
+        self._opening.loop.call(
+            _together(engine.sleep(memory, self._timeout_s) for engine in self.engines)
+        )
 
     def wake(self) -> None:
         """See `Sleepers`."""
@@ -213,13 +245,20 @@ class DirectPublisher:
         manifest, path = self._newest
         if manifest.kind == "adapter":
             kept = adapters_kept(self._opening.config)
-            await _together(engine.load_adapter(path, manifest, kept, self._timeout_s) for engine in self.engines)
+            await _together(
+                engine.load_adapter(path, manifest, kept, self._timeout_s)
+                for engine in self.engines
+            )
         else:
-            await _together(engine.load(path, str(manifest.version), self._timeout_s) for engine in self.engines)
+            await _together(
+                engine.load(path, str(manifest.version), self._timeout_s) for engine in self.engines
+            )
 
 
 async def _together(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Waits for all calls, even if one fails, so that none continues unnoticed. Raises the first error."""
+    """Waits for all calls, even if one fails, so that none continues unnoticed. Raises the first
+    error.
+    """
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

@@ -17,7 +17,12 @@ from trainer.rollouts.services import Services
 
 
 def episode_request(
-    config: Config, prompt: Prompt, request_id: str, n: int, position: int, temperature: float | None = None
+    config: Config,
+    prompt: Prompt,
+    request_id: str,
+    n: int,
+    position: int,
+    temperature: float | None = None,
 ) -> EpisodeRequest:
     """Returns the request for n episodes of a problem, at the run's temperature or another one."""
     settings, sampling = config.environment, config.sampling
@@ -28,7 +33,10 @@ def episode_request(
         task=EpisodeTask(
             env=settings.name,
             prompt=prompt.prompt,
-            messages=[dict(message) for message in conversation(prompt, sampling.system_prompt, prompt.prompt)],
+            messages=[
+                dict(message)
+                for message in conversation(prompt, sampling.system_prompt, prompt.prompt)
+            ],
             ground_truth=prompt.ground_truth,
             columns=prompt.columns,
             seed=sampling_seed(config.seed, position),
@@ -40,7 +48,9 @@ def episode_request(
         limits=EpisodeLimits(
             turns=settings.turns,
             sampled_tokens=settings.sampled_tokens,
-            context=min(settings.context, config.rollout.max_context_tokens) if embedded else settings.context,
+            context=min(settings.context, config.rollout.max_context_tokens)
+            if embedded
+            else settings.context,
             tool_calls=settings.tool_calls,
             deadline_s=settings.deadline_s,
         ),
@@ -48,7 +58,9 @@ def episode_request(
 
 
 async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
-    """Returns the episodes of a request, sampled from the policy that the engines serve now. Raises ServiceError."""
+    """Returns the episodes of a request, sampled from the policy that the engines serve now. Raises
+    ServiceError.
+    """
     assert services.environment is not None
     adapter, version = services.rollout.adapter or ("", 0)
     request.policy = EpisodePolicy(adapter=adapter, version=version)
@@ -56,9 +68,13 @@ async def play(services: Services, request: EpisodeRequest) -> list[Episode]:
 
 
 def answer_of(episode: Episode) -> Completion:
-    """Returns an episode's last answer as a completion, with the episode's reward; without one it must be graded."""
+    """Returns an episode's last answer as a completion, with the episode's reward; without one it
+    must be graded.
+    """
     last, reward = episode.sequences[-1], episode.reward
-    answer = Completion(last.token_ids, last.logprobs, episode.answer, last.finish_reason, last.weight_versions)
+    answer = Completion(
+        last.token_ids, last.logprobs, episode.answer, last.finish_reason, last.weight_versions
+    )
     if reward is not None:
         answer.reward, answer.correct, answer.verified = reward, reward > 0.5, reward in (0.0, 1.0)
         answer.components, answer.extracted_answer = episode.components, episode.answer
@@ -66,9 +82,15 @@ def answer_of(episode: Episode) -> Completion:
 
 
 def completions_of(episode: Episode, answer: Completion, number: int) -> list[Completion]:
-    """Returns a completion for each sequence of an episode, with the reward and the grade of its `answer`."""
+    """Returns a completion for each sequence of an episode, with the reward and the grade of its
+    `answer`.
+    """
     graded = episode.reward is None  # by the run's reward functions, which do not see its turns
-    turns = sum(turn.reward or 0.0 for sequence in episode.sequences for turn in sequence.turns) if graded else 0.0
+    turns = (
+        sum(turn.reward or 0.0 for sequence in episode.sequences for turn in sequence.turns)
+        if graded
+        else 0.0
+    )
     return [
         Completion(
             token_ids=sequence.token_ids,

@@ -45,12 +45,15 @@ class Evaluation:
 
     step: int
     accuracy: float | None
-    """Share of correct answers to the held-out problems; None when the rewards are not verdicts (`verified`)."""
+    """Share of correct answers to the held-out problems; None when the rewards are not verdicts
+    (`verified`)."""
     standard_error: float | None
-    """Standard error of the accuracy: the standard deviation of the problems' shares over √(number of problems)."""
+    """Standard error of the accuracy: the standard deviation of the problems' shares over √(number
+    of problems)."""
     num_samples: int
     pass_at_k: float | None
-    """Share of problems with at least one correct answer among k sampled ones; None when it was not measured."""
+    """Share of problems with at least one correct answer among k sampled ones; None when it was not
+    measured."""
     k: int
     answers: list[Answer]
     mean_reward: float = 0.0
@@ -68,7 +71,8 @@ class Evaluation:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns the unbiased pass@k of one problem (Chen et al. 2021, arXiv:2107.03374, eq. 1): 1 − C(n−c, k) / C(n, k).
+    """Returns the unbiased pass@k of one problem (Chen et al. 2021, arXiv:2107.03374, eq. 1): 1 −
+    C(n−c, k) / C(n, k).
 
     Raises ValueError for fewer than k samples.
     """
@@ -111,8 +115,12 @@ class GenerationSettings:
 class Generator(Protocol):
     """Generates answers to problems."""
 
-    async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
-        """Returns n answers to the problem at `index` of the data set. Raises ServiceError when one is missing."""
+    async def generate(
+        self, prompt: Prompt, index: int, n: int, greedy: bool
+    ) -> list[GeneratedAnswer]:
+        """Returns n answers to the problem at `index` of the data set. Raises ServiceError when one
+        is missing.
+        """
 
 
 class TokenGenerator:
@@ -121,10 +129,23 @@ class TokenGenerator:
     `context` limits the total tokens of a prompt and its answer; None leaves that to the server.
     """
 
-    def __init__(self, client: RolloutClient, prompter: Prompter, settings: GenerationSettings, context: int | None) -> None:
-        self._client, self._prompter, self._settings, self._context = client, prompter, settings, context
+    def __init__(
+        self,
+        client: RolloutClient,
+        prompter: Prompter,
+        settings: GenerationSettings,
+        context: int | None,
+    ) -> None:
+        self._client, self._prompter, self._settings, self._context = (
+            client,
+            prompter,
+            settings,
+            context,
+        )
 
-    async def generate(self, prompt: Prompt, index: int, n: int, greedy: bool) -> list[GeneratedAnswer]:
+    async def generate(
+        self, prompt: Prompt, index: int, n: int, greedy: bool
+    ) -> list[GeneratedAnswer]:
         settings, ids = self._settings, self._prompter.token_ids(prompt)
         async with settings.slots:
             answers = await self._client.answers(
@@ -145,8 +166,18 @@ class TokenGenerator:
                 text, meta = answer["text"], answer["meta_info"]
                 finish, tokens = meta["finish_reason"]["type"], int(meta["completion_tokens"])
             except (KeyError, TypeError, ValueError) as error:
-                raise GenerationFailed(f"this is not an answer of /generate: {error!r}", value=answer) from None
-            found.append(finished(prompt, self._prompter.style.prefill + text, finish, tokens, answer.get("output_ids")))
+                raise GenerationFailed(
+                    f"this is not an answer of /generate: {error!r}", value=answer
+                ) from None
+            found.append(
+                finished(
+                    prompt,
+                    self._prompter.style.prefill + text,
+                    finish,
+                    tokens,
+                    answer.get("output_ids"),
+                )
+            )
         return found
 
     def _room(self, prompt: Prompt, length: int) -> int:
@@ -163,16 +194,26 @@ class TokenGenerator:
 
 
 def finished(
-    prompt: Prompt, text: Any, finish: Any, tokens: int | None, token_ids: Sequence[int] | None = None
+    prompt: Prompt,
+    text: Any,
+    finish: Any,
+    tokens: int | None,
+    token_ids: Sequence[int] | None = None,
 ) -> GeneratedAnswer:
-    """Returns a complete answer. Raises GenerationFailed for an aborted or filtered one: it does not count as empty."""
+    """Returns a complete answer. Raises GenerationFailed for an aborted or filtered one: it does
+    not count as empty.
+    """
     if finish not in ("stop", "length") or not isinstance(text, str):
         raise GenerationFailed(f"the answer to {prompt.id} ended with {finish}", value=text)
     return GeneratedAnswer(text, finish, tokens, token_ids)
 
 
-async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None) -> list[_T]:
-    """Runs coroutines concurrently, with `done` after each; returns the results in order. Raises the first failure."""
+async def together(
+    work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], None] = lambda: None
+) -> list[_T]:
+    """Runs coroutines concurrently, with `done` after each; returns the results in order. Raises
+    the first failure.
+    """
 
     async def one(coroutine: Coroutine[Any, Any, _T]) -> _T:
         result = await coroutine
@@ -188,9 +229,16 @@ async def together(work: Sequence[Coroutine[Any, Any, _T]], done: Callable[[], N
 
 
 async def graded_answers(
-    generator: Generator, reward: RewardClient, prompt: Prompt, index: int, samples: int, greedy: bool = True
+    generator: Generator,
+    reward: RewardClient,
+    prompt: Prompt,
+    index: int,
+    samples: int,
+    greedy: bool = True,
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """Returns a greedy answer to a problem, if `greedy`, and `samples` sampled ones, with their grades."""
+    """Returns a greedy answer to a problem, if `greedy`, and `samples` sampled ones, with their
+    grades.
+    """
     parts = [generator.generate(prompt, index, 1, greedy=True)] if greedy else []
     parts += [generator.generate(prompt, index, samples, greedy=False)] if samples else []
     written = [answer for part in await together(parts) for answer in part]
@@ -208,7 +256,9 @@ async def _graded_episodes(
     temperature: float,
     greedy: bool,
 ) -> list[tuple[GeneratedAnswer, RewardResult]]:
-    """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as answers with grades."""
+    """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as answers
+    with grades.
+    """
     found: list[tuple[GeneratedAnswer, RewardResult]] = []
     for n, heat in ((int(greedy), 0.0), (samples, temperature)):
         if not n:
@@ -230,7 +280,9 @@ async def _graded_episodes(
             ids, reward = answer.token_ids, services.reward
             written = GeneratedAnswer(answer.text, answer.finish_reason, len(ids), ids.tolist())
             if episode.reward is None:
-                (result,) = (await reward.batch_reward(reward_items(prompt, [written], reward.gets_tokens))).rewards
+                (result,) = (
+                    await reward.batch_reward(reward_items(prompt, [written], reward.gets_tokens))
+                ).rewards
             else:
                 result = RewardResult(
                     reward=answer.reward,
@@ -246,27 +298,46 @@ async def _graded_episodes(
 
 
 async def evaluate(
-    config: Config, services: Services, prompter: Prompter, prompts: Sequence[Prompt], step: int, pass_samples: int
+    config: Config,
+    services: Services,
+    prompter: Prompter,
+    prompts: Sequence[Prompt],
+    step: int,
+    pass_samples: int,
 ) -> Evaluation:
-    """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first `pass_samples` of them.
+    """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first
+    `pass_samples` of them.
 
     Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
     """
     if not prompts:
         raise InvalidInput(
-            "there is nothing to evaluate on", field="trainer.eval_samples", remedy="give the data set a held-out split"
+            "there is nothing to evaluate on",
+            field="trainer.eval_samples",
+            remedy="give the data set a held-out split",
         )
     sampling, own, k = config.sampling, config.evaluation, config.trainer.eval_k
     greedy, n = own.temperature == 0, own.n
-    longest, temperature = own.max_new_tokens or sampling.max_new_tokens, own.temperature or sampling.temperature
+    longest, temperature = (
+        own.max_new_tokens or sampling.max_new_tokens,
+        own.temperature or sampling.temperature,
+    )
     limits = (longest, temperature, config.seed, sampling.request_timeout_s, own.cuts(), sampling)
     samples = [(0 if greedy else n) + (k if i < pass_samples else 0) for i in range(len(prompts))]
     if services.environment is None:
-        generator = TokenGenerator(services.rollout, prompter, GenerationSettings(prompter.style, *limits), None)
-        work = [graded_answers(generator, services.reward, prompt, i, samples[i], greedy) for i, prompt in enumerate(prompts)]
+        generator = TokenGenerator(
+            services.rollout, prompter, GenerationSettings(prompter.style, *limits), None
+        )
+        work = [
+            graded_answers(generator, services.reward, prompt, i, samples[i], greedy)
+            for i, prompt in enumerate(prompts)
+        ]
     else:
         episodes = (longest, temperature, greedy)
-        work = [_graded_episodes(config, services, prompt, i, samples[i], *episodes) for i, prompt in enumerate(prompts)]
+        work = [
+            _graded_episodes(config, services, prompt, i, samples[i], *episodes)
+            for i, prompt in enumerate(prompts)
+        ]
     found, answers, shares = await together(work), list[Answer](), list[float]()
     verified = all(result.verified for graded in found for _, result in graded)
     for prompt, graded in zip(prompts, found, strict=True):
@@ -282,10 +353,15 @@ async def evaluate(
         written, result = graded[0]
         correct = result.correct if verified else None
         reward = result.reward or 0.0
-        answers.append(Answer(prompt.id, prompt.prompt, prompt.ground_truth, written.text, correct, reward))
+        answers.append(
+            Answer(prompt.id, prompt.prompt, prompt.ground_truth, written.text, correct, reward)
+        )
         shares.append(mean(result.correct for _, result in graded[:n]))
     accuracy = mean(shares)
-    passed = [pass_at_k(k, sum(result.correct for _, result in graded[n:]), k) for graded in found[:pass_samples]]
+    passed = [
+        pass_at_k(k, sum(result.correct for _, result in graded[n:]), k)
+        for graded in found[:pass_samples]
+    ]
     return Evaluation(
         step=step,
         accuracy=accuracy if verified else None,
@@ -314,7 +390,8 @@ class Evaluator:
     def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
         """Evaluates the weights after `step` steps, which the engines serve.
 
-        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without held-out problems.
+        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without
+        held-out problems.
         """
         return None
 
@@ -322,7 +399,9 @@ class Evaluator:
 class ServedEvaluator(Evaluator):
     """Rank 0's evaluator, which uses the services of training."""
 
-    def __init__(self, config: Config, services: Services, prompter: Prompter, loop: LoopThread) -> None:
+    def __init__(
+        self, config: Config, services: Services, prompter: Prompter, loop: LoopThread
+    ) -> None:
         self._config, self._services, self._prompter, self._loop = config, services, prompter, loop
         self._held_out: list[Prompt] = []
 
@@ -335,6 +414,8 @@ class ServedEvaluator(Evaluator):
         """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
         if not self._held_out:
             return None
-        work = evaluate(self._config, self._services, self._prompter, self._held_out, step, pass_samples)
+        work = evaluate(
+            self._config, self._services, self._prompter, self._held_out, step, pass_samples
+        )
         self.last = self._loop.call(work)
         return self.last

@@ -1,7 +1,8 @@
 """Prioritised reuse: the requests to the replay buffer, and the priorities of groups.
 
-A priority is a pure function of a group and the advantages of its completions. Priorities are relative: the replay buffer takes
-them to the power of PRIORITY_EXPONENT and divides by their sum. Groups of priority 0 are not reused.
+A priority is a pure function of a group and the advantages of its completions. Priorities are
+relative: the replay buffer takes them to the power of PRIORITY_EXPONENT and divides by their sum.
+Groups of priority 0 are not reused.
 """
 
 import math
@@ -19,7 +20,9 @@ PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
 """α and, at the first step, β of prioritised experience replay (Schaul et al. 2016)."""
 
 
-def reuse_request(config: Config, count: int, step: int, total_steps: int, request_id: str) -> SampleRequest:
+def reuse_request(
+    config: Config, count: int, step: int, total_steps: int, request_id: str
+) -> SampleRequest:
     """Returns the request for `count` groups to reuse in the update after `step` of `total_steps`.
 
     β rises linearly from IMPORTANCE_EXPONENT at the first step to 1 at the last.
@@ -38,7 +41,9 @@ def reuse_request(config: Config, count: int, step: int, total_steps: int, reque
 
 
 def by_advantage(group: Group, advantages: Sequence[float]) -> float:
-    """Returns the mean |advantage|, in place of |TD error| (Schaul et al. 2016, arXiv:1511.05952); 0 if not finite."""
+    """Returns the mean |advantage|, in place of |TD error| (Schaul et al. 2016, arXiv:1511.05952);
+    0 if not finite.
+    """
     mean = sum(abs(advantage) for advantage in advantages) / len(advantages)
     return mean if math.isfinite(mean) else 0.0
 
@@ -55,21 +60,29 @@ PRIORITIES: dict[str, Priority] = {"advantage": by_advantage, "reward": by_rewar
 def load_priority(name: str) -> Priority:
     """Returns the priority of that name, or the function at the import path `package.module:name`.
 
-    With any function, a group whose advantages are all 0, and so has no policy gradient, gets priority 0.
+    With any function, a group whose advantages are all 0, and so has no policy gradient, gets
+    priority 0.
 
-    Raises ConfigError when there is none or it cannot be called. The returned function raises ConfigError when an
-    imported function returns anything but a finite number of at least 0; errors raised by that function propagate.
+    Raises ConfigError when there is none or it cannot be called. The returned function raises
+    ConfigError when an imported function returns anything but a finite number of at least 0; errors
+    raised by that function propagate.
     """
     module, _, attribute = name.partition(":")
     if name not in PRIORITIES and not (module and attribute):
         remedy = f"use one of {', '.join(PRIORITIES)}, or write package.module:name"
-        raise ConfigError("there is no such priority", field="replay.priority", value=name, remedy=remedy)
+        raise ConfigError(
+            "there is no such priority", field="replay.priority", value=name, remedy=remedy
+        )
     function = PRIORITIES.get(name) or import_callable(name, "replay.priority")
 
     def priority(group: Group, advantages: Sequence[float]) -> float:
         value: object = function(group, advantages)
         try:
-            number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+            number = (
+                float(value)
+                if isinstance(value, Real) and not isinstance(value, bool)
+                else math.nan
+            )
         except OverflowError:  # an integer beyond all floats
             number = math.inf
         if not 0 <= number < math.inf:

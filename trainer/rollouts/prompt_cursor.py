@@ -1,4 +1,6 @@
-"""The positions of the prompt stream that are drawn, finished and to be retried. Pure: no I/O, no clock."""
+"""The positions of the prompt stream that are drawn, finished and to be retried. Pure: no I/O, no
+clock.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,7 +10,8 @@ from typing import NamedTuple
 from common.wire.schemas import Prompt
 
 MAX_TRIES = 3
-"""After this many groups of a prompt have failed or become too stale, the epoch skips the prompt."""
+"""After this many groups of a prompt have failed or become too stale, the epoch skips the
+prompt."""
 
 
 class Drawn(NamedTuple):
@@ -26,14 +29,15 @@ class PromptProgress:
     position: int = 0
     """Every position before this one is finished."""
     finished: list[int] = field(default_factory=list)
-    """Later positions that are finished too, in ascending order: with max_staleness, groups overtake one another."""
+    """Later positions that are finished too, in ascending order: with max_staleness, groups
+    overtake one another."""
 
 
 class PromptCursor:
     """The prompt stream of one run, which continues from `progress`.
 
-    A position is drawn once. Its group is trained on or replaced (`finish`), or it fails (`retry`). Then the prompt is drawn
-    again before new ones, until it has failed `MAX_TRIES` times.
+    A position is drawn once. Its group is trained on or replaced (`finish`), or it fails (`retry`).
+    Then the prompt is drawn again before new ones, until it has failed `MAX_TRIES` times.
     """
 
     def __init__(self, progress: PromptProgress) -> None:
@@ -63,7 +67,9 @@ class PromptCursor:
         ]
 
     def retry(self, drawn: Drawn) -> bool:
-        """Schedules a prompt whose group failed for another try; after the last one finishes it and returns False."""
+        """Schedules a prompt whose group failed for another try; after the last one finishes it and
+        returns False.
+        """
         self._failed[drawn.position] += 1
         if self._failed[drawn.position] < MAX_TRIES:
             self._to_retry.append(drawn)

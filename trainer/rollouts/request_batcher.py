@@ -15,16 +15,19 @@ _T = TypeVar("_T")
 _R = TypeVar("_R")
 _Waiting = tuple[_T, "asyncio.Future[_R]", contextvars.Context]
 _WAIT_S = 0.003
-"""How long to wait for more items; an HTTP call costs client and server about 2 ms of processor time."""
+"""How long to wait for more items; an HTTP call costs client and server about 2 ms of processor
+time."""
 
 
 class RequestBatcher(Generic[_T, _R]):
-    """Callable like `call` with one item; one call takes all items that come within 3 ms of the first.
+    """Callable like `call` with one item; one call takes all items that come within 3 ms of the
+    first.
 
-    Calls do not wait for each other. When a call with several items fails, each item is tried alone, so that only the
-    faulty items fail. A service that did not answer by the deadline, or is lost, is not called again: all items fail. A
-    call with one item keeps that item's request id; one with several gets a new id, and a DEBUG line lists the ids of its
-    items.
+    Calls do not wait for each other. When a call with several items fails, each item is tried
+    alone, so that only the
+    faulty items fail. A service that did not answer by the deadline, or is lost, is not called
+    again: all items fail. A call with one item keeps that item's request id; one with several gets
+    a new id, and a DEBUG line lists the ids of its items.
 
     Args:
         call: takes items, returns their results in order.
@@ -35,7 +38,10 @@ class RequestBatcher(Generic[_T, _R]):
     _timer: asyncio.TimerHandle
 
     def __init__(
-        self, call: Callable[[list[_T]], Awaitable[Sequence[_R]]], most: int, size: Callable[[_T], int] = lambda _: 1
+        self,
+        call: Callable[[list[_T]], Awaitable[Sequence[_R]]],
+        most: int,
+        size: Callable[[_T], int] = lambda _: 1,
     ) -> None:
         self._call, self._most, self._size = call, most, size
         self._waiting: list[_Waiting[_T, _R]] = []
@@ -43,7 +49,11 @@ class RequestBatcher(Generic[_T, _R]):
 
     async def __call__(self, item: _T) -> _R:
         future: asyncio.Future[_R] = asyncio.get_running_loop().create_future()
-        if self._waiting and sum(self._size(other) for other, *_ in self._waiting) + self._size(item) > self._most:
+        if (
+            self._waiting
+            and sum(self._size(other) for other, *_ in self._waiting) + self._size(item)
+            > self._most
+        ):
             self._send()
         self._waiting.append((item, future, contextvars.copy_context()))
         if len(self._waiting) == 1:
@@ -57,11 +67,18 @@ class RequestBatcher(Generic[_T, _R]):
             self._start(waiting)
             return
         with logs.request(logs.new_request_id()):
-            log.debug("one call for %s", ", ".join(context.run(logs.request_id) for _, _, context in waiting))
+            log.debug(
+                "one call for %s",
+                ", ".join(context.run(logs.request_id) for _, _, context in waiting),
+            )
             self._start(waiting, contextvars.copy_context())
 
-    def _start(self, waiting: "list[_Waiting[_T, _R]]", context: contextvars.Context | None = None) -> "asyncio.Task[None]":
-        task = asyncio.create_task(self._run(waiting), context=waiting[0][2] if context is None else context)
+    def _start(
+        self, waiting: "list[_Waiting[_T, _R]]", context: contextvars.Context | None = None
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(
+            self._run(waiting), context=waiting[0][2] if context is None else context
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 def reward_items(
     prompt: Prompt, completions: "Sequence[Completion | GeneratedAnswer]", with_tokens: bool = False
 ) -> list[RewardItem]:
-    """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column `completion_ids`.
+    """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column
+    `completion_ids`.
 
     They are not validated here: the reward-server does that, and rejects items that are too long.
     """
@@ -36,5 +37,7 @@ def reward_items(
 
 
 def sampling_seed(seed: int, position: int) -> int:
-    """Returns the sampling seed of the group at `position` of the stream, different for every run seed; fits in 31 bits."""
+    """Returns the sampling seed of the group at `position` of the stream, different for every run
+    seed; fits in 31 bits.
+    """
     return (seed * 0x9E3779B1 + position * 0x85EBCA6B + 1) & 0x7FFFFFFF

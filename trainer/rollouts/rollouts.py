@@ -1,4 +1,6 @@
-"""The training loop's interface to rollouts: the next groups, their acknowledgement, the release of their slots."""
+"""The training loop's interface to rollouts: the next groups, their acknowledgement, the release of
+their slots.
+"""
 
 import json
 import logging
@@ -44,11 +46,13 @@ class Rollouts:
         return PromptProgress()
 
     def prepare(self, step: int, known: bool) -> int:
-        """Sets the services to the position where the run continues; returns its total steps. A collective.
+        """Sets the services to the position where the run continues; returns its total steps. A
+        collective.
 
         Args:
             step: the policy's step.
-            known: whether the experience in the replay buffer belongs to this run, from an earlier attempt.
+            known: whether the experience in the replay buffer belongs to this run, from an earlier
+            attempt.
         """
         return int(self._ranks.broadcast(b""))
 
@@ -58,7 +62,9 @@ class Rollouts:
         yield
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """Returns the groups of the next batch: fresh ones, then reused ones (`replay.reuse_ratio`). A collective."""
+        """Returns the groups of the next batch: fresh ones, then reused ones
+        (`replay.reuse_ratio`). A collective.
+        """
         return _decode(self._ranks.broadcast(b""))
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
@@ -66,13 +72,16 @@ class Rollouts:
         return lambda: None
 
     def release(self, batch: Batch, served: "Future[None]") -> None:
-        """Frees the slots of the fresh groups once the new weights are `served`; a failure stops the run."""
+        """Frees the slots of the fresh groups once the new weights are `served`; a failure stops
+        the run.
+        """
 
 
 class ServedRollouts(Rollouts):
     """Rank 0's rollouts, which use the services and continue from `progress`.
 
-    `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's vocabulary.
+    `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's
+    vocabulary.
     """
 
     def __init__(
@@ -88,12 +97,20 @@ class ServedRollouts(Rollouts):
         vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
-        self._config, self._services, self._clock, self._loop, self._run_id = config, services, clock, loop, run_id
+        self._config, self._services, self._clock, self._loop, self._run_id = (
+            config,
+            services,
+            clock,
+            loop,
+            run_id,
+        )
         self._cursor, self._vocabulary = PromptCursor(progress), vocabulary
         self._collector = Collector(config, services, prompter, clock, run_id, self._cursor)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
-        self._fresh_per_step = config.trainer.batch_size - int(config.trainer.batch_size * config.replay.reuse_ratio)
+        self._fresh_per_step = config.trainer.batch_size - int(
+            config.trainer.batch_size * config.replay.reuse_ratio
+        )
         self._total_steps = 1
         self._batches = self._requests = 0
         self._held: set[str] = set()  # groups that were taken but not acknowledged yet
@@ -107,7 +124,9 @@ class ServedRollouts(Rollouts):
         return self._loop.call(read())
 
     def prepare(self, step: int, known: bool) -> int:
-        """See `Rollouts`. Raises ConfigError for too little data, or when another run's experience would be reused."""
+        """See `Rollouts`. Raises ConfigError for too little data, or when another run's experience
+        would be reused.
+        """
         settings, replay = self._config.trainer, self._services.replay
         prompts = self._loop.call(self._services.data.total()) * settings.num_epochs
         self._total_steps = settings.max_steps or prompts // self._fresh_per_step
@@ -128,7 +147,9 @@ class ServedRollouts(Rollouts):
                 stats["added"],
                 step * self._fresh_per_step,
                 self._config.state_dir / "replay",
-                ", and reuse starts with an empty buffer" if reuses else ", and nothing that is still needed is lost",
+                ", and reuse starts with an empty buffer"
+                if reuses
+                else ", and nothing that is still needed is lost",
                 extra=SHOWN,
             )
         if stored and reuses:
@@ -138,31 +159,42 @@ class ServedRollouts(Rollouts):
                 value=str(self._config.state_dir),
                 remedy="empty it with POST /clear, give this run its own state_dir, or set replay.reuse_ratio 0",
             )
-        # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience of lost weights.
+        # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience
+        # of lost weights.
         dropped = self._loop.call(replay.reset_fresh(*((position, step) if reuses else ())))
         if dropped:
-            log.info("dropped %d groups of an earlier attempt; their prompts are drawn again", dropped)
+            log.info(
+                "dropped %d groups of an earlier attempt; their prompts are drawn again", dropped
+            )
         if not known:
             self._loop.call(self._try_rewards())
         self._loop.call(self._services.data.seek(position))
         return int(self._ranks.broadcast(str(self._total_steps).encode()))
 
     async def _try_rewards(self) -> None:
-        """Grades made-up answers to one problem. Raises ConfigError when a reward function fails for all of them.
+        """Grades made-up answers to one problem. Raises ConfigError when a reward function fails
+        for all of them.
 
-        Otherwise a broken function would fail for every group, long after the start. A missing reward without a reason
-        is not the function's fault: a judge cannot be reached, or a sandbox is busy. Nor is a problem that no function
-        grades.
+        Otherwise a broken function would fail for every group, long after the start. A missing
+        reward without a reason is not the function's fault: a judge cannot be reached, or a sandbox
+        is busy. Nor is a problem that no function grades.
         """
         prompt = (await self._services.data.prompts(1, f"{self._run_id}-trial")).prompts[0]
         answers = [GeneratedAnswer(prompt.ground_truth or "0", "stop", None, [0])] * 2
         reward = self._services.reward
         try:
-            results = (await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))).rewards
-        except ServiceError as error:  # it concerns this problem only, whose group will be dropped and counted
+            results = (
+                await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))
+            ).rewards
+        except (
+            ServiceError
+        ) as error:  # it concerns this problem only, whose group will be dropped and counted
             log.warning("the reward functions could not be tried: %s", error)
             return
-        failed = (result.reward is None and result.reason and result.status != "inapplicable" for result in results)
+        failed = (
+            result.reward is None and result.reason and result.status != "inapplicable"
+            for result in results
+        )
         if all(failed):
             raise no_reward(results[0].reason, self._config.reward)
 
@@ -181,16 +213,24 @@ class ServedRollouts(Rollouts):
             await self._collector.run(groups, slots)
         except BaseExceptionGroup as group:
             self._failure = self._failure or group.exceptions[0]
-        except (SystemExit, KeyboardInterrupt) as ending:  # of a caller's function: `next` would wait for groups
+        except (
+            SystemExit,
+            KeyboardInterrupt,
+        ) as ending:  # of a caller's function: `next` would wait for groups
             reason = f"collecting was ended by {type(ending).__name__}: {ending}"
             self._failure = self._failure or CollectFailed(reason, remedy="see the log above")
 
     def next(self, step: int) -> list[TrainingGroup]:
-        """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in `trainer.wait_timeout_s`."""
+        """See `Rollouts`. Raises CollectFailed when collecting stopped or no batch came in
+        `trainer.wait_timeout_s`.
+        """
         self._batches += 1
         settings = self._config.trainer
         drops = settings.when_stale == "drop" or not settings.max_staleness
-        groups = [TrainingGroup(group) for group in self._fresh(max(0, step - settings.max_staleness) if drops else 0)]
+        groups = [
+            TrainingGroup(group)
+            for group in self._fresh(max(0, step - settings.max_staleness) if drops else 0)
+        ]
         if reuse := self._config.trainer.batch_size - len(groups):
             groups += self._reused(reuse, step)
         for item in groups:
@@ -200,14 +240,24 @@ class ServedRollouts(Rollouts):
         return groups
 
     def _check_tokens(self, group: Group) -> None:
-        """Raises CollectFailed for tokens outside the vocabulary, which would cause an IndexError in the update."""
+        """Raises CollectFailed for tokens outside the vocabulary, which would cause an IndexError
+        in the update.
+        """
         lists = {"prompt_token_ids": group.prompt_token_ids}
         for i, completion in enumerate(group.completions):
-            lists |= {f"completions[{i}].{name}": getattr(completion, name) for name in ("token_ids", "kept_tokens")}
+            lists |= {
+                f"completions[{i}].{name}": getattr(completion, name)
+                for name in ("token_ids", "kept_tokens")
+            }
             if completion.prompt_ids is not None:
                 lists[f"completions[{i}].prompt_ids"] = completion.prompt_ids
         for name, ids in lists.items():
-            if len(ids) and not 0 <= (wrong := int(ids.min() if ids.min() < 0 else ids.max())) < self._vocabulary:
+            if (
+                len(ids)
+                and not 0
+                <= (wrong := int(ids.min() if ids.min() < 0 else ids.max()))
+                < self._vocabulary
+            ):
                 raise CollectFailed(
                     f"group {group.id} has a token that is not in the model's vocabulary of {self._vocabulary}",
                     field=name,
@@ -217,13 +267,18 @@ class ServedRollouts(Rollouts):
                 )
 
     def _fresh(self, min_version: int) -> list[Group]:
-        """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO, arXiv:2503.14476, 3.2)."""
+        """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO,
+        arXiv:2503.14476, 3.2).
+        """
         algorithm, count = self._config.algorithm, self._fresh_per_step
         groups = self._take(count, min_version)
         if not algorithm.dynamic_sampling:
             return groups
         for _ in range(algorithm.dynamic_sampling_rounds):
-            groups, equal = [g for g in groups if not g.zero_variance], [g for g in groups if g.zero_variance]
+            groups, equal = (
+                [g for g in groups if not g.zero_variance],
+                [g for g in groups if g.zero_variance],
+            )
             if not equal:
                 return groups
             self._loop.call(self._replace(equal))
@@ -236,14 +291,28 @@ class ServedRollouts(Rollouts):
         )
 
     def _take(self, count: int, min_version: int) -> list[Group]:
-        """Takes the next `count` fresh groups, none older than `min_version`, in the order of their prompts."""
+        """Takes the next `count` fresh groups, none older than `min_version`, in the order of their
+        prompts.
+        """
         settings = self._config.trainer
-        limit, in_order = settings.wait_timeout_s, settings.max_staleness > 0 and settings.when_stale == "wait"
+        limit, in_order = (
+            settings.wait_timeout_s,
+            settings.max_staleness > 0 and settings.when_stale == "wait",
+        )
         start = said = time.monotonic()
         while (now := time.monotonic()) - start < limit:
             if now - said > _SAY_EVERY_S:
-                calls, active = "; ".join(watchdog.awaited()) or "no call is in flight", self._clock.active()
-                log.warning("waiting for %.0f s for %d groups; active now: %s; %s", now - start, count, active, calls)
+                calls, active = (
+                    "; ".join(watchdog.awaited()) or "no call is in flight",
+                    self._clock.active(),
+                )
+                log.warning(
+                    "waiting for %.0f s for %d groups; active now: %s; %s",
+                    now - start,
+                    count,
+                    active,
+                    calls,
+                )
                 said = now
                 self._loop.call(self._store_lost())
             if self._failure is not None:
@@ -251,8 +320,15 @@ class ServedRollouts(Rollouts):
             if in_order and not self._loop.call(self._collector.oldest_stored(count, 1.0)):
                 continue
             self._requests += 1
-            request_id = f"{self._run_id}-take-{self._requests}"  # a new one each time: evictions are reported once
-            request = TakeRequest(count=count, min_version=min_version, wait_s=1.0, request_id=request_id, run_id=self._run_id)
+            # a new one each time: evictions are reported once
+            request_id = f"{self._run_id}-take-{self._requests}"
+            request = TakeRequest(
+                count=count,
+                min_version=min_version,
+                wait_s=1.0,
+                request_id=request_id,
+                run_id=self._run_id,
+            )
             if groups := self._loop.call(self._take_now(request)):
                 return sorted(groups, key=lambda group: group.position)
         message = f"no batch of {count} groups within {limit:.0f} s"
@@ -267,16 +343,23 @@ class ServedRollouts(Rollouts):
     async def _store_lost(self) -> None:
         """Stores groups again that the replay-buffer lost before they were trained on.
 
-        Raises CollectFailed when another client acknowledged some: the replay-buffer considers these trained on.
+        Raises CollectFailed when another client acknowledged some: the replay-buffer considers
+        these trained on.
         """
-        replay, waiting = self._services.replay, [group for group, _ in self._collector.waiting.values()]
+        replay, waiting = (
+            self._services.replay,
+            [group for group, _ in self._collector.waiting.values()],
+        )
         if await self._unacknowledged() >= len(waiting):
             return
         added = 0
         for begin in range(0, len(waiting), MAX_STORE):
             added += await replay.add(waiting[begin : begin + MAX_STORE])
         if added:
-            log.warning("%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again", added)
+            log.warning(
+                "%d groups were dropped from the replay-buffer, by the calls in its log: they are stored again",
+                added,
+            )
         if lost := max(0, len(waiting) - await self._unacknowledged()):
             raise CollectFailed(
                 f"{lost} groups were acknowledged in the replay-buffer by another client before they were trained on",
@@ -303,10 +386,21 @@ class ServedRollouts(Rollouts):
             self._held.add(group.id)
             self._collector.taken(group.position)
         if taken.evicted:
-            stale = [(group, drawn) for group, drawn in waiting.values() if group.weight_version < request.min_version]
-            self.drops.add([group for group, _ in stale], "stale", f"its weights are older than version {request.min_version}")
+            stale = [
+                (group, drawn)
+                for group, drawn in waiting.values()
+                if group.weight_version < request.min_version
+            ]
+            self.drops.add(
+                [group for group, _ in stale],
+                "stale",
+                f"its weights are older than version {request.min_version}",
+            )
             self.drops.counts["stale"] += taken.evicted - len(stale)
-            log.warning("dropping the stale groups at %s of the prompt stream", [drawn.position for _, drawn in stale])
+            log.warning(
+                "dropping the stale groups at %s of the prompt stream",
+                [drawn.position for _, drawn in stale],
+            )
             self._collector.retry([drawn for _, drawn in stale])
             self._collector.replace(taken.evicted)
         return taken.groups
@@ -324,27 +418,47 @@ class ServedRollouts(Rollouts):
         self._cursor.finish([group.position for group in groups])
 
     def _reused(self, count: int, step: int) -> list[TrainingGroup]:
-        """Samples up to `count` earlier groups by priority, with importance weights (arXiv:1511.05952)."""
+        """Samples up to `count` earlier groups by priority, with importance weights
+        (arXiv:1511.05952).
+        """
         request_id = f"{self._run_id}-sample-{self._batches}"
         request = reuse_request(self._config, count, step, self._total_steps, request_id)
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        weights = sampled.weights.tolist() if self._config.replay.corrected else [1.0] * len(sampled.groups)
-        return [TrainingGroup(group, weight, reused=True) for group, weight in zip(sampled.groups, weights, strict=True)]
+        weights = (
+            sampled.weights.tolist()
+            if self._config.replay.corrected
+            else [1.0] * len(sampled.groups)
+        )
+        return [
+            TrainingGroup(group, weight, reused=True)
+            for group, weight in zip(sampled.groups, weights, strict=True)
+        ]
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
-        """See `Rollouts`. Also sets the priorities for reuse, and reports pass rates to a curriculum."""
+        """See `Rollouts`. Also sets the priorities for reuse, and reports pass rates to a
+        curriculum.
+        """
         columns = zip(batch.groups, batch.mean_advantages(), strict=True)
         priorities = {item.group.id: self._priority(item.group, means) for item, means in columns}
-        return self._loop.begin(self._finish(batch.fresh, priorities, f"{self._run_id}-pass-rates-{self._batches}"))
+        return self._loop.begin(
+            self._finish(batch.fresh, priorities, f"{self._run_id}-pass-rates-{self._batches}")
+        )
 
-    async def _finish(self, fresh: list[Group], priorities: dict[str, float], request_id: str) -> None:
+    async def _finish(
+        self, fresh: list[Group], priorities: dict[str, float], request_id: str
+    ) -> None:
         with self._clock.stage("replay"):
             await self._acknowledge(fresh)
             await self._services.replay.set_priorities(priorities)
         if self._config.data.curriculum != "none":
-            rates = [sum(answer.correct for answer in group.answers) / len(group.answers) for group in fresh]
-            await self._services.data.report_pass_rates([group.prompt_id for group in fresh], rates, request_id)
+            rates = [
+                sum(answer.correct for answer in group.answers) / len(group.answers)
+                for group in fresh
+            ]
+            await self._services.data.report_pass_rates(
+                [group.prompt_id for group in fresh], rates, request_id
+            )
 
     def release(self, batch: Batch, served: "Future[None]") -> None:
         served.add_done_callback(partial(self._released, len(batch.fresh)))
@@ -358,10 +472,14 @@ class ServedRollouts(Rollouts):
 
 
 def no_reward(reason: str, settings: RewardSection) -> ConfigError:
-    """Returns the error for reward functions that fail for a first answer; `reason` names function and failure."""
+    """Returns the error for reward functions that fail for a first answer; `reason` names function
+    and failure.
+    """
     if "no answer within" not in reason:
         message = f"the reward functions gave no reward for a first answer: {reason}"
-        return ConfigError(message, field="reward.functions", remedy="correct the function, and test it by itself")
+        return ConfigError(
+            message, field="reward.functions", remedy="correct the function, and test it by itself"
+        )
     if reason.startswith("reward_model: ") and settings.reward_model_name:
         field, value = "reward.reward_model_max_tokens", str(settings.reward_model_max_tokens)
         remedy = "give the reward-server a GPU or a smaller reward.reward_model_name, or lower this setting"

@@ -1,4 +1,6 @@
-"""The teacher of on-policy distillation: a model behind an endpoint that scores the tokens sampled by the policy."""
+"""The teacher of on-policy distillation: a model behind an endpoint that scores the tokens sampled
+by the policy.
+"""
 
 import asyncio
 import os
@@ -31,15 +33,21 @@ class Teacher(Client):
     Both receive the engines' token ids and return log-probabilities at temperature 1.
     """
 
-    def __init__(self, settings: TeacherSection, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self, settings: TeacherSection, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
         key = os.environ.get(API_KEY)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         url = settings.url.rstrip("/")
-        super().__init__("teacher", url, transport=transport, deadline_s=settings.timeout_s, headers=headers)
+        super().__init__(
+            "teacher", url, transport=transport, deadline_s=settings.timeout_s, headers=headers
+        )
         self._settings, self._turns = settings, asyncio.Semaphore(settings.concurrency)
 
     async def score(self, prompt_ids: Sequence[int], completions: Sequence[Int32]) -> list[Float32]:
-        """Returns [L] log-probabilities, in nats, of the tokens of each completion of a prompt. Raises ServiceError."""
+        """Returns [L] log-probabilities, in nats, of the tokens of each completion of a prompt.
+        Raises ServiceError.
+        """
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
         async with self._turns:
             scored = await self._ask(rows, len(prompt_ids))
@@ -48,17 +56,23 @@ class Teacher(Client):
             tokens = row[len(prompt_ids) :]
             pairs = pairs[-len(tokens) :]
             if [token for _, token in pairs] != tokens:
-                raise self._unfit("the teacher scored tokens that it did not receive", TeacherFailed)
+                raise self._unfit(
+                    "the teacher scored tokens that it did not receive", TeacherFailed
+                )
             logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
             if not np.isfinite(logprobs).all():
-                raise self._unfit("the teacher returned log-probabilities that are not finite", TeacherFailed)
+                raise self._unfit(
+                    "the teacher returned log-probabilities that are not finite", TeacherFailed
+                )
             found.append(logprobs)
         return found
 
     async def check(self, tokenizer: Any, patience_s: float) -> None:
-        """Waits until the teacher answers. Raises ConfigError for another tokenizer or missing log-probabilities.
+        """Waits until the teacher answers. Raises ConfigError for another tokenizer or missing
+        log-probabilities.
 
-        Compares the tokens of a probe text with all special tokens: their ids (SGLang) or their texts (OpenAI).
+        Compares the tokens of a probe text with all special tokens: their ids (SGLang) or their
+        texts (OpenAI).
         """
         specials = [str(token) for token in tokenizer.all_special_tokens]
         own: list[int] = tokenizer(_PROBE + "".join(specials)).input_ids
@@ -66,20 +80,29 @@ class Teacher(Client):
             if self._settings.is_openai:
                 body = self._completions([own])
                 (choice,) = (await self._json("/completions", body, patience_s))["choices"]
-                theirs: list[Any] = [_written(token) for token in choice["logprobs"]["tokens"][: len(own)]]
+                theirs: list[Any] = [
+                    _written(token) for token in choice["logprobs"]["tokens"][: len(own)]
+                ]
                 ours: list[Any] = [_written(tokenizer.decode([token])) for token in own]
             else:
                 body = {"text": _PROBE + "".join(specials), **_SCORED, "logprob_start_len": 0}
-                pairs = (await self._json("/generate", body, patience_s))["meta_info"]["input_token_logprobs"]
+                pairs = (await self._json("/generate", body, patience_s))["meta_info"][
+                    "input_token_logprobs"
+                ]
                 theirs, ours = [pair[1] for pair in pairs], own
             if theirs == ours:
                 await self.score(own[:1], [np.array(own[1:], np.int32)])
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise self._unfit(f"the teacher does not return log-probabilities of a prompt: {error!r}") from None
+            raise self._unfit(
+                f"the teacher does not return log-probabilities of a prompt: {error!r}"
+            ) from None
         except TeacherFailed as error:
             raise self._unfit(error.message) from None
         if theirs != ours:
-            at = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), len(ours))
+            at = next(
+                (i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]),
+                len(ours),
+            )
             raise ConfigError(
                 f"the teacher's tokenizer differs from that of the trained model: {shorten(_PROBE)!r} and the special tokens "
                 f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
@@ -97,7 +120,9 @@ class Teacher(Client):
         )
 
     async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:
-        """Returns (log-probability, token) pairs for the end of each row, at least from `start` on."""
+        """Returns (log-probability, token) pairs for the end of each row, at least from `start`
+        on.
+        """
         try:
             if not self._settings.is_openai:
                 body = {"input_ids": rows, **_SCORED, "logprob_start_len": start - 1}
@@ -106,19 +131,33 @@ class Teacher(Client):
                 return [[(pair[0], pair[1]) for pair in pairs] for pairs in _as_many(listed, rows)]
             choices = (await self._json("/completions", self._completions(rows)))["choices"]
             ordered = sorted(_as_many(choices, rows), key=lambda choice: int(choice["index"]))
-            scores = [choice["logprobs"]["token_logprobs"][: len(row)] for choice, row in zip(ordered, rows, strict=True)]
-            return [list(zip(found, row, strict=True)) for found, row in zip(scores, rows, strict=True)]
+            scores = [
+                choice["logprobs"]["token_logprobs"][: len(row)]
+                for choice, row in zip(ordered, rows, strict=True)
+            ]
+            return [
+                list(zip(found, row, strict=True)) for found, row in zip(scores, rows, strict=True)
+            ]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             reason = f"the teacher's answer has no log-probabilities of the prompt: {error!r}"
             raise self._unfit(reason, TeacherFailed) from None
 
     def _completions(self, rows: list[list[int]]) -> dict[str, Any]:
         """Returns the body of an OpenAI request, which has to generate at least one token."""
-        return {"model": self._settings.model, "prompt": rows, "max_tokens": 1, "temperature": 1, "echo": True, "logprobs": 1}
+        return {
+            "model": self._settings.model,
+            "prompt": rows,
+            "max_tokens": 1,
+            "temperature": 1,
+            "echo": True,
+            "logprobs": 1,
+        }
 
     async def _json(self, path: str, body: dict[str, Any], patience_s: float | None = None) -> Any:
         headers = {"content-type": "application/json"}
-        response = await self.request("POST", path, content=orjson.dumps(body), headers=headers, deadline_s=patience_s)
+        response = await self.request(
+            "POST", path, content=orjson.dumps(body), headers=headers, deadline_s=patience_s
+        )
         return orjson.loads(response.content)
 
     def _error(self, response: httpx.Response) -> ServiceError:
@@ -128,7 +167,11 @@ class Teacher(Client):
         return error
 
 
-_SCORED = {"sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True, "stream": False}
+_SCORED = {
+    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+    "return_logprob": True,
+    "stream": False,
+}
 
 
 def _as_many(found: list[Any], rows: list[list[int]]) -> list[Any]:
@@ -139,4 +182,11 @@ def _as_many(found: list[Any], rows: list[list[int]]) -> list[Any]:
 
 def _written(token: Any) -> str:
     """Returns a normalised token text: servers write the space before a word in several ways."""
-    return str(token).replace("Ġ", " ").replace("▁", " ").replace("Ċ", "\n").replace("ĉ", "\t").strip(" ")
+    return (
+        str(token)
+        .replace("Ġ", " ")
+        .replace("▁", " ")
+        .replace("Ċ", "\n")
+        .replace("ĉ", "\t")
+        .strip(" ")
+    )

@@ -1,4 +1,6 @@
-"""`python -m trainer.sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on worked answers."""
+"""`python -m trainer.sft`, or `torchrun … -m trainer.sft` with a process per GPU: trains a model on
+worked answers.
+"""
 
 import os
 import signal
@@ -16,10 +18,16 @@ from trainer.trackers.thread import prompt_exit
 
 
 def main() -> None:
-    """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named error, 130 for Ctrl-C."""
+    """Runs this rank; exits with `setting_status()` for a wrong setting, 1 for any other named
+    error, 130 for Ctrl-C.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config, topology, first = load(prog=program("trainer.sft"), purpose=PURPOSE), Topology.from_env(), _first()
+        config, topology, first = (
+            load(prog=program("trainer.sft"), purpose=PURPOSE),
+            Topology.from_env(),
+            _first(),
+        )
         check_model(config.model.name)
         assert config.trainer.run_dir is not None, "`load` sets it"
         make_directory(config.trainer.run_dir, "trainer.run_dir")
@@ -37,7 +45,9 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        last_words("interrupted; start again with the same run directory to continue from its newest checkpoint")
+        last_words(
+            "interrupted; start again with the same run directory to continue from its newest checkpoint"
+        )
         raise SystemExit(130) from None
 
 

@@ -23,7 +23,12 @@ class SftLog:
 
     def __init__(self, recorder: Recorder, total_steps: int, gpus: int) -> None:
         self._gpus = gpus
-        self.recorder, self.clock, self._cpu, self._total = recorder, StageClock(), CpuClock(), total_steps
+        self.recorder, self.clock, self._cpu, self._total = (
+            recorder,
+            StageClock(),
+            CpuClock(),
+            total_steps,
+        )
 
     def begin(self) -> None:
         """Starts the clocks."""
@@ -44,8 +49,12 @@ class SftLog:
             "update": asdict(update),
         }
         skipped = "  skipped: the gradient is not finite" if update.skipped else ""
-        text = f"step {step:>4}/{self._total}  loss {update.loss:.4f}  tokens {update.trained_tokens}"
-        self.recorder.measured(record, f"{text}  norm {update.grad_norm:.3g}  {sum(seconds.values()):.2f} s{skipped}")
+        text = (
+            f"step {step:>4}/{self._total}  loss {update.loss:.4f}  tokens {update.trained_tokens}"
+        )
+        self.recorder.measured(
+            record, f"{text}  norm {update.grad_norm:.3g}  {sum(seconds.values()):.2f} s{skipped}"
+        )
 
     def evaluation(self, found: HeldOut) -> None:
         """Records an evaluation."""
@@ -56,4 +65,6 @@ class SftLog:
         """Writes the curves, and prints seconds, held-out loss before and after, and paths."""
         from trainer.observe.plots import plot_losses  # heavy: matplotlib
 
-        self.recorder.reported(checkpoint, plot_losses, "examples", lambda *_: [("loss (nats per token)", "loss", 4)])
+        self.recorder.reported(
+            checkpoint, plot_losses, "examples", lambda *_: [("loss (nats per token)", "loss", 4)]
+        )

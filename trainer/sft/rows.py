@@ -1,4 +1,6 @@
-"""Worked answers as tokens: rows of a prompt and its continuation, with the tokens to learn marked."""
+"""Worked answers as tokens: rows of a prompt and its continuation, with the tokens to learn
+marked.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +29,10 @@ class TrainingSequence:
 class Encoder:
     """Turns worked answers into rows, tokenised as in generation.
 
-    A prompt has the same tokens as in training from rewards. An answer ends with a token that ends generation; what a
-    chat template adds after it is not learned. The answers of a chat share one row. If the template rewrites earlier
-    messages, as that of a thinking model does, an answer gets a separate row, since that is what the model would read.
+    A prompt has the same tokens as in training from rewards. An answer ends with a token that ends
+    generation; what a chat template adds after it is not learned. The answers of a chat share one
+    row. If the template rewrites earlier messages, as that of a thinking model does, an answer gets
+    a separate row, since that is what the model would read.
 
     Args:
         prompter: renders and tokenises prompts.
@@ -46,7 +49,9 @@ class Encoder:
         self._tokenizer = self.prompter.tokenizer
 
     def rows(self, example: Prompt) -> list[TrainingSequence]:
-        """Returns the rows of a chat that ends with an answer. Raises ConfigError when it does not fit the model."""
+        """Returns the rows of a chat that ends with an answer. Raises ConfigError when it does not
+        fit the model.
+        """
         rows: list[tuple[list[int], list[int], list[int]]] = []
         for before, answer in self._turns(example):
             if rows:
@@ -69,14 +74,19 @@ class Encoder:
         """Yields the tokens before each answer of a chat, and the tokens of the answer."""
         for i, message in enumerate(example.chat):
             if message["role"] == "assistant":
-                asked = {"prompt": example.chat[i - 1]["content"], "chat": example.chat[:i] if i > 1 else []}
+                asked = {
+                    "prompt": example.chat[i - 1]["content"],
+                    "chat": example.chat[:i] if i > 1 else [],
+                }
                 yield self._split(example.model_copy(update=asked), message["content"])
 
     def _split(self, asked: Prompt, answer: str) -> tuple[list[int], list[int]]:
         before, after = answered_text(asked, answer, self.prompter.style, self._tokenizer)
         prompt, both = text_ids([before, before + after], self.prompter.style, self._tokenizer)
         own = both[len(prompt) :]
-        if both[: len(prompt)] != prompt:  # generation never produces tokens across the end of the prompt
+        if (
+            both[: len(prompt)] != prompt
+        ):  # generation never produces tokens across the end of the prompt
             own = self._tokenizer(after, add_special_tokens=False).input_ids
         stops = set(self.prompter.stop_token_ids)
         ends = [place for place, token in enumerate(own) if token in stops]
@@ -110,7 +120,11 @@ def _int32(tokens: Sequence[int]) -> Int32:
 def pack(rows: Sequence[TrainingSequence]) -> bytes:
     """Serialises rows to send them to other ranks."""
     sizes = [[len(row.prompt_ids), len(row.completion_ids)] for row in rows]
-    parts = [part for row in rows for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))]
+    parts = [
+        part
+        for row in rows
+        for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))
+    ]
     return np.concatenate([[len(rows)], *sizes, *parts]).astype(np.int32).tobytes()
 
 
@@ -119,16 +133,22 @@ def unpack(body: bytes) -> list[TrainingSequence]:
     numbers: NDArray[np.int32] = np.frombuffer(body, np.int32)
     count, start, rows = int(numbers[0]), 1 + 2 * int(numbers[0]), list[TrainingSequence]()
     for prompt, completion in numbers[1:start].reshape(count, 2).tolist():
-        ids, tokens, learned = np.split(numbers[start : start + prompt + 2 * completion], [prompt, prompt + completion])
+        ids, tokens, learned = np.split(
+            numbers[start : start + prompt + 2 * completion], [prompt, prompt + completion]
+        )
         rows.append(TrainingSequence(ids, tokens, learned.astype(np.float32)))
         start += prompt + 2 * completion
     return rows
 
 
 class Batches:
-    """An endless stream of examples, each once per epoch, in an order that depends only on the seed."""
+    """An endless stream of examples, each once per epoch, in an order that depends only on the
+    seed.
+    """
 
-    def __init__(self, examples: Sequence[Sequence[TrainingSequence]], size: int, seed: int) -> None:
+    def __init__(
+        self, examples: Sequence[Sequence[TrainingSequence]], size: int, seed: int
+    ) -> None:
         self._examples, self._size, self._seed = examples, size, seed
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
 
@@ -137,12 +157,17 @@ class Batches:
         return len(self._examples)
 
     def rows(self, step: int, last: int) -> list[TrainingSequence]:
-        """Returns the rows of the batch after `step` steps; the stream ends before the position `last`."""
+        """Returns the rows of the batch after `step` steps; the stream ends before the position
+        `last`.
+        """
         places = range(step * self._size, min((step + 1) * self._size, last))
         return [row for place in places for row in self._at(place)]
 
     def _at(self, place: int) -> Sequence[TrainingSequence]:
         epoch, within = divmod(place, len(self._examples))
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._examples)))
+            self._order = (
+                epoch,
+                np.random.default_rng([self._seed, epoch]).permutation(len(self._examples)),
+            )
         return self._examples[self._order[1][within]]

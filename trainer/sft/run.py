@@ -1,4 +1,6 @@
-"""A fine-tuning run on worked answers: rank 0 has the data, every rank computes its share of every update."""
+"""A fine-tuning run on worked answers: rank 0 has the data, every rank computes its share of every
+update.
+"""
 
 import gc
 from contextlib import ExitStack, nullcontext
@@ -54,8 +56,8 @@ class _RankZero:
 class SftRun:
     """The run on this rank. Only rank 0 has `lock` and `examples`; `stack` closes everything.
 
-    The constructor loads or resumes the model. It is a collective, like `train`. Raises ConfigError or another
-    ServiceError.
+    The constructor loads or resumes the model. It is a collective, like `train`. Raises ConfigError
+    or another ServiceError.
     """
 
     def __init__(
@@ -74,9 +76,15 @@ class SftRun:
             check(config.trackers)
         watchdog.at("loading the model")
         self._policy, _, _ = Policy.resume(config, ranks, run_dir, "answers")
-        self._learner, self._held_out, self._evaluated = Learner(self._policy), list[TrainingSequence](), -1
+        self._learner, self._held_out, self._evaluated = (
+            Learner(self._policy),
+            list[TrainingSequence](),
+            -1,
+        )
         keep = config.trainer.keep_checkpoints
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model"))
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints", ranks, keep, lambda: tokenizer_files(run_dir / "model")
+        )
         self._loss: float | None = None
         self._told, body = None, b""
         if ranks.is_rank_zero:
@@ -88,35 +96,58 @@ class SftRun:
         self._policy.total_steps = self._total
         self._held_out = unpack(held_out)
 
-    def _begin(self, run_dir: Path, lock: RunLock, examples: Examples, console: Console) -> tuple[_RankZero, bytes]:
-        """Reads the data and opens the log; returns rank 0's parts and the message to the other ranks."""
+    def _begin(
+        self, run_dir: Path, lock: RunLock, examples: Examples, console: Console
+    ) -> tuple[_RankZero, bytes]:
+        """Reads the data and opens the log; returns rank 0's parts and the message to the other
+        ranks.
+        """
         config, policy, settings = self._config, self._policy, self._config.trainer
         set_run(lock.run)
-        tell(console, f"run directory {run_dir}" + (f", continuing after step {policy.step}" if policy.step else ""))
+        tell(
+            console,
+            f"run directory {run_dir}"
+            + (f", continuing after step {policy.step}" if policy.step else ""),
+        )
         tokenizer = load_tokenizer(config.model)
         static_files(config, policy.model, tokenizer, run_dir / "model")
         prompter = Prompter(
-            tokenizer, PromptStyle.of(config), stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids)
+            tokenizer,
+            PromptStyle.of(config),
+            stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids),
         )
         vocabulary = policy.model.get_input_embeddings().num_embeddings
         # All rows are within the length up to which LongRoPE computes each as if alone.
         switches_at = switch_length(policy.model.config.get_text_config().to_dict())
-        bounds = [bound for bound in (context_length(config.model), switches_at) if bound is not None]
+        bounds = [
+            bound for bound in (context_length(config.model), switches_at) if bound is not None
+        ]
         encoder = Encoder(prompter, vocabulary, min(bounds, default=None))
-        train, held_out = ([encoder.rows(each) for each in part] for part in (examples.train, examples.held_out))
+        train, held_out = (
+            [encoder.rows(each) for each in part] for part in (examples.train, examples.held_out)
+        )
         positions = len(train) * settings.num_epochs
         if settings.max_steps is not None:
             positions = settings.max_steps * settings.batch_size
         total = -(-positions // settings.batch_size)
         tokens = sum(int(row.learned.sum()) for rows in train for row in rows)
-        tell(console, f"{len(train)} examples with {tokens:,} tokens to learn, {len(held_out)} held out; {total} steps")
+        tell(
+            console,
+            f"{len(train)} examples with {tokens:,} tokens to learn, {len(held_out)} held out; {total} steps",
+        )
         recorder = Recorder(run_dir, config, console, policy.step, None, lock.run, ("metrics",))
         gpus = policy.ranks.world_size if policy.ranks.on_gpu else 0
         log = SftLog(self._stack.enter_context(recorder), total, gpus)
         if policy.step >= total:
-            recorder.say(f"already finished: all {total} steps were trained before, and their result is below")
-        told = _RankZero(log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers"))
-        return told, f"{positions} {total} {len(held_out)}\n".encode() + pack([row for rows in held_out for row in rows])
+            recorder.say(
+                f"already finished: all {total} steps were trained before, and their result is below"
+            )
+        told = _RankZero(
+            log, Batches(train, settings.batch_size, config.seed), lock, identity(config, "answers")
+        )
+        return told, f"{positions} {total} {len(held_out)}\n".encode() + pack(
+            [row for rows in held_out for row in rows]
+        )
 
     def train(self) -> Path:
         """Trains until the last step, evaluates and saves; returns the checkpoint."""
@@ -149,7 +180,9 @@ class SftRun:
         if told:
             size = self._config.trainer.batch_size
             done = min(policy.step * size, self._positions)
-            told.log.step(policy.step, done / len(told.batches), done - (policy.step - 1) * size, update)
+            told.log.step(
+                policy.step, done / len(told.batches), done - (policy.step - 1) * size, update
+            )
 
     def _evaluate(self) -> None:
         if not self._held_out:
@@ -163,9 +196,18 @@ class SftRun:
     def _save(self) -> Path:
         watchdog.at(f"the checkpoint of step {self._policy.step}")
         told, step = self._told, self._policy.step
-        rating = None if self._loss is None or self._evaluated != step else -self._loss  # the best has the lowest loss
+        rating = (
+            None if self._loss is None or self._evaluated != step else -self._loss
+        )  # the best has the lowest loss
         same, run_id = (told.identity, told.lock.run) if told else ({}, "")
-        state = RunState(step, step * self._config.trainer.batch_size, run_id, 0.0, mean_reward=rating, identity=same)
+        state = RunState(
+            step,
+            step * self._config.trainer.batch_size,
+            run_id,
+            0.0,
+            mean_reward=rating,
+            identity=same,
+        )
         return self._checkpoints.save(state, self._policy.snapshots(self._checkpoints.alone))
 
     def _finish(self) -> Path:
@@ -188,4 +230,6 @@ class SftRun:
             model = self._told.log.recorder.directory / "merged"
             self._told.log.recorder.say(f"merge:      python -m trainer.export {saved} {model}")
         source = f"--dataset {config.data.source}"
-        self._told.log.recorder.say(f"evaluate:   python -m trainer.evaluate_model --model {model} {source}")
+        self._told.log.recorder.say(
+            f"evaluate:   python -m trainer.evaluate_model --model {model} {source}"
+        )

@@ -3,11 +3,41 @@
 from common.settings.config import Purpose, names
 
 _SECTIONS = ("model", "lora", "data", "trackers")
-_UNREAD = ("model.reference", "lora.publish", "data.port", "data.curriculum", "data.columns", "data.task_field")
+_UNREAD = (
+    "model.reference",
+    "lora.publish",
+    "data.port",
+    "data.curriculum",
+    "data.columns",
+    "data.task_field",
+)
 _TRAINER = (
-    *("device", "num_epochs", "batch_size", "max_steps", "learning_rate", "adam_betas", "weight_decay", "warmup_steps"),
-    *("lr_schedule", "max_grad_norm", "micro_batch_tokens", "micro_batch_size", "packing", "shard_size"),
-    *("activation_checkpointing", "compile", "offload_optimizer", "eval_every", "eval_samples", "checkpoint_every"),
+    *(
+        "device",
+        "num_epochs",
+        "batch_size",
+        "max_steps",
+        "learning_rate",
+        "adam_betas",
+        "weight_decay",
+        "warmup_steps",
+    ),
+    *(
+        "lr_schedule",
+        "max_grad_norm",
+        "micro_batch_tokens",
+        "micro_batch_size",
+        "packing",
+        "shard_size",
+    ),
+    *(
+        "activation_checkpointing",
+        "compile",
+        "offload_optimizer",
+        "eval_every",
+        "eval_samples",
+        "checkpoint_every",
+    ),
     *("keep_checkpoints", "resume", "run_dir", "lost_after_s", "num_threads"),
 )
 PURPOSE = Purpose(
@@ -16,7 +46,10 @@ PURPOSE = Purpose(
     does="rlhf-sft learns from given answers and generates none",
     reads=[
         *("seed", "state_dir"),
-        *(f"sampling.{name}" for name in ("system_prompt", "chat_template_kwargs", "prefill", "stop_token_ids")),
+        *(
+            f"sampling.{name}"
+            for name in ("system_prompt", "chat_template_kwargs", "prefill", "stop_token_ids")
+        ),
         *(name for name in names() if name.partition(".")[0] in _SECTIONS and name not in _UNREAD),
         *(f"trainer.{name}" for name in _TRAINER),
     ],

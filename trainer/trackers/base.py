@@ -18,7 +18,8 @@ LIBRARIES = {
     "mlflow": "trainer.trackers.to_mlflow:MlflowTracker",
     "trackio": "trainer.trackers.to_trackio:TrackioTracker",
 }
-"""Built-in trackers by name, which is also the name of the library and of the extra that installs it."""
+"""Built-in trackers by name, which is also the name of the library and of the extra that installs
+it."""
 _WANDB_KEY = "WANDB_API_KEY"
 
 
@@ -39,13 +40,20 @@ class RunInfo:
 
     @property
     def parameters(self) -> dict[str, Cell]:
-        """The configuration by `section.name`; values other than numbers, texts and booleans are converted to text."""
+        """The configuration by `section.name`; values other than numbers, texts and booleans are
+        converted to text.
+        """
         known = (str, int, float, bool)
-        return {name: value if isinstance(value, known) else str(value) for name, value in flatten(self.config, ".")}
+        return {
+            name: value if isinstance(value, known) else str(value)
+            for name, value in flatten(self.config, ".")
+        }
 
 
 class Tracker(Protocol):
-    """A tracker, created with a `RunInfo` and called from one thread. An exception loses only that record."""
+    """A tracker, created with a `RunInfo` and called from one thread. An exception loses only that
+    record.
+    """
 
     where: str
     """Address or command that shows the run."""
@@ -66,7 +74,9 @@ def load(name: str) -> Callable[[RunInfo], Tracker]:
 
 
 def wandb_offline() -> bool:
-    """Returns whether wandb writes only to the run directory (`WANDB_MODE`, as for wandb itself)."""
+    """Returns whether wandb writes only to the run directory (`WANDB_MODE`, as for wandb
+    itself).
+    """
     return os.environ.get("WANDB_MODE", "online") != "online"
 
 
@@ -75,13 +85,20 @@ def check(settings: TrackersSection) -> None:
     for name in settings.names:
         if name in LIBRARIES and find_spec(name) is None:
             remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
-            raise ConfigError(f"the library {name} is not installed", field="trackers.names", value=name, remedy=remedy)
+            raise ConfigError(
+                f"the library {name} is not installed",
+                field="trackers.names",
+                value=name,
+                remedy=remedy,
+            )
     if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
         remedy = "set it in the environment of the trainer (as a secret of the job group), or set WANDB_MODE=offline"
         raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
 
 
-def flatten(values: Mapping[str, Any], separator: str, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(
+    values: Mapping[str, Any], separator: str, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yields the values of nested mappings by their joined names."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

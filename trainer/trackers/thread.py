@@ -23,12 +23,18 @@ log = logging.getLogger(__name__)
 class TrackerThread:
     """Passes records to a tracker, one at a time.
 
-    A tracker that fails, hangs or falls behind loses records: the first loss is reported with its reason, all are counted.
-    `say` prints a line, `count` is called with `written` or `lost` for every record, `limit` bounds the queue.
+    A tracker that fails, hangs or falls behind loses records: the first loss is reported with its
+    reason, all are counted. `say` prints a line, `count` is called with `written` or `lost` for
+    every record, `limit` bounds the queue.
     """
 
     def __init__(
-        self, name: str, run: RunInfo, say: Callable[[str], None], count: Callable[[str], None], limit: int = QUEUE
+        self,
+        name: str,
+        run: RunInfo,
+        say: Callable[[str], None],
+        count: Callable[[str], None],
+        limit: int = QUEUE,
     ) -> None:
         self.name, self._say, self._count, self._limit = name, say, count, limit
         self.written = self.lost = self._given = 0
@@ -36,7 +42,9 @@ class TrackerThread:
         self._lock = threading.Lock()
         self._over, self._reported, self._finished = False, False, False
         # A daemon: a tracker that hangs must not keep the interpreter from ending.
-        self._thread = threading.Thread(target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True
+        )
         self._thread.start()
 
     def put(self, call: str, **arguments: Any) -> None:
@@ -56,7 +64,9 @@ class TrackerThread:
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
-        """Waits for the tracker to take everything, until `deadline` (`time.monotonic`), then abandons it."""
+        """Waits for the tracker to take everything, until `deadline` (`time.monotonic`), then
+        abandons it.
+        """
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._reported = True
@@ -100,12 +110,16 @@ class TrackerThread:
 
     def _report_error(self, error: BaseException) -> None:
         log.debug("tracker %s", self.name, exc_info=error)
-        self._report(SecretRedactor().redact(" ".join(f"{type(error).__name__}: {error}"[:500].split())))
+        self._report(
+            SecretRedactor().redact(" ".join(f"{type(error).__name__}: {error}"[:500].split()))
+        )
 
     def _report(self, reason: str) -> None:
         if not self._reported:
             self._reported = True
-            self._say(f"tracker {self.name}: {reason}. The run continues; records that it does not accept are lost and counted")
+            self._say(
+                f"tracker {self.name}: {reason}. The run continues; records that it does not accept are lost and counted"
+            )
 
 
 @contextmanager

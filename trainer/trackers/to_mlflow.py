@@ -21,9 +21,17 @@ class MlflowTracker:
         artifacts = None if given else (run.directory / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         experiment = self._client.get_experiment_by_name(run.project)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(run.project, artifacts)
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(run.project, artifacts)
+        )
         found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-        one = found[0] if found else self._client.create_run(number, tags={_TAG: run.id}, run_name=run.name)
+        one = (
+            found[0]
+            if found
+            else self._client.create_run(number, tags={_TAG: run.id}, run_name=run.name)
+        )
         self._id = one.info.run_id
         self._client.update_run(self._id, status="RUNNING")
         # MLflow parameters are immutable: a value that a resumed run has changed gets a new name.
@@ -38,10 +46,14 @@ class MlflowTracker:
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, [Metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
-        data = {"step": [step] * len(rows)} | {column: [row[i] for row in rows] for i, column in enumerate(columns)}
+        data = {"step": [step] * len(rows)} | {
+            column: [row[i] for row in rows] for i, column in enumerate(columns)
+        }
         self._client.log_table(self._id, data, f"{name}.json")
 
     def close(self, finished: bool) -> None:

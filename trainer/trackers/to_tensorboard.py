@@ -15,9 +15,13 @@ class TensorBoardTracker:
     def __init__(self, run: RunInfo) -> None:
         directory = run.directory / "tensorboard" / run.id
         self.where = f"tensorboard --logdir {directory}"
-        self._writer = SummaryWriter(str(directory), purge_step=run.step + 1)  # hides later steps of an interrupted attempt
+        self._writer = SummaryWriter(
+            str(directory), purge_step=run.step + 1
+        )  # hides later steps of an interrupted attempt
         self._writer.file_writer.add_summary(hparams_pb(run.parameters, trial_id=run.id), run.step)
-        self._writer.add_text("config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.step)
+        self._writer.add_text(
+            "config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.step
+        )
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -26,7 +30,9 @@ class TensorBoardTracker:
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         lines: list[Sequence[Cell]] = [columns, ["---"] * len(columns), *rows]
-        self._writer.add_text(name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
+        self._writer.add_text(
+            name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step
+        )
         self._writer.flush()
 
     def close(self, finished: bool) -> None:
@@ -34,4 +40,10 @@ class TensorBoardTracker:
 
 
 def _cell(value: Cell) -> str:
-    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+    return (
+        str(value)
+        .replace("\\", "\\\\")
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("\n", "<br>")
+    )

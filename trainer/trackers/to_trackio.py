@@ -9,7 +9,9 @@ class TrackioTracker:
     """A Trackio run, found again by its name, which contains the run's id."""
 
     def __init__(self, run: RunInfo) -> None:
-        directory = os.environ.setdefault("TRACKIO_DIR", str(run.directory / "trackio"))  # read when trackio is imported
+        directory = os.environ.setdefault(
+            "TRACKIO_DIR", str(run.directory / "trackio")
+        )  # read when trackio is imported
         import pandas
         import trackio
 

@@ -6,7 +6,9 @@ from trainer.trackers.base import Cell, RunInfo, wandb_offline
 
 
 class WandbTracker:
-    """A wandb run with the step as x-axis: a resumed run repeats steps, which wandb's own counter does not allow."""
+    """A wandb run with the step as x-axis: a resumed run repeats steps, which wandb's own counter
+    does not allow.
+    """
 
     def __init__(self, run: RunInfo) -> None:
         self._run = wandb.init(
@@ -15,12 +17,16 @@ class WandbTracker:
             id=run.id,
             resume="allow",
             dir=str(run.directory),
-            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True),
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True
+            ),
         )
         self._run.config.update(run.config, allow_val_change=True)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        self.where = f"wandb sync {self._run.settings.sync_dir}" if wandb_offline() else str(self._run.url)
+        self.where = (
+            f"wandb sync {self._run.settings.sync_dir}" if wandb_offline() else str(self._run.url)
+        )
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         self._run.log({**values, "step": step})

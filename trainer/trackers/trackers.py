@@ -29,12 +29,23 @@ _NO_TELEMETRY = {
 }
 """Default environment variables that switch off the libraries' telemetry."""
 _MAX_TEXT, _MAX_ROWS = 4000, 64
-_SAMPLES = ["prompt", "ground_truth", "completion", "reward", "correct", "extracted_answer", "status", "tokens", "finish"]
+_SAMPLES = [
+    "prompt",
+    "ground_truth",
+    "completion",
+    "reward",
+    "correct",
+    "extracted_answer",
+    "status",
+    "tokens",
+    "finish",
+]
 _ANSWERS = ["prompt", "ground_truth", "answer", "correct"]
 
 
 class Trackers:
-    """The trackers of `config.trackers` for a run that continues after `step`; they write to `trackers` in `run_dir`.
+    """The trackers of `config.trackers` for a run that continues after `step`; they write to
+    `trackers` in `run_dir`.
 
     `say` prints a line; `counted` counts records by tracker and result.
 
@@ -42,7 +53,12 @@ class Trackers:
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, step: int, say: Callable[[str], None], counted: Counter | None = None
+        self,
+        config: Config,
+        run_dir: Path,
+        step: int,
+        say: Callable[[str], None],
+        counted: Counter | None = None,
     ) -> None:
         self._settings, self._threads = config.trackers, list[TrackerThread]()
         check(config.trackers)
@@ -67,10 +83,14 @@ class Trackers:
             if counted:
                 counted.labels(name, result).inc()
 
-        self._threads = [TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names]
+        self._threads = [
+            TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names
+        ]
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
-        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of `group`, if any."""
+        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of
+        `group`, if any.
+        """
         step, every = record["step"], self._settings.sample_every
         values = _numbers(record)
         del values["step"]
@@ -83,12 +103,16 @@ class Trackers:
         step = summary["step"]
         self._put("metrics", step=step, values=_numbers({"evaluation": summary}))
         shown = answers[:_MAX_ROWS]
-        rows: list[list[Cell]] = [[_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in shown]
+        rows: list[list[Cell]] = [
+            [_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in shown
+        ]
         if rows:
             self._put("table", step=step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
     def close(self, finished: bool) -> None:
-        """Waits at most `_FLUSH_S` (`_INTERRUPTED_S` unless `finished`) for the trackers, then abandons slow ones."""
+        """Waits at most `_FLUSH_S` (`_INTERRUPTED_S` unless `finished`) for the trackers, then
+        abandons slow ones.
+        """
         deadline = time.monotonic() + (_FLUSH_S if finished else _INTERRUPTED_S)
         for thread in self._threads:
             thread.end(finished)
@@ -110,7 +134,9 @@ def _own_id(path: Path, new: bool) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)}
+    return {
+        name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)
+    }
 
 
 def _samples(group: Group) -> list[list[Cell]]:

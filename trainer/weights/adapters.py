@@ -15,7 +15,9 @@ from trainer.weights.turns import Sleepers
 
 
 def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
-    """Writes the tokenizer and the config files; returns the paths of those that complete a published version."""
+    """Writes the tokenizer and the config files; returns the paths of those that complete a
+    published version.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     tokenizer.save_pretrained(directory)
     if config.lora.publishes_adapter:
@@ -28,10 +30,11 @@ def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) ->
 
 
 class AdapterPublisher:
-    """Publishes adapters through `publisher`: once the engines have one, the requests of `client` name it.
+    """Publishes adapters through `publisher`: once the engines have one, the requests of `client`
+    name it.
 
-    An engine uses the adapter that a request names or refuses the request, so the version that sampled a completion
-    never depends on the adapters that an engine happens to hold.
+    An engine uses the adapter that a request names or refuses the request, so the version that
+    sampled a completion never depends on the adapters that an engine happens to hold.
     """
 
     def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str) -> None:

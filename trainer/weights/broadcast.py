@@ -1,4 +1,6 @@
-"""Sends weights straight from the trainer into the running engines, and writes files for the other nodes."""
+"""Sends weights straight from the trainer into the running engines, and writes files for the other
+nodes.
+"""
 
 import asyncio
 import logging
@@ -41,9 +43,13 @@ class Broadcaster:
         board.broadcaster = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
-        """Announces and sends a version; returns its newest manifest and its bytes. Does not wait for confirmation."""
+        """Announces and sends a version; returns its newest manifest and its bytes. Does not wait
+        for confirmation.
+        """
         copy = self._copy
-        with copy.lock:  # a node that requests the files right after the announcement waits for the copy
+        with (
+            copy.lock
+        ):  # a node that requests the files right after the announcement waits for the copy
             if first := not copy.buckets:
                 copy.fill(weights, version)
             sent = self._checksums.begin(copy.tensors())
@@ -61,13 +67,17 @@ class Broadcaster:
             transfer.finish()
             self._prepare(version)
             if problem := self._problem(group, transfer):
-                log.error("weights %d were not broadcast, so they go over HTTP: %s", version, problem)
+                log.error(
+                    "weights %d were not broadcast, so they go over HTTP: %s", version, problem
+                )
                 group.close(stuck=not transfer.done.is_set())
                 manifest = self._board.withdraw(manifest)
         return manifest, copy.size
 
     def close_if_broken(self) -> None:
-        """Closes the group if an engine has fallen out of it, so that the next version forms a new one."""
+        """Closes the group if an engine has fallen out of it, so that the next version forms a new
+        one.
+        """
         group = self._group
         if group is not None and not group.closed and (problem := self._lost(group)):
             log.error("the trainer and the engines will form a new group: %s", problem)
@@ -87,9 +97,15 @@ class Broadcaster:
             try:
                 self._group = EngineGroup(members, self._rendezvous, self._timeout_s)
             except RuntimeError as error:
-                log.error("no group can be formed at %s, so weights go over HTTP: %s", self._rendezvous.address, error)
+                log.error(
+                    "no group can be formed at %s, so weights go over HTTP: %s",
+                    self._rendezvous.address,
+                    error,
+                )
                 return None
-            names = ", ".join(f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members)
+            names = ", ".join(
+                f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members
+            )
             log.info("group %s of the trainer and the engines of %s", self._group.name, names)
         return self._group
 
@@ -109,7 +125,9 @@ class Broadcaster:
         return f"{lost or self._states(group)} ({type(transfer.error).__name__}: {transfer.error})"
 
     def _lost(self, group: EngineGroup) -> str | None:
-        """Names the members that are gone, failed or restarted since the group was formed; None when all are there."""
+        """Names the members that are gone, failed or restarted since the group was formed; None
+        when all are there.
+        """
         now = {worker.name: worker for worker in self._board.workers()}
         lost = []
         for member in group.members:
@@ -117,17 +135,25 @@ class Broadcaster:
             if report is None:
                 lost.append(f"{member.name} stopped reporting")
             elif report.epoch != member.epoch or report.state in ("failed", "starting"):
-                lost.append(f"{report.name} is {report.state}: {report.detail or 'its engine was started again'}")
+                lost.append(
+                    f"{report.name} is {report.state}: {report.detail or 'its engine was started again'}"
+                )
         return "; ".join(lost) or None
 
     def _states(self, group: EngineGroup) -> str:
         names = {member.name for member in group.members}
-        return ", ".join(f"{w.name} is {w.state} {w.detail}".strip() for w in self._board.workers() if w.name in names)
+        return ", ".join(
+            f"{w.name} is {w.state} {w.detail}".strip()
+            for w in self._board.workers()
+            if w.name in names
+        )
 
     def write(self, version: int) -> WeightManifest:
         """Writes the files of the newest version. Raises NotFound when it is not `version`."""
         with self._copy.reading(version) as tensors:
-            return write_version(tensors.items(), self._static_files, self._board.directory, self._run_id, version)
+            return write_version(
+                tensors.items(), self._static_files, self._board.directory, self._run_id, version
+            )
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
         """Compares the weights that an engine has received with those that were sent.
@@ -136,8 +162,14 @@ class Broadcaster:
         """
         found = await asyncio.to_thread(self._compare, version, sums)
         if problem := found.problem:
-            raise Conflict(f"{sums.worker}: {problem}", field="checksums", value=f"{found.compared} of {found.total} compared")
-        own = digest_all({str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)})
+            raise Conflict(
+                f"{sums.worker}: {problem}",
+                field="checksums",
+                value=f"{found.compared} of {found.total} compared",
+            )
+        own = digest_all(
+            {str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)}
+        )
         return WeightVerdict(checksum=own, compared=str(found))
 
     def _compare(self, version: int, sums: WeightChecksums) -> Comparison:

@@ -1,7 +1,9 @@
-"""Compares the checksums that engines report for their weights with the tensors that were sent to them.
+"""Compares the checksums that engines report for their weights with the tensors that were sent to
+them.
 
-The embedded engine uses the names in the files. SGLang reports checksums of its own parameters, each of which is rebuilt
-from the tensors that were sent, in the layouts that SGLang uses (`layouts.py`).
+The embedded engine uses the names in the files. SGLang reports checksums of its own parameters,
+each of which is rebuilt from the tensors that were sent, in the layouts that SGLang uses
+(`layouts.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,8 @@ class Comparison:
     """The tensors that were sent, compared with the parameters of an engine."""
 
     wrong: list[str]
-    """The engine's parameters whose checksum differs from that of the tensors they are built from."""
+    """The engine's parameters whose checksum differs from that of the tensors they are built
+    from."""
     unseen: list[str]
     """Tensors that belong to no known parameter of the engine."""
     unknown: list[str]
@@ -30,7 +33,9 @@ class Comparison:
 
     @property
     def problem(self) -> str | None:
-        """Why the engine does not have what was sent, or None. With unknown parameters, tensors may be unseen."""
+        """Why the engine does not have what was sent, or None. With unknown parameters, tensors may
+        be unseen.
+        """
         if self.wrong:
             return f"{len(self.wrong)} parameters of the engine differ from what was sent: {self.wrong[0]}"
         if not self.compared:
@@ -40,12 +45,18 @@ class Comparison:
         return None
 
     def __str__(self) -> str:
-        unseen = f"; the engine has {self.unseen[0]} and {len(self.unseen) - 1} more by other names" if self.unseen else ""
+        unseen = (
+            f"; the engine has {self.unseen[0]} and {len(self.unseen) - 1} more by other names"
+            if self.unseen
+            else ""
+        )
         return f"{self.compared} of {self.total} tensors with the trainer's{unseen}"
 
 
 class Checksums:
-    """The checksums of one version, each computed once; with `on_gpu` by the function that SGLang uses on GPUs."""
+    """The checksums of one version, each computed once; with `on_gpu` by the function that SGLang
+    uses on GPUs.
+    """
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -56,9 +67,11 @@ class Checksums:
         self._sent = SentSums(self._plan)
 
     def begin(self, tensors: Mapping[str, Tensor]) -> SentSums:
-        """Begins a version with the shapes of `tensors`: forgets the checksums, but not the layouts that engines use.
+        """Begins a version with the shapes of `tensors`: forgets the checksums, but not the layouts
+        that engines use.
 
-        Returns the checksums to which whoever sends the version adds its tensors, which saves computing them later.
+        Returns the checksums to which whoever sends the version adds its tensors, which saves
+        computing them later.
         """
         self._known.clear()
         if self._plan is None:
@@ -67,14 +80,20 @@ class Checksums:
         return self._sent
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> None:
-        """Computes the checksums in the layouts that matched the last time, except for those that come with sending."""
+        """Computes the checksums in the layouts that matched the last time, except for those that
+        come with sending.
+        """
         for (name, rank, size), way in self._usual.items():
             key = (name, rank, size, way)
             if key not in self._sent:
                 self._sum(key, ways(name, tensors, rank, size)[way], tensors)
 
-    def compare(self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]) -> Comparison:
-        """Compares `tensors` with the checksums by parameter that each rank of an engine reports."""
+    def compare(
+        self, tensors: Mapping[str, Tensor], ranks: Sequence[Mapping[str, str]]
+    ) -> Comparison:
+        """Compares `tensors` with the checksums by parameter that each rank of an engine
+        reports.
+        """
         wrong: list[str] = []
         unknown: list[str] = []
         seen: set[str] = set()
@@ -86,14 +105,19 @@ class Checksums:
                         wrong.append(name)
                 else:
                     unknown.append(name)
-        return Comparison(wrong, [name for name in tensors if name not in seen], unknown, len(seen), len(tensors))
+        return Comparison(
+            wrong, [name for name in tensors if name not in seen], unknown, len(seen), len(tensors)
+        )
 
     def _expected(self, tensors: Mapping[str, Tensor]) -> dict[Key, Way]:
         return {
-            (name, rank, size, way): ways(name, tensors, rank, size)[way]() for (name, rank, size), way in self._usual.items()
+            (name, rank, size, way): ways(name, tensors, rank, size)[way]()
+            for (name, rank, size), way in self._usual.items()
         }
 
-    def _right(self, name: str, rank: int, size: int, checksum: str, tensors: Mapping[str, Tensor]) -> bool:
+    def _right(
+        self, name: str, rank: int, size: int, checksum: str, tensors: Mapping[str, Tensor]
+    ) -> bool:
         made = ways(name, tensors, rank, size)
         usual = self._usual.get((name, rank, size), 0)
         for way in (usual, *(way for way in range(len(made)) if way != usual)):
@@ -107,5 +131,7 @@ class Checksums:
     def _sum(self, key: Key, describe: Describe, tensors: Mapping[str, Tensor]) -> str:
         if key not in self._known:
             compute = gpu_digest if self._on_gpu else digest
-            self._known[key] = self._sent.hexdigest(key) or compute(*(part.of(tensors) for part in describe()))
+            self._known[key] = self._sent.hexdigest(key) or compute(
+                *(part.of(tensors) for part in describe())
+            )
         return self._known[key]

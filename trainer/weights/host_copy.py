@@ -1,4 +1,6 @@
-"""A copy of the published weights in host memory: the source of broadcasts, of files on demand and of checksums."""
+"""A copy of the published weights in host memory: the source of broadcasts, of files on demand and
+of checksums.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +20,8 @@ BUCKET_BYTES = 512 << 20
 
 
 class HostCopy:
-    """The tensors of one version, in contiguous buckets, each sent as one message; a tensor over `bucket_bytes` has its own.
+    """The tensors of one version, in contiguous buckets, each sent as one message; a tensor over
+    `bucket_bytes` has its own.
 
     It takes as much host memory as the published weights. `fill` and `reading` exclude each other.
     """
@@ -37,8 +40,11 @@ class HostCopy:
         """The total size of the buckets in bytes."""
         return sum(flat.numel() for flat in self.flats)
 
-    def fill(self, weights: Weights, version: int, ready: Callable[[int], None] = lambda _: None) -> None:
-        """Copies `weights` in; `ready` is called in another thread with the index of each bucket as soon as it is complete.
+    def fill(
+        self, weights: Weights, version: int, ready: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Copies `weights` in; `ready` is called in another thread with the index of each bucket as
+        soon as it is complete.
 
         Raises ServiceError when names, shapes or dtypes are not those of the first call.
         """
@@ -93,16 +99,22 @@ class HostCopy:
             for name, view in views(flat, bucket):
                 found, tensor = next(weights, ("nothing", view))
                 if (found, tensor.shape, tensor.dtype) != (name, view.shape, view.dtype):
-                    raise ServiceError("the layout of the published weights has changed", field=name, value=found)
+                    raise ServiceError(
+                        "the layout of the published weights has changed", field=name, value=found
+                    )
                 copies = self._copies(tensor)
                 copies.to_host(tensor, view)
             copies.then(partial(ready, index))
         if more := next(weights, None):
-            raise ServiceError("there are more weights to publish than before", field="name", value=more[0])
+            raise ServiceError(
+                "there are more weights to publish than before", field="name", value=more[0]
+            )
 
     @contextmanager
     def reading(self, version: int) -> Iterator[dict[str, Tensor]]:
-        """Yields the tensors of this version, and keeps `fill` waiting. Raises NotFound when the version is gone."""
+        """Yields the tensors of this version, and keeps `fill` waiting. Raises NotFound when the
+        version is gone.
+        """
         with self.lock:
             if version != self._version:
                 raise NotFound(
@@ -115,4 +127,8 @@ class HostCopy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns views of the tensors, whichever version they are of; `reading` says which."""
-        return {name: view for bucket, flat in zip(self.buckets, self.flats, strict=True) for name, view in views(flat, bucket)}
+        return {
+            name: view
+            for bucket, flat in zip(self.buckets, self.flats, strict=True)
+            for name, view in views(flat, bucket)
+        }

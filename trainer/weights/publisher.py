@@ -1,9 +1,10 @@
 """Weight versions: written by the trainer, pulled by every rollout node's agent, confirmed by each.
 
-A version is named after the optimiser step that made it. It is a complete Hugging Face directory `v000012/`, or a LoRA
-adapter in PEFT's format; its manifest (sizes and checksums) is made last. A file may come with its delta from the
-previous version (`common.weights.deltas`), for nodes that have that version. With `trainer.weight_sync` distributed a version
-is broadcast into the engines (`broadcast.py`); its directory is then written only when a node asks for it.
+A version is named after the optimiser step that made it. It is a complete Hugging Face directory
+`v000012/`, or a LoRA adapter in PEFT's format; its manifest (sizes and checksums) is made last. A
+file may come with its delta from the previous version (`common.weights.deltas`), for nodes that
+have that version. With `trainer.weight_sync` distributed a version is broadcast into the engines
+(`broadcast.py`); its directory is then written only when a node asks for it.
 """
 
 import asyncio
@@ -53,7 +54,9 @@ _MAX_WORKERS = 1000
 
 
 class PublishFailed(ServiceError):
-    """No rollout node serves the new weights: going on would silently train on off-policy samples."""
+    """No rollout node serves the new weights: going on would silently train on off-policy
+    samples.
+    """
 
     code = "publish_failed"
 
@@ -71,7 +74,8 @@ def write_version(
     version: int,
     previous: WeightManifest | None = None,
 ) -> WeightManifest:
-    """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is complete.
+    """Writes `directory/v000012/` and returns its manifest; atomic, so a directory of that name is
+    complete.
 
     With `previous`, also writes deltas from that version, whose files are in `directory` too.
 
@@ -91,9 +95,14 @@ def write_version(
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
             tensors = on_host(weights)
             sums = {file.name: checksum(file) for file in partial.iterdir()}
-            with spares.written(partial / name, sum(tensor.nbytes for tensor in tensors.values())) as stream:
+            with spares.written(
+                partial / name, sum(tensor.nbytes for tensor in tensors.values())
+            ) as stream:
                 sums[name] = write_tensors(tensors, stream)
-            files = [WeightFile(name=n, size=(partial / n).stat().st_size, xxh3=sums[n]) for n in sorted(sums)]
+            files = [
+                WeightFile(name=n, size=(partial / n).stat().st_size, xxh3=sums[n])
+                for n in sorted(sums)
+            ]
             if previous is not None:
                 before = directory / version_name(previous.version)
                 for each in files:
@@ -112,18 +121,30 @@ def _link_or_copy(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _write_delta(before: Path, directory: Path, file: WeightFile, previous: WeightManifest) -> WeightDelta | None:
-    """Writes a file's delta from its namesake in `before`; returns None when no delta is needed or possible."""
-    base = next((each.xxh3 for each in previous.files if (each.name, each.size) == (file.name, file.size)), file.xxh3)
+def _write_delta(
+    before: Path, directory: Path, file: WeightFile, previous: WeightManifest
+) -> WeightDelta | None:
+    """Writes a file's delta from its namesake in `before`; returns None when no delta is needed or
+    possible.
+    """
+    base = next(
+        (each.xxh3 for each in previous.files if (each.name, each.size) == (file.name, file.size)),
+        file.xxh3,
+    )
     if base == file.xxh3 or not (before / file.name).is_file():
         return None
     target = directory / f"{file.name}.delta"
     size = write_delta(before / file.name, directory / file.name, target)
-    return None if size is None else WeightDelta(name=target.name, size=size, xxh3=checksum(target), base=base)
+    return (
+        None
+        if size is None
+        else WeightDelta(name=target.name, size=size, xxh3=checksum(target), base=base)
+    )
 
 
 class WeightBoard:
-    """The newest weight version and the rollout nodes' reports, for the HTTP thread and the training loop.
+    """The newest weight version and the rollout nodes' reports, for the HTTP thread and the
+    training loop.
 
     Removes the versions that an earlier attempt left in `directory`: they belong to another run.
     """
@@ -160,19 +181,27 @@ class WeightBoard:
     def _remove_old(self) -> None:
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
             if self._latest is not None and self._latest.directory:
-                shutil.rmtree(old, ignore_errors=True)  # the engine of a slow node may still read it here
+                shutil.rmtree(
+                    old, ignore_errors=True
+                )  # the engine of a slow node may still read it here
             else:
                 spares.retire(old)
 
     def withdraw(self, manifest: WeightManifest) -> WeightManifest:
-        """Withdraws the broadcast of the latest version, which nodes then get as files; returns its manifest."""
+        """Withdraws the broadcast of the latest version, which nodes then get as files; returns its
+        manifest.
+        """
         with self._lock:
-            self._latest = withdrawn = (self._latest or manifest).model_copy(update={"broadcast": None})
+            self._latest = withdrawn = (self._latest or manifest).model_copy(
+                update={"broadcast": None}
+            )
         self._wake()
         return withdrawn
 
     async def with_files(self, manifest: WeightManifest) -> WeightManifest:
-        """Returns the manifest with files, after writing them if needed. Raises NotFound when the version is gone."""
+        """Returns the manifest with files, after writing them if needed. Raises NotFound when the
+        version is gone.
+        """
         if manifest.files or self.broadcaster is None:
             return manifest
         return await asyncio.to_thread(self._write, self.broadcaster, manifest)
@@ -182,23 +211,30 @@ class WeightBoard:
             latest = self._latest
             if latest is not None and latest.version == manifest.version and latest.files:
                 return latest
-            log.info("writing the files of weights %d, because a node asks for them", manifest.version)
+            log.info(
+                "writing the files of weights %d, because a node asks for them", manifest.version
+            )
             written = broadcaster.write(manifest.version)
             with self._lock:
                 if self._latest is not None and self._latest.version == written.version:
-                    # The manifest keeps its broadcast: the nodes that take part must not see it withdrawn.
+                    # The manifest keeps its broadcast: the nodes that take part must not see it
+                    # withdrawn.
                     self._latest = self._latest.model_copy(update={"files": written.files})
             self._remove_old()
             return written
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
-        """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if not broadcast."""
+        """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if
+        not broadcast.
+        """
         if self.broadcaster is None:
             raise NotFound("no weights were broadcast", field="version", value=version)
         return await self.broadcaster.verify(version, sums)
 
     def sleep(self, timeout_s: float) -> None:
-        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed after `timeout_s`."""
+        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed after
+        `timeout_s`.
+        """
         start = time.monotonic()
         with self._lock:
             assert self._latest is not None, "engines sleep between two versions"
@@ -207,13 +243,22 @@ class WeightBoard:
         while True:
             self._check_served()
             with self._lock:
-                alive = [entry for entry in self._workers.values() if time.monotonic() - entry[1] < _SILENT_S]
+                alive = [
+                    entry
+                    for entry in self._workers.values()
+                    if time.monotonic() - entry[1] < _SILENT_S
+                ]
                 # A report from before `start` may be out of date.
                 awake = [report for report, at in alive if report.state != "asleep" or at < start]
                 if alive and not awake:
                     return
                 if time.monotonic() - start > timeout_s:
-                    text = ", ".join(f"{each.name} ({each.state}) {each.detail}".strip() for each in awake) or "no report"
+                    text = (
+                        ", ".join(
+                            f"{each.name} ({each.state}) {each.detail}".strip() for each in awake
+                        )
+                        or "no report"
+                    )
                     raise PublishFailed(
                         f"after {timeout_s:.0f} s these engines have not released their memory for the update: {text}",
                         field="trainer.publish_timeout_s",
@@ -237,20 +282,31 @@ class WeightBoard:
         """Raises PublishFailed when the server of this board has died."""
         if self._unserved:
             reason = "the trainer's HTTP server, from which the rollout nodes get their weights, has died"
-            raise PublishFailed(reason, field="trainer.port", remedy="see the log above, and start the trainer again")
+            raise PublishFailed(
+                reason,
+                field="trainer.port",
+                remedy="see the log above, and start the trainer again",
+            )
 
     def latest(self) -> WeightManifest | None:
         return self._latest
 
-    async def latest_after(self, run_id: str, version: int, wait_s: float, asleep: bool = False) -> WeightManifest:
-        """Returns the latest version as soon as it differs from the arguments, or after `wait_s` seconds.
+    async def latest_after(
+        self, run_id: str, version: int, wait_s: float, asleep: bool = False
+    ) -> WeightManifest:
+        """Returns the latest version as soon as it differs from the arguments, or after `wait_s`
+        seconds.
 
         Raises NotFound when there is none by then.
         """
 
         def changed() -> bool:
             latest = self._latest
-            return latest is not None and (latest.run_id, latest.version, latest.asleep) != (run_id, version, asleep)
+            return latest is not None and (latest.run_id, latest.version, latest.asleep) != (
+                run_id,
+                version,
+                asleep,
+            )
 
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
@@ -263,18 +319,28 @@ class WeightBoard:
         finally:
             del self._waiting[event]
         if (latest := self._latest) is None:
-            raise NotFound("no weight version has been published yet", remedy="ask again; the trainer is starting")
+            raise NotFound(
+                "no weight version has been published yet",
+                remedy="ask again; the trainer is starting",
+            )
         return latest
 
     def file(self, version: int, name: str) -> Path:
-        """Returns the path of one file of a version. Raises NotFound when there is no such version or file."""
+        """Returns the path of one file of a version. Raises NotFound when there is no such version
+        or file.
+        """
         path = self.directory / version_name(version) / name
         try:
             found = "/" not in name and not name.startswith(".") and path.is_file()
         except OSError:  # a name that is too long for the file system
             found = False
         if not found:
-            raise NotFound("no such weight file", field="name", value=f"{version}/{name}", remedy="ask /weights/latest again")
+            raise NotFound(
+                "no such weight file",
+                field="name",
+                value=f"{version}/{name}",
+                remedy="ask /weights/latest again",
+            )
         return path
 
     def report(self, report: WorkerReport) -> None:
@@ -282,15 +348,30 @@ class WeightBoard:
         with self._lock:
             previous = self._workers.get(report.name)
             now = time.monotonic()
-            alive = {name: entry for name, entry in self._workers.items() if now - entry[1] < _FORGOTTEN_S}
+            alive = {
+                name: entry
+                for name, entry in self._workers.items()
+                if now - entry[1] < _FORGOTTEN_S
+            }
             if len(alive) >= _MAX_WORKERS and report.name not in alive:
                 raise TooLarge(
-                    "too many workers report", field="name", value=report.name, remedy=f"run at most {_MAX_WORKERS} workers"
+                    "too many workers report",
+                    field="name",
+                    value=report.name,
+                    remedy=f"run at most {_MAX_WORKERS} workers",
                 )
             self._workers = alive | {report.name: (report, now)}
             self._lock.notify_all()
-        if report.state in ("stale", "failed") and (previous is None or previous[0].state != report.state):
-            log.warning("%s is %s (weights %s): %s", report.name, report.state, report.version, report.detail)
+        if report.state in ("stale", "failed") and (
+            previous is None or previous[0].state != report.state
+        ):
+            log.warning(
+                "%s is %s (weights %s): %s",
+                report.name,
+                report.state,
+                report.version,
+                report.detail,
+            )
 
     def workers(self) -> list[WorkerReport]:
         """The reports of the workers that are alive."""
@@ -299,7 +380,9 @@ class WeightBoard:
             return [report for report, at in self._workers.values() if now - at < _SILENT_S]
 
     def num_nodes(self) -> int:
-        """The number of rollout nodes in the job group, from the agents' reports; 1 before the first report."""
+        """The number of rollout nodes in the job group, from the agents' reports; 1 before the
+        first report.
+        """
         with self._lock:
             return max((report.num_nodes for report, _ in self._workers.values()), default=1)
 
@@ -318,12 +401,17 @@ class WeightBoard:
         self._excluded.update(worker.name for worker in workers)
         return workers
 
-    def wait_confirmed(self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]) -> list[WorkerReport]:
-        """Waits until the rollout nodes serve `manifest`; returns the ones that do not after `timeout_s` seconds.
+    def wait_confirmed(
+        self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]
+    ) -> list[WorkerReport]:
+        """Waits until the rollout nodes serve `manifest`; returns the ones that do not after
+        `timeout_s` seconds.
 
-        The first call waits for as many nodes as the agents report. Later calls do not wait for a node that was returned
-        before until it has caught up by itself. A node that has fallen silent is returned at once: its engine may still
-        run with old weights. Raises PublishFailed when no node serves the manifest.
+        The first call waits for as many nodes as the agents report. Later calls do not wait for a
+        node that was returned
+        before until it has caught up by itself. A node that has fallen silent is returned at once:
+        its engine may still run with old weights. Raises PublishFailed when no node serves the
+        manifest.
         """
         start = said = time.monotonic()
         say_after_s = 10.0
@@ -331,7 +419,9 @@ class WeightBoard:
             self._check_served()
             workers = self.workers()
             current = {
-                w.name for w in workers if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")
+                w.name
+                for w in workers
+                if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")
             }
             self._excluded -= current
             missing = [w for w in workers if w.name not in current and w.name not in self._excluded]
@@ -339,7 +429,9 @@ class WeightBoard:
             if current and not missing and (self._complete or len(workers) >= expected):
                 return self._exclude(self._silent())
             now = time.monotonic()
-            text = ", ".join(f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in missing)
+            text = ", ".join(
+                f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in missing
+            )
             served = f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}"
             waited = f"{served}; missing: {text or 'no report'}"
             if now - start > timeout_s:
@@ -351,7 +443,11 @@ class WeightBoard:
                         value=timeout_s,
                         remedy="look at the log of rollout-server",
                     )
-                log.error("after %.0f s %s; training continues without them until they catch up", timeout_s, waited)
+                log.error(
+                    "after %.0f s %s; training continues without them until they catch up",
+                    timeout_s,
+                    waited,
+                )
                 return self._exclude([*missing, *self._silent()])
             if now - said > say_after_s:
                 say(f"waited {now - start:.0f} s so far: {waited}")
@@ -362,7 +458,9 @@ class WeightBoard:
 
 @dataclass
 class Publisher:
-    """Writes or broadcasts a version, announces it and waits until every rollout node serves it. One thread at a time."""
+    """Writes or broadcasts a version, announces it and waits until every rollout node serves it.
+    One thread at a time.
+    """
 
     board: WeightBoard
     static_files: list[Path]
@@ -382,11 +480,15 @@ class Publisher:
     """Sends the tensors; when None, versions are written to files."""
 
     def sleep(self) -> None:
-        """Returns when no engine holds GPU memory. Raises PublishFailed when one does not release it."""
+        """Returns when no engine holds GPU memory. Raises PublishFailed when one does not release
+        it.
+        """
         self.board.sleep(self.timeout_s)
 
     def wake(self) -> None:
-        """Announces the newest version again, for engines that sleep. Raises PublishFailed when none serves it."""
+        """Announces the newest version again, for engines that sleep. Raises PublishFailed when
+        none serves it.
+        """
         latest = self.board.latest()
         assert latest is not None, "engines sleep between two versions"
         manifest = latest.model_copy(update={"asleep": False})
@@ -395,11 +497,15 @@ class Publisher:
             self.fence(worker)
 
     def publish(self, weights: Weights, version: int) -> None:
-        """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed when none does."""
+        """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed
+        when none does.
+        """
         begin = time.monotonic()
         if self.broadcaster is None:
             directory, before = self.board.directory, self.board.latest()
-            manifest = write_version(weights, self.static_files, directory, self.run_id, version, before)
+            manifest = write_version(
+                weights, self.static_files, directory, self.run_id, version, before
+            )
             if self.shared:
                 manifest.directory = str((directory / version_name(version)).absolute())
             self.board.announce(manifest)
@@ -414,5 +520,15 @@ class Publisher:
         self.published(size, seconds)
         way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
         rate = size / seconds / 1e6
-        level = logging.INFO if seconds >= 1 else logging.DEBUG  # the log line of the step has the seconds anyway
-        log.log(level, "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s", version, size / 1e6, seconds, rate, way)
+        level = (
+            logging.INFO if seconds >= 1 else logging.DEBUG
+        )  # the log line of the step has the seconds anyway
+        log.log(
+            level,
+            "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
+            version,
+            size / 1e6,
+            seconds,
+            rate,
+            way,
+        )

@@ -1,7 +1,7 @@
 """SGLang's checksums of weights on GPUs, computed while the weights are sent.
 
-A tensor is then on the GPU anyway; later it would have to be copied there again. What an engine's parameter is made of is
-known from the version before:
+A tensor is then on the GPU anyway; later it would have to be copied there again. What an engine's
+parameter is made of is known from the version before:
 
     bucket on the GPU  ──►  each parameter's parts of it  ──►  the parameter's running checksum
 """
@@ -17,16 +17,18 @@ from trainer.weights.layouts import Part, Way
 from trainer.weights.tensor_hash import TensorHash
 
 Key = tuple[str, int, int, int]
-"""A parameter: its name in the engine, the rank that has it, the number of ranks, and which of its layouts."""
+"""A parameter: its name in the engine, the rank that has it, the number of ranks, and which of its
+layouts."""
 
 _JOINED_BYTES = 64 << 20
 
 
 class ChecksumPlan:
-    """Which checksums the tensors of a version add to, in the layouts that engines use, while they are sent.
+    """Which checksums the tensors of a version add to, in the layouts that engines use, while they
+    are sent.
 
-    `tensors` have the names, shapes and precisions of what will be sent. A parameter is left out if one of its parts
-    needs several tensors at once, or ends within a word of 32 bits.
+    `tensors` have the names, shapes and precisions of what will be sent. A parameter is left out if
+    one of its parts needs several tensors at once, or ends within a word of 32 bits.
     """
 
     def __init__(self, ways: Mapping[Key, Way], tensors: Mapping[str, Tensor]) -> None:
@@ -55,7 +57,9 @@ class SentSums:
         return key in self._plan.sizes
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds tensors that are sent together to their checksums, on their device and the current stream."""
+        """Adds tensors that are sent together to their checksums, on their device and the current
+        stream.
+        """
         found: dict[Key, list[tuple[int, Tensor]]] = defaultdict(list)
         for name, tensor in tensors.items():
             for key, start, part in self._plan.parts.get(name, ()):
@@ -73,7 +77,9 @@ class SentSums:
 
 
 def _joined(parts: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """Joins parts that follow one another, such as experts, since many small parts would keep a GPU waiting."""
+    """Joins parts that follow one another, such as experts, since many small parts would keep a GPU
+    waiting.
+    """
     parts.sort(key=lambda part: part[0])
     begin = end = parts[0][0]
     held: list[Tensor] = []

@@ -17,21 +17,27 @@ _LAST_PUSH_S = 5.0
 
 
 class WeightPublisher(Protocol):
-    """Sends weights to every rollout engine, and returns when all generate with them. Called from any thread."""
+    """Sends weights to every rollout engine, and returns when all generate with them. Called from
+    any thread.
+    """
 
     def publish(self, weights: Weights, version: int) -> None: ...
 
 
 class WeightSync:
-    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0 publishes."""
+    """The weight sync of a rank above 0: it takes part in gathering the weights that rank 0
+    publishes.
+    """
 
     def __init__(self, turns: Turns = _UNSHARED) -> None:
         self._turns = turns
 
     def push(self, policy: Policy) -> "Future[None]":
-        """Publishes the weights as version `policy.step`; the future is done when the engines serve them.
+        """Publishes the weights as version `policy.step`; the future is done when the engines serve
+        them.
 
-        A collective call. Raises PublishFailed, directly or through the future, when no engine serves them.
+        A collective call. Raises PublishFailed, directly or through the future, when no engine
+        serves them.
         """
         deque(policy.weights(), maxlen=0)
         self._turns.give()
@@ -45,13 +51,20 @@ class WeightSync:
 
 
 class PublishedWeights(WeightSync):
-    """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the weights.
+    """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the
+    weights.
 
-    A thread then publishes a copy of the weights. At most one version is in flight: the next one waits for it, so
-    versions arrive in order and only one copy is held.
+    A thread then publishes a copy of the weights. At most one version is in flight: the next one
+    waits for it, so versions arrive in order and only one copy is held.
     """
 
-    def __init__(self, publisher: WeightPublisher, clock: StageClock, in_background: bool, turns: Turns = _UNSHARED) -> None:
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        clock: StageClock,
+        in_background: bool,
+        turns: Turns = _UNSHARED,
+    ) -> None:
         super().__init__(turns)
         self._publisher, self._clock, self._in_background = publisher, clock, in_background
         self._thread: threading.Thread | None = None
@@ -73,7 +86,9 @@ class PublishedWeights(WeightSync):
                 return self._served
         self._served = Future()
         arguments = (weights, policy.step, self._served)
-        self._thread = threading.Thread(target=self._publish, args=arguments, name="publisher", daemon=True)
+        self._thread = threading.Thread(
+            target=self._publish, args=arguments, name="publisher", daemon=True
+        )
         self._thread.start()
         return self._served
 

@@ -1,9 +1,11 @@
-"""The checksum that SGLang computes of a tensor on a GPU, from parts that need not be there at the same time.
+"""The checksum that SGLang computes of a tensor on a GPU, from parts that need not be there at the
+same time.
 
-Every 32-bit word is mixed with its position (the finaliser of MurmurHash3). The sums over 8,192 words, a tile, are mixed
-again and added up:
+Every 32-bit word is mixed with its position (the finaliser of MurmurHash3). The sums over 8,192
+words, a tile, are mixed again and added up:
 
-    parts, as they come  ──►  words mixed with their positions  ──►  two sums per tile  ──►  16 hex digits
+    parts, as they come  ──►  words mixed with their positions  ──►  two sums per tile  ──►  16 hex
+    digits
 
 What stays of a part are the sums: 8 bytes for 32,768.
 """
@@ -21,7 +23,9 @@ _SEED = 0x243F6A88
 
 
 def _signed(word: int) -> int:
-    """Returns the int32 with the bits of `word`. torch multiplies int32, with the same result as for unsigned words."""
+    """Returns the int32 with the bits of `word`. torch multiplies int32, with the same result as
+    for unsigned words.
+    """
     word &= _BITS
     return word - (1 << 32) if word >> 31 else word
 
@@ -63,14 +67,18 @@ class TensorHash:
             self._finish()
 
     def hexdigest(self) -> str:
-        """Returns the checksum of all bytes as 16 hex digits; may be called while another stream computes it."""
+        """Returns the checksum of all bytes as 16 hex digits; may be called while another stream
+        computes it.
+        """
         assert self.complete, f"{self._missing} bytes are missing"
         self._done.synchronize()
         total = int(self._total) & ((1 << 64) - 1)
         return f"{_split_mix(total):016x}" if self._words else "0" * 16
 
     def _add_words(self, first: int, words: Tensor) -> None:
-        places = torch.arange(len(words), dtype=torch.int32, device=words.device).add_(_signed(first))
+        places = torch.arange(len(words), dtype=torch.int32, device=words.device).add_(
+            _signed(first)
+        )
         before = first % _TILE
         after = -(before + len(words)) % _TILE
         tile = first // _TILE
@@ -82,14 +90,16 @@ class TensorHash:
 
     def _finish(self) -> None:
         high, low = _mix(self._sums ^ _signed(4 * self._words)).to(torch.int64)
-        # To the host now: whoever asks may not share this stream, and its own may be busy with an update.
+        # To the host now: whoever asks may not share this stream, and its own may be busy with an
+        # update.
         self._total = ((high << 32) | (low & _BITS)).sum().to("cpu", non_blocking=True)
         self._done.record()
         del self._sums
 
 
 def gpu_digest(*tensors: Tensor) -> str:
-    """Returns the checksum that SGLang's `/weights_checker` reports for a tensor on a GPU, as 16 hex digits.
+    """Returns the checksum that SGLang's `/weights_checker` reports for a tensor on a GPU, as 16
+    hex digits.
 
     Several tensors are treated as concatenated. Computes on a GPU if there is one.
     """
@@ -105,7 +115,9 @@ def gpu_digest(*tensors: Tensor) -> str:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor as int32 [words], the last one filled up with zeros; copies only what it must."""
+    """Returns the bytes of a tensor as int32 [words], the last one filled up with zeros; copies
+    only what it must.
+    """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if len(flat) % 4:
         flat = pad(flat, (0, -len(flat) % 4))

@@ -1,4 +1,6 @@
-"""The trainer's end of a process group with the engines, and the transfer of one version through it."""
+"""The trainer's end of a process group with the engines, and the transfer of one version through
+it.
+"""
 
 import logging
 import os
@@ -28,7 +30,8 @@ BackendName = Literal["gloo", "nccl"]
 class Rendezvous:
     """The address at which engines find the trainer, and the backend that carries the tensors.
 
-    `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums with another function than on CPUs.
+    `gpu_checksums`: SGLang runs on GPUs, where it computes its checksums with another function than
+    on CPUs.
     """
 
     address: str
@@ -39,17 +42,24 @@ class Rendezvous:
 class EngineGroup:
     """A process group of the trainer (rank 0) and all ranks of the engines of `members`.
 
-    The group has its own rendezvous store: closing it ends the wait of engines that have not joined yet.
+    The group has its own rendezvous store: closing it ends the wait of engines that have not joined
+    yet.
     """
 
-    def __init__(self, members: Sequence[WorkerReport], rendezvous: Rendezvous, timeout_s: float) -> None:
+    def __init__(
+        self, members: Sequence[WorkerReport], rendezvous: Rendezvous, timeout_s: float
+    ) -> None:
         self.name = f"weights-{secrets.token_hex(4)}"
         self.members = sorted(members, key=lambda worker: worker.name)
         self.rendezvous, self.timeout_s = rendezvous, timeout_s
         self.world_size = 1 + sum(worker.tensor_parallel_size for worker in members)
         self._process_group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = dist.TCPStore(
-            rendezvous.address, 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            rendezvous.address,
+            0,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
         )
         self._staging: Staging | None = None
         self.port = self._store.port
@@ -57,10 +67,14 @@ class EngineGroup:
 
     def fits(self, members: Sequence[WorkerReport]) -> bool:
         """Whether the group consists of exactly these engines, none of them restarted since."""
-        return not self.closed and {(w.name, w.epoch) for w in members} == {(w.name, w.epoch) for w in self.members}
+        return not self.closed and {(w.name, w.epoch) for w in members} == {
+            (w.name, w.epoch) for w in self.members
+        }
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
-        """Returns the message that tells the agents how to join and which buckets they will receive."""
+        """Returns the message that tells the agents how to join and which buckets they will
+        receive.
+        """
         ranks, next_rank = {}, 1
         for worker in self.members:
             ranks[worker.name] = next_rank
@@ -77,10 +91,11 @@ class EngineGroup:
         )
 
     def send(self, flat: Tensor, passing: Callable[[Tensor], None] = lambda _: None) -> None:
-        """Broadcasts uint8 [bytes] in host memory; joins first. May return before the bytes have arrived: see `wait`.
+        """Broadcasts uint8 [bytes] in host memory; joins first. May return before the bytes have
+        arrived: see `wait`.
 
-        `passing` is called with the bytes on the group's device, on the stream that sends them and before they are sent.
-        Raises RuntimeError when that fails or takes too long.
+        `passing` is called with the bytes on the group's device, on the stream that sends them and
+        before they are sent. Raises RuntimeError when that fails or takes too long.
         """
         if self._process_group is None:
             with _no_watchdog():
@@ -108,12 +123,16 @@ class EngineGroup:
             self._process_group = None
             dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":
-            group.abort()  # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the group
+            # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the
+            # group
+            group.abort()
 
 
 @contextmanager
 def _no_watchdog() -> Iterator[None]:
-    """NCCL errors of a group created inside are raised in the calling code; by default they end the process."""
+    """NCCL errors of a group created inside are raised in the calling code; by default they end the
+    process.
+    """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     before = os.environ.get(name)
     os.environ[name] = "0"
@@ -127,12 +146,15 @@ def _no_watchdog() -> Iterator[None]:
 
 
 class Transfer:
-    """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's time limit ends.
+    """Sends buckets through a group, in the order of `put`, in a daemon thread that the group's
+    time limit ends.
 
     `sent` gets the tensors of every bucket on the device that sends them.
     """
 
-    def __init__(self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums) -> None:
+    def __init__(
+        self, group: EngineGroup, buckets: Sequence[Bucket], flats: Sequence[Tensor], sent: SentSums
+    ) -> None:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self._group, self._buckets, self._flats, self._sent = group, buckets, flats, sent

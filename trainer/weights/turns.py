@@ -1,8 +1,8 @@
 """Turns on the GPUs that the trainer shares with the engines (`rollout.colocate`).
 
     the engines generate            the trainer's models and optimisers are parked in host memory
-    the trainer updates             the engines sleep: paused, their memory released
-    weights are published           copied to host memory, then the trainer parks; engines wake up with them
+    the trainer updates             the engines sleep: paused, their memory released weights are
+    published           copied to host memory, then the trainer parks; engines wake up with them
 
 A turn begins only once the other side has reported that its memory is free.
 """
@@ -28,7 +28,9 @@ class Sleepers(Protocol):
     """The engines, as rank 0 controls them."""
 
     def sleep(self) -> None:
-        """Returns when no engine holds GPU memory. Raises ServiceError when one does not release it."""
+        """Returns when no engine holds GPU memory. Raises ServiceError when one does not release
+        it.
+        """
 
     def wake(self) -> None:
         """Returns when the engines generate again, with the newest weights published."""
@@ -41,14 +43,20 @@ class Turns:
     """Whether the GPUs are shared."""
 
     def take(self) -> None:
-        """Puts the engines to sleep and restores the trainer's states, unless it has done so. A collective call."""
+        """Puts the engines to sleep and restores the trainer's states, unless it has done so. A
+        collective call.
+        """
 
     def give(self) -> None:
-        """Parks the trainer's states, on every rank, before the engines wake up. A collective call."""
+        """Parks the trainer's states, on every rank, before the engines wake up. A collective
+        call.
+        """
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Takes the turn for the block, and gives it back if it was the engines' before. A collective call."""
+        """Takes the turn for the block, and gives it back if it was the engines' before. A
+        collective call.
+        """
         yield
 
 

@@ -1,7 +1,8 @@
 """A platform for SGLang, found by its entry point: plain torch on a CPU.
 
-SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA only. On a platform that is
-not its own SGLang takes every layer's implementation in torch instead, which is all a small model needs.
+SGLang's own CPU platform calls compiled operators (`sgl_kernel`) whose wheels are built for CUDA
+only. On a platform that is not its own SGLang takes every layer's implementation in torch instead,
+which is all a small model needs.
 """
 
 import functools
@@ -19,7 +20,9 @@ _KEPT: list[torch.library.Library] = []
 
 
 def activate() -> str:
-    """Called by SGLang once in every process, before it imports a model; returns the name of the platform's class."""
+    """Called by SGLang once in every process, before it imports a model; returns the name of the
+    platform's class.
+    """
     _make_torchvision_importable()
     if not torch.cuda.is_available():
         torch.cuda.synchronize = _nothing_to_wait_for  # `/weights_checker` calls it on every device
@@ -28,15 +31,19 @@ def activate() -> str:
 
 
 class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
-    """SGLang's CPU device, declared as a platform from outside; what is not overridden is off (graphs, pinned memory, fp8)."""
+    """SGLang's CPU device, declared as a platform from outside; what is not overridden is off
+    (graphs, pinned memory, fp8).
+    """
 
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Leaves the widths of MLPs and experts as they are: called once, when all of SGLang's modules are imported.
+        """Leaves the widths of MLPs and experts as they are: called once, when all of SGLang's
+        modules are imported.
 
-        On CPUs SGLang pads them to a multiple of 32 for the compiled operators that are not used here. The padding of experts
-        is never written, so the model would compute with what the memory held before.
+        On CPUs SGLang pads them to a multiple of 32 for the compiled operators that are not used
+        here. The padding of experts is never written, so the model would compute with what the
+        memory held before.
         """
         from sglang.srt.configs import update_config  # type: ignore[import-not-found]
 
@@ -60,7 +67,9 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
         class TokenAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
                 if page_size != 1:
-                    raise ValueError(f"--page-size {page_size} cannot be used on a CPU: leave it at 1")
+                    raise ValueError(
+                        f"--page-size {page_size} cannot be used on a CPU: leave it at 1"
+                    )
                 super().__init__(size, **rest)
 
         return TokenAllocator
@@ -73,9 +82,9 @@ def _nothing_to_wait_for(device: object = None) -> None:
 def _make_torchvision_importable() -> None:
     """Some of SGLang's modules import torchvision and never use it here.
 
-    The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be loaded, and its Python
-    part fails at once, because it registers two operators of that library. They are declared here, without an
-    implementation.
+    The package index has it built for CUDA only. Beside a torch without CUDA its library cannot be
+    loaded, and its Python part fails at once, because it registers two operators of that library.
+    They are declared here, without an implementation.
     """
     spec = importlib.util.find_spec("torchvision")
     if spec is None or not spec.submodule_search_locations:
@@ -91,7 +100,9 @@ def _make_torchvision_importable() -> None:
 
 
 def _leave_memory_unpinned() -> None:
-    """SGLang's LoRA code always asks for pinned memory, which torch refuses without an accelerator."""
+    """SGLang's LoRA code always asks for pinned memory, which torch refuses without an
+    accelerator.
+    """
     for name in ("tensor", "empty", "zeros", "ones", "arange"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda self, *_: self

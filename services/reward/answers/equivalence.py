@@ -1,4 +1,6 @@
-"""Compares two answers by their meaning. Runs in the processes of `services.reward.worker`, not in the server."""
+"""Compares two answers by their meaning. Runs in the processes of `services.reward.worker`, not in
+the server.
+"""
 
 import json
 import logging
@@ -38,7 +40,10 @@ _WARM_UP = (
     ("(-\\infty, 2] \\cup [3, 5)", "[3,5) \\cup (-\\infty,2]"),
     ("\\{1, 2, 3\\}", "3, 2, 1"),
     ("(1, \\frac{2}{3})", "(1, 0.5)"),
-    ("\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}"),
+    (
+        "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}",
+        "\\begin{pmatrix} 1 & 2 \\\\ 3 & 5 \\end{pmatrix}",
+    ),
     ("x \\le 3", "3 \\ge x"),
     ("\\sin(2x) + \\cos x", "2\\sin x \\cos x + \\cos x"),
     ("\\ln 2 + \\log_{3} 5", "\\ln(2) + \\frac{\\ln 5}{\\ln 3}"),
@@ -55,11 +60,14 @@ _WARM_UP = (
 
 
 def verdict(gold: str, answer: str) -> str:
-    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or "unevaluated".
+    """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or
+    "unevaluated".
 
-    Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or `46/2` for 23.
+    Unevaluated is an expression with the right value when the gold answer is a number: `5 + 18` or
+    `46/2` for 23.
 
-    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
+    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
+    instead.
     """
     if [token.text for token in tokens(gold)] == [token.text for token in tokens(answer)]:
         return "right"
@@ -84,8 +92,14 @@ def equivalent(gold: str, answer: str) -> bool:
 
 
 def _unevaluated(expected: Reading, given: Reading) -> bool:
-    """Returns whether a part of an answer is an uncomputed expression where the gold answer has a number."""
-    numbers = [value for value in _values(expected) if _is_number(value) and not any(t.text == ":" for t in value.source)]
+    """Returns whether a part of an answer is an uncomputed expression where the gold answer has a
+    number.
+    """
+    numbers = [
+        value
+        for value in _values(expected)
+        if _is_number(value) and not any(t.text == ":" for t in value.source)
+    ]
     computations = [value for value in _values(given) if not _is_number(value)]
     return any(same_values(number, value) for value in computations for number in numbers)
 
@@ -108,7 +122,11 @@ def _values(reading: Reading) -> Iterator[Value]:
     elif isinstance(reading, Matrix):
         parts = [cell for row in reading.rows for cell in row]
     elif isinstance(reading, Region):
-        parts = [Value(end, None, ()) for interval in reading.intervals for end in (interval[0], interval[2])]
+        parts = [
+            Value(end, None, ())
+            for interval in reading.intervals
+            for end in (interval[0], interval[2])
+        ]
     for part in parts:
         if part is not None:
             yield from _values(part)
@@ -135,7 +153,10 @@ def same(expected: Reading, given: Reading) -> bool:
     if isinstance(expected, Region) or isinstance(given, Region):
         return _same_region(as_region(expected), as_region(given))
     if isinstance(expected, TupleOrInterval) and isinstance(given, TupleOrInterval):
-        brackets = len(expected.items) > 2 or (expected.opening, expected.closing) == (given.opening, given.closing)
+        brackets = len(expected.items) > 2 or (expected.opening, expected.closing) == (
+            given.opening,
+            given.closing,
+        )
         return brackets and _in_order(expected.items, given.items)
     for row, many in ((expected, given), (given, expected)):
         if isinstance(row, TupleOrInterval) and isinstance(many, Many):
@@ -143,10 +164,14 @@ def same(expected: Reading, given: Reading) -> bool:
         if isinstance(many, Many) and many.braces and len(many.items) == 1:
             return same(many.items[0], row)
     if isinstance(expected, Matrix) and isinstance(given, Matrix):
-        return len(expected.rows) == len(given.rows) and all(map(_in_order, expected.rows, given.rows))
+        return len(expected.rows) == len(given.rows) and all(
+            map(_in_order, expected.rows, given.rows)
+        )
     if isinstance(expected, Ratio) and isinstance(given, Ratio):
         a, b = expected.nodes, given.nodes
-        return len(a) == len(b) and all(_same_node(("*", x, b[0]), ("*", y, a[0])) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(
+            _same_node(("*", x, b[0]), ("*", y, a[0])) for x, y in zip(a, b, strict=True)
+        )
     return isinstance(expected, Words | Based) and expected == given
 
 
@@ -178,9 +203,13 @@ def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool
 def _same_choice(expected: Reading, given: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
     letters = [_letter(expected), _letter(given)]
-    values = [reading.value if isinstance(reading, Choice) else None for reading in (expected, given)]
+    values = [
+        reading.value if isinstance(reading, Choice) else None for reading in (expected, given)
+    ]
     if all(letters):
-        return letters[0] == letters[1] and (values[0] is None or values[1] is None or same(values[0], values[1]))
+        return letters[0] == letters[1] and (
+            values[0] is None or values[1] is None or same(values[0], values[1])
+        )
     one, other = (values[0], given) if isinstance(expected, Choice) else (values[1], expected)
     return one is not None and same(one, other)
 
@@ -188,7 +217,12 @@ def _same_choice(expected: Reading, given: Reading) -> bool:
 def _letter(reading: Reading) -> str:
     if isinstance(reading, Choice):
         return reading.letter
-    if isinstance(reading, Value) and reading.node is not None and reading.node[0] == "sym" and len(reading.node[1]) == 1:
+    if (
+        isinstance(reading, Value)
+        and reading.node is not None
+        and reading.node[0] == "sym"
+        and len(reading.node[1]) == 1
+    ):
         return str(reading.node[1])
     return ""
 
@@ -201,7 +235,9 @@ def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool
                 return same(value, said)
         else:
             names = [[name for name, _ in statement.values] for statement in (expected, given)]
-            return names[0] == names[1] and _in_order([v for _, v in expected.values], [v for _, v in given.values])
+            return names[0] == names[1] and _in_order(
+                [v for _, v in expected.values], [v for _, v in given.values]
+            )
     a, b = _as_relation(expected), _as_relation(given)
     if a is None or b is None or a.operator != b.operator:
         return False
@@ -226,11 +262,18 @@ def _proportional(x: Any, y: Any, u: Any, v: Any) -> bool:
 
 
 def _as_relation(statement: Named | Relation) -> Relation | None:
-    """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to solve."""
+    """Returns y = 2x + 1 as an equation; None for x = 5, which is a solution and not an equation to
+    solve.
+    """
     if isinstance(statement, Relation):
         return statement
     name, value = statement.values[0]
-    if len(statement.values) > 1 or not isinstance(value, Value) or value.node is None or not symbols(value.node):
+    if (
+        len(statement.values) > 1
+        or not isinstance(value, Value)
+        or value.node is None
+        or not symbols(value.node)
+    ):
         return None
     return Relation("=", ("sym", name), value.node)
 
@@ -241,7 +284,10 @@ def _same_region(expected: Region | None, given: Region | None) -> bool:
     if expected.name and given.name and expected.name != given.name:
         return False
     return all(
-        one[1] == other[1] and one[3] == other[3] and _same_node(one[0], other[0]) and _same_node(one[2], other[2])
+        one[1] == other[1]
+        and one[3] == other[3]
+        and _same_node(one[0], other[0])
+        and _same_node(one[2], other[2])
         for one, other in zip(expected.intervals, given.intervals, strict=True)
     )
 
@@ -250,8 +296,8 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     """Loads and warms up the grader; a worker's handler answers `[gold, answer]` with a verdict.
 
     Args:
-        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the CPU seconds after which a worker ends
-            itself if nobody kills it.
+        arguments: `memory_mb`, the address space of a worker, and `alarm_s`, the CPU seconds after
+            which a worker ends itself if nobody kills it.
     """
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for gold, given in _WARM_UP:  # fills the caches, which every worker inherits
@@ -260,7 +306,9 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
 
     def handle(line: str) -> str:
         gold, answer = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, alarm_s)  # ends a hanging worker when no other process is left to kill it
+        signal.setitimer(
+            signal.ITIMER_PROF, alarm_s
+        )  # ends a hanging worker when no other process is left to kill it
         found = verdict(gold, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if found != "right" and _used_bytes() > memory_bytes // 2:
@@ -268,7 +316,9 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         return found
 
     def make() -> Callable[[str], str]:
-        for gold, given in _WARM_UP[:3]:  # triggers the copy of memory that a new process shares with its parent
+        for gold, given in _WARM_UP[
+            :3
+        ]:  # triggers the copy of memory that a new process shares with its parent
             verdict(gold, given)
         return handle
 

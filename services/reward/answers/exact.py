@@ -1,4 +1,6 @@
-"""Compares plain numbers exactly, as fractions: nearly every answer of GSM8K, and most of MATH, without a worker process."""
+"""Compares plain numbers exactly, as fractions: nearly every answer of GSM8K, and most of MATH,
+without a worker process.
+"""
 
 import re
 from fractions import Fraction
@@ -11,7 +13,9 @@ from services.reward.answers.units import Unit, ratio, read_unit
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
 _FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{(-?0*[1-9][0-9]*)\}")
-_MEASURED = re.compile(rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}")  # the notations of most answers, without tokens
+_MEASURED = re.compile(
+    rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}"
+)  # the notations of most answers, without tokens
 _MAX_TOKENS = 40
 _MAX_EXPONENT = 400
 
@@ -19,8 +23,8 @@ _MAX_EXPONENT = 400
 def same_answer(gold: str, answer: str) -> bool | None:
     """Returns whether two cleaned answers are the same, or None when this module cannot decide.
 
-    Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts when both sides have one.
-    An unevaluated expression with the right value is not decided here.
+    Equal texts are equal answers. Numbers are compared exactly: 0.333 is not 1/3. A unit counts
+    when both sides have one. An unevaluated expression with the right value is not decided here.
     """
     if gold == answer:
         return bool(gold)
@@ -37,15 +41,22 @@ def same_answer(gold: str, answer: str) -> bool | None:
 
 @lru_cache(maxsize=1024)
 def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
-    """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is not).
+    """Returns the number in a text, its unit, and whether the number is written out (23 is, 46/2 is
+    not).
 
-    The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten. Returns None when there
-    is no number, or one that takes long to compute.
+    The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
+    Returns None when there is no number, or one that takes long to compute.
     """
     if match := _FRACTION.fullmatch(text):
         above, below = int(match[1]), int(match[2])
-        return Fraction(above, below), None, (below == 1 or above % below != 0) and (above >= 0 or below > 0)
-    if (match := _MEASURED.fullmatch(text)) and (unit := read_unit((Token("word", match[2]),))) is not None:
+        return (
+            Fraction(above, below),
+            None,
+            (below == 1 or above % below != 0) and (above >= 0 or below > 0),
+        )
+    if (match := _MEASURED.fullmatch(text)) and (
+        unit := read_unit((Token("word", match[2]),))
+    ) is not None:
         return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
     if len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
@@ -66,7 +77,11 @@ def _rational(node: Node) -> Fraction | None:
     if kind == "num":
         number: Fraction = node[1]
         return number
-    operands = [_rational(part) for part in node[1:] if isinstance(part, tuple) and kind in ("neg", "/", "*", "^")]
+    operands = [
+        _rational(part)
+        for part in node[1:]
+        if isinstance(part, tuple) and kind in ("neg", "/", "*", "^")
+    ]
     if not operands or None in operands:
         return None
     first = operands[0]

@@ -10,9 +10,33 @@ Node = tuple[Any, ...]
 _MAX_DEPTH, _MAX_TOKENS = 60, 300  # expression trees are walked recursively
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
 _ENDS = frozenset(
-    ("+", "-", ")", "]", "}", "\\}", "|", ",", ";", "/", "\\times", ":", "!", "!!", "^", "%", "&", "\\\\", "\x04")
+    (
+        "+",
+        "-",
+        ")",
+        "]",
+        "}",
+        "\\}",
+        "|",
+        ",",
+        ";",
+        "/",
+        "\\times",
+        ":",
+        "!",
+        "!!",
+        "^",
+        "%",
+        "&",
+        "\\\\",
+        "\x04",
+    )
 )
-_WRAPPERS = {"\\lfloor": ("\\rfloor", "floor"), "\\lceil": ("\\rceil", "ceil"), "\\lVert": ("\\rVert", "norm")}
+_WRAPPERS = {
+    "\\lfloor": ("\\rfloor", "floor"),
+    "\\lceil": ("\\rceil", "ceil"),
+    "\\lVert": ("\\rVert", "norm"),
+}
 _DEGREES = {"\\root": 2, "\\cuberoot": 3, "\\cbrt": 3, "\\fourthroot": 4}
 _ACCENTS = frozenset(("\\vec", "\\bar", "\\hat", "\\tilde", "\\mathcal", "\\mathbb"))
 
@@ -23,7 +47,9 @@ class Parser:
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = [single for token in tokens for single in _singles(token)]
         self._i = self._depth = self._bars = 0
-        if len(tokens) > _MAX_TOKENS or sum(token.text == ":" for token in tokens) > 1:  # 1:2:3 is not a quotient
+        if (
+            len(tokens) > _MAX_TOKENS or sum(token.text == ":" for token in tokens) > 1
+        ):  # 1:2:3 is not a quotient
             raise NotUnderstood
 
     def whole(self) -> Node:
@@ -35,7 +61,11 @@ class Parser:
 
     def _text(self, ahead: int = 0) -> str:
         i = self._i + ahead
-        return self._tokens[i].text if i < len(self._tokens) and self._tokens[i].kind in ("op", "cmd") else ""
+        return (
+            self._tokens[i].text
+            if i < len(self._tokens) and self._tokens[i].kind in ("op", "cmd")
+            else ""
+        )
 
     def _kind(self, ahead: int = 0) -> str:
         i = self._i + ahead
@@ -86,7 +116,9 @@ class Parser:
         return ("neg", node) if signs % 2 else node
 
     def _starts_factor(self, plain: bool = False) -> bool:
-        """Returns whether a factor without a preceding operator may begin here; numbers never do."""
+        """Returns whether a factor without a preceding operator may begin here; numbers never
+        do.
+        """
         kind, text = self._kind(), self._text()
         if kind in ("name", "word"):
             return True
@@ -96,7 +128,11 @@ class Parser:
             return text == "\\sqrt"
         if text == "|":
             return self._bars == 0
-        return text not in _ENDS and (kind == "cmd" or text in ("(", "[", "{")) and text not in ("\\rfloor", "\\rceil")
+        return (
+            text not in _ENDS
+            and (kind == "cmd" or text in ("(", "[", "{"))
+            and text not in ("\\rfloor", "\\rceil")
+        )
 
     def _powered(self) -> Node:
         node = self._postfix(self._primary())
@@ -153,17 +189,33 @@ class Parser:
         token = self._tokens[self._i]
         self._i += 1
         value = Fraction(token.text)
-        if self._text() in ("\\bar", "\\dot") and self._text(1) == "{" and self._text(3) == "}" and self._kind(2) == "num":
+        if (
+            self._text() in ("\\bar", "\\dot")
+            and self._text(1) == "{"
+            and self._text(3) == "}"
+            and self._kind(2) == "num"
+        ):
             digits = self._tokens[self._i + 2].text
             self._i += 4
             return ("num", repeating(token.text, digits))
         whole = token.text.isdigit()
         ahead = [t.text for t in self._tokens[self._i : self._i + 7]]
-        if whole and ahead[:2] == ["\\frac", "{"] and ahead[3:5] == ["}", "{"] and ahead[6:] == ["}"]:
+        if (
+            whole
+            and ahead[:2] == ["\\frac", "{"]
+            and ahead[3:5] == ["}", "{"]
+            and ahead[6:] == ["}"]
+        ):
             if ahead[2].isdigit() and ahead[5].isdigit() and 0 < int(ahead[2]) < int(ahead[5]):
                 self._i += 7
                 value += Fraction(int(ahead[2]), int(ahead[5]))
-        elif whole and len(ahead) > 2 and ahead[1] == "/" and ahead[0].isdigit() and ahead[2].isdigit():
+        elif (
+            whole
+            and len(ahead) > 2
+            and ahead[1] == "/"
+            and ahead[0].isdigit()
+            and ahead[2].isdigit()
+        ):
             if not 0 < int(ahead[0]) < int(ahead[2]):
                 raise NotUnderstood
             self._i += 3
@@ -183,7 +235,9 @@ class Parser:
         if token.kind == "word":
             raise NotUnderstood
         name = token.text
-        if name == "C" and self._text() == "(" and self._text(2) == "," and self._text(4) == ")":  # C(5,2)
+        if (
+            name == "C" and self._text() == "(" and self._text(2) == "," and self._text(4) == ")"
+        ):  # C(5,2)
             self._i += 5
             inside = (
                 Parser(tuple(self._tokens[self._i - 4 : self._i - 3])),
@@ -212,7 +266,9 @@ class Parser:
         return "_" + "".join(parts)
 
     def _argument(self) -> Node:
-        """Returns a braced group, or what LaTeX accepts without braces: one digit, one letter, or one command."""
+        """Returns a braced group, or what LaTeX accepts without braces: one digit, one letter, or
+        one command.
+        """
         if self._kind() == "num":
             token = self._tokens[self._i]
             if len(token.text) > 1 and token.text.isdigit():  # \frac12: the rest stays
@@ -262,7 +318,11 @@ class Parser:
         if text == "\\sqrt" and self._take("["):
             degree = self._sum()
             self._need("]")
-        node = self._primary() if self._kind() == "num" or self._text() in ("{", "(") else self._argument()
+        node = (
+            self._primary()
+            if self._kind() == "num" or self._text() in ("{", "(")
+            else self._argument()
+        )
         return ("root", node, degree)
 
     def _function(self, name: str) -> Node:
@@ -313,7 +373,9 @@ def repeating(before: str, digits: str) -> Fraction:
     """Returns the value of a decimal with repeating digits."""
     whole, _, places = before.partition(".")
     shift = 10 ** len(places)
-    return Fraction(int(f"{whole or 0}{places}"), shift) + Fraction(int(digits), (10 ** len(digits) - 1) * shift)
+    return Fraction(int(f"{whole or 0}{places}"), shift) + Fraction(
+        int(digits), (10 ** len(digits) - 1) * shift
+    )
 
 
 def symbols(node: Node) -> frozenset[str]:

@@ -1,4 +1,5 @@
-"""Finds the final answer in a response: a box, a `####` line, "the answer is …", or else the last number.
+"""Finds the final answer in a response: a box, a `####` line, "the answer is …", or else the last
+number.
 
 Every step is linear in the length of any text: responses are untrusted.
 """
@@ -13,20 +14,26 @@ MAX_ANSWER_CHARS = 1024
 """Longer answers are ignored, because cutting one could turn it into another answer."""
 
 _THINK = re.compile(r"(</?think>)", re.IGNORECASE)
-_NUMBERED = re.compile(r"[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?:[.):]\s+\S|\s+(?:[-–—]\s+)?[A-Z][a-z])")
+_NUMBERED = re.compile(
+    r"[\s*_]*\(?[0-9]{1,3}(?:\.[0-9]{1,3}){0,3}(?:[.):]\s+\S|\s+(?:[-–—]\s+)?[A-Z][a-z])"
+)
 _WORDY = re.compile(r"[\s*_]*([A-Za-z]{2,})")
-_LABEL = re.compile(r"[\s*_]*(?:the\s+)?(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|:|=)[\s:*]*(?=\S)", re.IGNORECASE)
+_LABEL = re.compile(
+    r"[\s*_]*(?:the\s+)?(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|:|=)[\s:*]*(?=\S)", re.IGNORECASE
+)
 _STATED = re.compile(r"\banswers?[\s*_]{0,4}(?:is|are|:|=)(?:\s?:)?[\s*_]{0,8}", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"(?<!sq)(?<!cu)[.?](?=[\s*_\"')]|$)|\n")
 _CLAUSE_END = re.compile(
-    r"\s*,?\s+(?:because|since|which|where|when|so|as|thus|hence|therefore|given|assuming)\b", re.IGNORECASE
+    r"\s*,?\s+(?:because|since|which|where|when|so|as|thus|hence|therefore|given|assuming)\b",
+    re.IGNORECASE,
 )
 _FILLER = re.compile(
     r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|exactly|approximately|about|equal to|given by|that)\b[\s,:]*)+",
     re.IGNORECASE,
 )
 _MATH_SPAN = re.compile(
-    r"\$\$((?:\\.|[^$\\]){0,1024})\$\$|(?<!\\)\$((?:\\.|[^$\\]){0,1024})\$|\\\((.{0,1024}?)\\\)|\\\[(.{0,1024}?)\\\]", re.DOTALL
+    r"\$\$((?:\\.|[^$\\]){0,1024})\$\$|(?<!\\)\$((?:\\.|[^$\\]){0,1024})\$|\\\((.{0,1024}?)\\\)|\\\[(.{0,1024}?)\\\]",
+    re.DOTALL,
 )
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
 _DIGITS = r"(?:[0-9]{1,3}(?:(?:,|\{,\}|,\\!)[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
@@ -42,7 +49,8 @@ _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
 def extract_answer(response: str) -> str | None:
-    """Returns the final answer of a response, cleaned, or None without one (or with one over `MAX_ANSWER_CHARS`).
+    """Returns the final answer of a response, cleaned, or None without one (or with one over
+    `MAX_ANSWER_CHARS`).
 
     Thoughts (`<think>`) do not count, closed or not. The last of several marked answers counts.
     """
@@ -52,7 +60,9 @@ def extract_answer(response: str) -> str | None:
 
 
 def gold_answer(ground_truth: str) -> str | None:
-    """Returns the answer in a ground truth: its marked answer, else all of it. None when it is empty or too long."""
+    """Returns the answer in a ground truth: its marked answer, else all of it. None when it is
+    empty or too long.
+    """
     found, answer = _last_marked(ground_truth)
     if found:
         return answer
@@ -60,7 +70,9 @@ def gold_answer(ground_truth: str) -> str | None:
 
 
 def clean(answer: str) -> str:
-    """Removes decoration from an answer: math mode, bold type, final punctuation. Currency signs stay: they are units."""
+    """Removes decoration from an answer: math mode, bold type, final punctuation. Currency signs
+    stay: they are units.
+    """
     text = answer
     for _ in range(3):  # decorations nest: **\(42\).**
         before = text
@@ -78,7 +90,11 @@ def clean(answer: str) -> str:
 def _without_math_mode(text: str) -> str:
     """Removes paired dollar signs; a single dollar sign is money."""
     signs = len(_DOLLAR.findall(text))
-    return text if signs == 0 or (signs == 1 and re.search(r"\$[-\s]*[0-9.]", text)) else _DOLLAR.sub("", text)
+    return (
+        text
+        if signs == 0 or (signs == 1 and re.search(r"\$[-\s]*[0-9.]", text))
+        else _DOLLAR.sub("", text)
+    )
 
 
 def without_thoughts(text: str) -> str:
@@ -90,7 +106,9 @@ def without_thoughts(text: str) -> str:
         if tag == "<think>":
             thinking = True
         elif tag == "</think>":
-            if not thinking:  # the chat template opened <think> in the prompt, so everything before is thought
+            if (
+                not thinking
+            ):  # the chat template opened <think> in the prompt, so everything before is thought
                 kept.clear()
             thinking = False
         elif not thinking:
@@ -118,15 +136,23 @@ def _last_marked(text: str) -> tuple[bool, str | None]:
 
 
 def _is_heading(line: str, alone: bool) -> bool:
-    """Returns whether a `####` line is a heading, such as `#### 2. Check`. Words are an answer if it stands `alone`."""
+    """Returns whether a `####` line is a heading, such as `#### 2. Check`. Words are an answer if
+    it stands `alone`.
+    """
     if _NUMBERED.match(line):
         return quantity(clean(line)) is None
     words = _WORDY.match(line)
-    return bool(words) and not alone and not _LABEL.match(line) and words[1] not in FUNCTIONS | {"pi"} if words else False
+    return (
+        bool(words) and not alone and not _LABEL.match(line) and words[1] not in FUNCTIONS | {"pi"}
+        if words
+        else False
+    )
 
 
 def _stated(text: str) -> str | None:
-    """Returns X of the last sentence with "the answer is X"; None without one, or when X is prose."""
+    """Returns X of the last sentence with "the answer is X"; None without one, or when X is
+    prose.
+    """
     found = None
     for match in _STATED.finditer(text):
         found = match
@@ -168,7 +194,9 @@ def _last_number(text: str) -> str | None:
     found = _run(last)
     if len(found) > MAX_ANSWER_CHARS:
         return None
-    return clean(found) or clean(last.group()) or None  # nothing is left of `1=\)` beyond its equals sign
+    return (
+        clean(found) or clean(last.group()) or None
+    )  # nothing is left of `1=\)` beyond its equals sign
 
 
 def _content(span: re.Match[str]) -> str:
@@ -189,10 +217,13 @@ def _run(number: re.Match[str]) -> str:
 
 
 def _last_side(formula: str) -> str:
-    """Returns the part after the last equals sign, unless the formula is an equation in unknowns."""
+    """Returns the part after the last equals sign, unless the formula is an equation in
+    unknowns.
+    """
     *sides, last = re.split(r"(?<![<>!])=", formula)
     return (
         formula
-        if any(len(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))) > 1 for side in sides) or not last.strip()
+        if any(len(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))) > 1 for side in sides)
+        or not last.strip()
         else last
     )

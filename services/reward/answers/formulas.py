@@ -1,4 +1,6 @@
-"""Compares two values: numerically, and with math-verify if that cannot decide. Runs in worker processes."""
+"""Compares two values: numerically, and with math-verify if that cannot decide. Runs in worker
+processes.
+"""
 
 import re
 from functools import lru_cache
@@ -32,7 +34,9 @@ def same_values(expected: Value, given: Value) -> bool:
 
 def _latex(part: Tokens) -> str:
     text = " ".join(_LATEX.get(token.text, token.text) for token in part)
-    return re.sub(r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}"))
+    return re.sub(
+        r"\\frac (\d) ?(\d)", r"\\frac{\1}{\2}", text.replace(" { ", "{").replace(" }", "}")
+    )
 
 
 @lru_cache(maxsize=256)
@@ -41,9 +45,11 @@ def _parsed(latex: str) -> object:
 
 
 def same_formulas(gold: Tokens, answer: Tokens) -> bool:
-    """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked again.
+    """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked
+    again.
 
-    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed instead.
+    Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
+    instead.
     """
     try:
         expected, given = _parsed(_latex(gold)), _parsed(_latex(answer))
@@ -56,8 +62,12 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
 
 
 def _close(expected: object, given: object) -> bool:
-    """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20 equals 10^-30."""
-    numbers = [item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number]
+    """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20
+    equals 10^-30.
+    """
+    numbers = [
+        item.doit() for item in (expected, given) if isinstance(item, sympy.Expr) and item.is_number
+    ]
     if len(numbers) < 2:
         return True
     a, b = numbers

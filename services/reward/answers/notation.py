@@ -1,7 +1,7 @@
 """Tokenises an answer: LaTeX, ASCII and Unicode notations of the same thing become the same tokens.
 
-Nothing is dropped silently. A character without a meaning here becomes a token of kind `other`, which no reader
-accepts. Every step takes time linear in the length of the text.
+Nothing is dropped silently. A character without a meaning here becomes a token of kind `other`,
+which no reader accepts. Every step takes time linear in the length of the text.
 """
 
 import re
@@ -105,7 +105,9 @@ _OPERATORS = {
     "\\$": "$", "\\%": "%",
 }  # fmt: skip
 _TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
-_DEGREE = re.compile(r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})|\\(?:degree|textdegree)(?![A-Za-z])")
+_DEGREE = re.compile(
+    r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
+)
 
 
 def canonical(text: str) -> str:
@@ -137,7 +139,9 @@ def _marked_text(match: re.Match[str]) -> str:
     inner = content.strip()
     if inner in FUNCTIONS:
         return f"\\{inner} "
-    if command in ("mathbf", "boldsymbol", "bm", "mathit") or (command == "mathrm" and inner in ("e", "i")):
+    if command in ("mathbf", "boldsymbol", "bm", "mathit") or (
+        command == "mathrm" and inner in ("e", "i")
+    ):
         return f" {content} "
     return f"\x02{content}\x03"
 
@@ -169,8 +173,15 @@ def _scan(text: str) -> list[Token]:
             if piece.endswith(".") and not _AFTER_POINT.match(text, position):
                 found.append(Token("op", "."))
             if exponent := _EXPONENT.match(text, position):
-                found += [Token("op", "\\times"), Token("num", "10"), Token("op", "^"), Token("op", "{")]
-                found += [Token("op", "-")] * exponent[1].startswith("-") + [Token("num", exponent[1].lstrip("+-"))]
+                found += [
+                    Token("op", "\\times"),
+                    Token("num", "10"),
+                    Token("op", "^"),
+                    Token("op", "{"),
+                ]
+                found += [Token("op", "-")] * exponent[1].startswith("-") + [
+                    Token("num", exponent[1].lstrip("+-"))
+                ]
                 found.append(Token("op", "}"))
                 position = exponent.end()
         elif kind == "letters":
@@ -234,7 +245,9 @@ def _letters(run: str, spaced: bool) -> list[Token]:
 
 
 def _merged(found: list[Token]) -> list[Token]:
-    """Joins ordinals, repeating decimals and the x of `4.5 x 10^3` with their numbers, and drops a final full stop."""
+    """Joins ordinals, repeating decimals and the x of `4.5 x 10^3` with their numbers, and drops a
+    final full stop.
+    """
     merged: list[Token] = []
     for i, token in enumerate(found):
         after = found[i + 1] if i + 1 < len(found) else None
@@ -251,7 +264,13 @@ def _merged(found: list[Token]) -> list[Token]:
             token = Token("op", "\\times", token.spaced)
         if token.text == "cent" and merged and merged[-1].text == "per":
             token = Token("word", "percent", merged.pop().spaced)
-        if token.text == "to" and merged and merged[-1].kind == "num" and after is not None and after.kind == "num":
+        if (
+            token.text == "to"
+            and merged
+            and merged[-1].kind == "num"
+            and after is not None
+            and after.kind == "num"
+        ):
             token = Token("op", ":", token.spaced)
         merged.append(token)
     while merged and merged[-1].text == "." and merged[-1].kind == "op":
@@ -265,7 +284,9 @@ def texts_of(part: Sequence[Token]) -> list[str]:
 
 
 def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[str]]:
-    """Splits at separators outside all brackets. Raises NotUnderstood for brackets that do not match."""
+    """Splits at separators outside all brackets. Raises NotUnderstood for brackets that do not
+    match.
+    """
     pieces: list[Tokens] = []
     found: list[str] = []
     depth = start = 0
@@ -276,7 +297,10 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
             depth -= 1
             if depth < 0:
                 raise NotUnderstood
-        elif depth == 0 and (token.text.lower() if token.kind == "word" else token.text) in separators:
+        elif (
+            depth == 0
+            and (token.text.lower() if token.kind == "word" else token.text) in separators
+        ):
             pieces.append(part[start:i])
             found.append(token.text.lower() if token.kind == "word" else token.text)
             start = i + 1
@@ -286,8 +310,15 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
 
 
 def inner(part: Tokens) -> Tokens | None:
-    """Returns the tokens between an opening bracket at the start and its closing bracket at the very end, or None."""
-    if len(part) < 2 or part[0].text not in OPEN or part[-1].text not in CLOSE or part[0].text == "\\begin":
+    """Returns the tokens between an opening bracket at the start and its closing bracket at the
+    very end, or None.
+    """
+    if (
+        len(part) < 2
+        or part[0].text not in OPEN
+        or part[-1].text not in CLOSE
+        or part[0].text == "\\begin"
+    ):
         return None
     depth = 0
     for i, token in enumerate(part):

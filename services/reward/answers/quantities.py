@@ -4,7 +4,15 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from services.reward.answers.expressions import Node, Parser
-from services.reward.answers.notation import CLOSE, OPEN, NotUnderstood, Token, Tokens, texts_of, words
+from services.reward.answers.notation import (
+    CLOSE,
+    OPEN,
+    NotUnderstood,
+    Token,
+    Tokens,
+    texts_of,
+    words,
+)
 from services.reward.answers.units import CURRENCIES, PER, Unit, read_unit, scale, starts_unit
 
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
@@ -42,7 +50,9 @@ def read_value(part: Tokens) -> Value:
 
 
 def _times(node: Node, factor: Fraction) -> Node:
-    """Multiplies by a factor such as a dozen or million: a number stays a number, other expressions become products."""
+    """Multiplies by a factor such as a dozen or million: a number stays a number, other expressions
+    become products.
+    """
     if factor == 1:
         return node
     if node[0] == "neg":
@@ -55,15 +65,21 @@ def _times(node: Node, factor: Fraction) -> Node:
 def written_out(node: Node) -> bool:
     """Returns whether an expression is a fully evaluated number.
 
-    That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer or decimal times a
-    power of ten, with at most one minus sign.
+    That is an integer, a decimal, a fraction that is not an integer (reduced or not), or an integer
+    or decimal times a power of ten, with at most one minus sign.
     """
     minus = node[0] == "neg"
     kind, *parts = node[1] if minus else node
     if kind not in ("*", "/"):
         return kind == "num" or _power_of_ten((kind, *parts))
-    if kind == "/" and (above := _integer(parts[0])) is not None and (below := _integer(parts[1])) is not None:
-        return (below == 1 or below == 0 or above % below != 0) and minus + (above < 0) + (below < 0) < 2
+    if (
+        kind == "/"
+        and (above := _integer(parts[0])) is not None
+        and (below := _integer(parts[1])) is not None
+    ):
+        return (below == 1 or below == 0 or above % below != 0) and minus + (above < 0) + (
+            below < 0
+        ) < 2
     number = parts[0][1] if parts[0][0] == "neg" and not minus else parts[0]
     return bool(number[0] == "num") and _power_of_ten(parts[1])
 

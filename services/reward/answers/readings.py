@@ -1,4 +1,5 @@
-"""Determines the kind of an answer: a value with a unit, a tuple, a set, an interval, an equation, a choice, or words.
+"""Determines the kind of an answer: a value with a unit, a tuple, a set, an interval, an equation,
+a choice, or words.
 
 A reading covers all tokens of the answer, or `read` raises NotUnderstood.
 """
@@ -9,7 +10,16 @@ from functools import lru_cache
 from itertools import pairwise, product
 
 from services.reward.answers.expressions import Parser
-from services.reward.answers.notation import CLOSE, NotUnderstood, Token, Tokens, inner, split, texts_of, tokens
+from services.reward.answers.notation import (
+    CLOSE,
+    NotUnderstood,
+    Token,
+    Tokens,
+    inner,
+    split,
+    texts_of,
+    tokens,
+)
 from services.reward.answers.quantities import Value, read_value
 from services.reward.answers.shapes import (
     REALS,
@@ -36,7 +46,14 @@ _JOINING = ("+", "\\times", "/", "^", "_", "=")
 _LABELS = ("the", "final", "answer", "option", "choice", "is", "=", ":")
 _MAX_DEPTH = 8
 _ALL_REALS = frozenset(
-    ("all real numbers", "all reals", "any real number", "real numbers", "all real values", "the real numbers")
+    (
+        "all real numbers",
+        "all reals",
+        "any real number",
+        "real numbers",
+        "all real values",
+        "the real numbers",
+    )
 )
 _BASES = {
     "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10",
@@ -58,7 +75,9 @@ def _unlabelled(part: Tokens) -> Tokens:
     i = 0
     while i < len(words) and words[i] in _LABELS:
         i += 1
-    if i and (any(word in words[:i] for word in ("answer", "option", "choice")) or words[:i] == ["="]):
+    if i and (
+        any(word in words[:i] for word in ("answer", "option", "choice")) or words[:i] == ["="]
+    ):
         part = part[i:]
     return part[1:] if part and part[0].text == "\\approx" else part
 
@@ -66,7 +85,18 @@ def _unlabelled(part: Tokens) -> Tokens:
 def _read(part: Tokens, depth: int = 0) -> Reading:
     if depth > _MAX_DEPTH or not part:
         raise NotUnderstood
-    for reader in (_choice, _words, _based, _mixed_units, _several, _union, _statement, _bracketed, _matrix, _ratio):
+    for reader in (
+        _choice,
+        _words,
+        _based,
+        _mixed_units,
+        _several,
+        _union,
+        _statement,
+        _bracketed,
+        _matrix,
+        _ratio,
+    ):
         found = reader(part, depth + 1)
         if found is not None:
             return found
@@ -81,7 +111,11 @@ def _choice(part: Tokens, depth: int) -> Reading | None:
         letter, rest = texts[0], part[2:]
     else:
         return None
-    if len(letter) != 1 or letter not in "ABCDEFGH" or (rest and (not rest[0].spaced or rest[0].text in _JOINING)):
+    if (
+        len(letter) != 1
+        or letter not in "ABCDEFGH"
+        or (rest and (not rest[0].spaced or rest[0].text in _JOINING))
+    ):
         return None
     return Choice(letter, _read(rest, depth) if rest else None)
 
@@ -94,7 +128,11 @@ def _words(part: Tokens, depth: int) -> Reading | None:
         return Value(("sym", runs[0]), None, part)
     if part[0].kind == "name" and part[0].text not in ("a", "A", "I") and read_unit(part[1:]):
         return None
-    if not runs or any(texts_of(part)[i : i + 1] == ["'"] for i in (0, 1)) or all(set(run) <= set("xyz") for run in runs):
+    if (
+        not runs
+        or any(texts_of(part)[i : i + 1] == ["'"] for i in (0, 1))
+        or all(set(run) <= set("xyz") for run in runs)
+    ):
         return None
     text = " ".join(texts_of(part)).replace(" - ", " ").replace("-", " ").lower()
     if text in _ALL_REALS:
@@ -122,7 +160,9 @@ def _based(part: Tokens, _: int) -> Reading | None:
     digits = number.upper()
     if not (name.isdigit() and 2 <= int(name) <= 36 and digits.isalnum() and digits.isascii()):
         return None
-    if not any(character.isdigit() for character in digits) and (len(digits) < 2 or not number.isupper()):
+    if not any(character.isdigit() for character in digits) and (
+        len(digits) < 2 or not number.isupper()
+    ):
         return None
     if any(int(digit, 36) >= int(name) for digit in digits):
         raise NotUnderstood
@@ -130,31 +170,49 @@ def _based(part: Tokens, _: int) -> Reading | None:
 
 
 def _mixed_units(part: Tokens, _: int) -> Reading | None:
-    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each part must be less than one unit of the part before."""
+    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each part must be less than one unit of
+    the part before.
+    """
     texts = texts_of(part)
     if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
         part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))
     starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
     pieces = [part[i:j] for i, j in pairwise((0, *starts, len(part)))]
     pieces = [piece[:-1] if piece[-1].text in ("and", ",") else piece for piece in pieces]
-    plain = all(token.kind in ("num", "word", "name") or token.text == "$" for piece in pieces for token in piece)
+    plain = all(
+        token.kind in ("num", "word", "name") or token.text == "$"
+        for piece in pieces
+        for token in piece
+    )
     if not starts or not plain or "num" not in (part[0].kind, part[1].kind):
         return None
     values = [read_value(piece) for piece in pieces]
-    measured = [(value.node[1], value.unit) for value in values if value.node and value.node[0] == "num" and value.unit]
+    measured = [
+        (value.node[1], value.unit)
+        for value in values
+        if value.node and value.node[0] == "num" and value.unit
+    ]
     if len(measured) < len(values):
         return None
     for (_, one), (number, other) in pairwise(measured):
         if one.dimensions != other.dimensions or number * other.size >= one.size:
             return None
     largest = measured[0][1]
-    return Value(("num", sum(number * unit.size for number, unit in measured) / largest.size), largest, part)
+    return Value(
+        ("num", sum(number * unit.size for number, unit in measured) / largest.size), largest, part
+    )
 
 
 def _several(part: Tokens, depth: int) -> Reading | None:
     pieces, separators = split(part, frozenset((",", ";", "and", "or", "\\land", "\\lor")))
-    pieces = [piece for i, piece in enumerate(pieces) if piece or i + 1 == len(pieces) or separators[i] == ","]
-    if len(pieces) == 1 and (part[0].text == "\\{" or not any(token.text in ("\\pm", "\\mp") for token in part)):
+    pieces = [
+        piece
+        for i, piece in enumerate(pieces)
+        if piece or i + 1 == len(pieces) or separators[i] == ","
+    ]
+    if len(pieces) == 1 and (
+        part[0].text == "\\{" or not any(token.text in ("\\pm", "\\mp") for token in part)
+    ):
         return None
     if len(pieces) > 1 and len(separators) > len(pieces) - 1:  # "1, 2, and 3"
         separators = [text for text in separators if text != ","] or separators
@@ -182,14 +240,20 @@ def _joined(items: list[Reading], separators: list[str]) -> Reading:
         if len(set(names)) > 1 and not _roots(names):
             raise NotUnderstood
         return Many(tuple(value for _, value in named), False)
-    if len(named) == 1 and isinstance(items[0], Named) and all(isinstance(item, Value | TupleOrInterval) for item in items[1:]):
+    if (
+        len(named) == 1
+        and isinstance(items[0], Named)
+        and all(isinstance(item, Value | TupleOrInterval) for item in items[1:])
+    ):
         return Many((named[0][1], *items[1:]), False)  # x = 1, 2
     return Many(tuple(items), False)
 
 
 def _roots(names: Sequence[str]) -> bool:
     """Returns whether the names are x_1, x_2, …: solutions of one unknown."""
-    return all("_" in name for name in names) and len({name.partition("_")[0] for name in names}) == 1
+    return (
+        all("_" in name for name in names) and len({name.partition("_")[0] for name in names}) == 1
+    )
 
 
 def _variants(part: Tokens) -> list[Tokens]:
@@ -200,7 +264,9 @@ def _variants(part: Tokens) -> list[Tokens]:
         raise NotUnderstood
     tied = any(part[i].text == "\\mp" for i in places)
     found = []
-    for signs in [("+",) * len(places), ("-",) * len(places)] if tied else product("+-", repeat=len(places)):
+    for signs in (
+        [("+",) * len(places), ("-",) * len(places)] if tied else product("+-", repeat=len(places))
+    ):
         variant = list(part)
         for i, sign in zip(places, signs, strict=True):
             text = sign if part[i].text == "\\pm" else {"+": "-", "-": "+"}[sign]
@@ -214,7 +280,9 @@ def _union(part: Tokens, depth: int) -> Reading | None:
     if texts == ["\\emptyset"]:
         return Many((), True)
     part = tuple(
-        Token("cmd", "\\union") if token.text in ("U", "union") and i > 0 and texts[i - 1] in CLOSE else token
+        Token("cmd", "\\union")
+        if token.text in ("U", "union") and i > 0 and texts[i - 1] in CLOSE
+        else token
         for i, token in enumerate(part)
     )
     if texts[:1] == ["\\mathbb"] and (texts[1:4] == ["{", "R", "}"] or texts[1:2] == ["R"]):
@@ -255,7 +323,11 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
             return Many((), True)
         pieces, separators = split(content, frozenset((":", "|")))
         if len(separators) == 1 and all(pieces):
-            return _read(pieces[1], depth) if name_of(split(pieces[0], frozenset(("\\in",)))[0][0]) else None
+            return (
+                _read(pieces[1], depth)
+                if name_of(split(pieces[0], frozenset(("\\in",)))[0][0])
+                else None
+            )
         found = _read(content, depth)
         if isinstance(found, Named | Untrue):
             return found
@@ -270,7 +342,11 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
         opening, closing = ("(", ")") if opening == "\\langle" else (opening, closing)
         return TupleOrInterval(opening, closing, tuple(items))
     found = _read(content, depth)
-    return found if (opening, closing) in (("(", ")"), ("[", "]")) and not isinstance(found, Words) else None
+    return (
+        found
+        if (opening, closing) in (("(", ")"), ("[", "]")) and not isinstance(found, Words)
+        else None
+    )
 
 
 def _matrix(part: Tokens, depth: int) -> Reading | None:
@@ -278,7 +354,9 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
     if texts[:2] != ["\\begin", "{"] or texts.count("\\begin") > 1 or len(texts) < 8:
         return None
     kind = texts[2]
-    if kind not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array") or texts[-4:] != [
+    if kind not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array") or texts[
+        -4:
+    ] != [
         "\\end",
         "{",
         kind,

@@ -16,7 +16,9 @@ MINUS_INFINITY: Node = ("neg", INFINITY)
 
 @dataclass(frozen=True)
 class Words:
-    """Text that is not mathematics, unless it is compared with mathematics: then `ab` may be a times b."""
+    """Text that is not mathematics, unless it is compared with mathematics: then `ab` may be a
+    times b.
+    """
 
     text: str
     product: Node | None = field(default=None, compare=False)
@@ -99,7 +101,20 @@ class Untrue:
     """A chain of equations that does not hold, and therefore equals nothing."""
 
 
-Reading = Value | Words | Choice | Many | TupleOrInterval | Ratio | Named | Relation | Region | Based | Matrix | Untrue
+Reading = (
+    Value
+    | Words
+    | Choice
+    | Many
+    | TupleOrInterval
+    | Ratio
+    | Named
+    | Relation
+    | Region
+    | Based
+    | Matrix
+    | Untrue
+)
 REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 
@@ -133,14 +148,21 @@ def _at(node: Node) -> Any:
 
 
 def combined(regions: list[Region], any_of: bool) -> Region:
-    """Returns the union of the regions, or else their intersection; "x < 1, x > 3" has none and is a union."""
+    """Returns the union of the regions, or else their intersection; "x < 1, x > 3" has none and is
+    a union.
+    """
     name = regions[0].name
     if any_of:
         intervals = [interval for region in regions for interval in region.intervals]
         return Region(tuple(sorted(intervals, key=lambda interval: _at(interval[0]))), name)
     kept = regions[0].intervals
     for region in regions[1:]:
-        kept = tuple(both for one in kept for other in region.intervals if (both := _overlap(one, other)) is not None)
+        kept = tuple(
+            both
+            for one in kept
+            for other in region.intervals
+            if (both := _overlap(one, other)) is not None
+        )
     return Region(kept, name) if kept else combined(regions, True)
 
 

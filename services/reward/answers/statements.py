@@ -29,8 +29,12 @@ _REVERSED = {"\\gt": "\\lt", "\\ge": "\\le", "\\lt": "\\gt", "\\le": "\\ge"}
 
 
 def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
-    """Returns the reading of tokens with a relation sign; None without one. `read` reads one side."""
-    part = tuple(Token("cmd", "\\in") if _is_in(part[i : i + 2]) else token for i, token in enumerate(part))
+    """Returns the reading of tokens with a relation sign; None without one. `read` reads one
+    side.
+    """
+    part = tuple(
+        Token("cmd", "\\in") if _is_in(part[i : i + 2]) else token for i, token in enumerate(part)
+    )
     pieces, operators = split(part, RELATIONS)
     if not operators:
         return None
@@ -54,13 +58,20 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
 
 def _is_in(part: Tokens) -> bool:
     """Returns whether the word "in" precedes a set, and does not mean inch."""
-    return len(part) == 2 and part[0].kind == "word" and part[0].text == "in" and part[1].text in ("(", "[", "\\{")
+    return (
+        len(part) == 2
+        and part[0].kind == "word"
+        and part[0].text == "in"
+        and part[1].text in ("(", "[", "\\{")
+    )
 
 
 def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
     nodes = [read_value(piece).node for piece in pieces]
     if any(node and node[0] == "neg" and node[1][0] == "sym" for node in nodes):  # -x > -1 is x < 1
-        nodes = [node and (node[1] if node[0] == "neg" else ("neg", node)) for node in reversed(nodes)]
+        nodes = [
+            node and (node[1] if node[0] == "neg" else ("neg", node)) for node in reversed(nodes)
+        ]
         operators = operators[::-1]
     free = [symbols(node) if node else {""} for node in nodes]
     closed = [text == "\\le" for text in operators]
@@ -83,7 +94,9 @@ def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
 
 
 def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: Read) -> Reading:
-    """Returns the side before the sign, or the approximate value of a name. The values must be close."""
+    """Returns the side before the sign, or the approximate value of a name. The values must be
+    close.
+    """
     at = operators.index("\\approx")
     if at != len(operators) - 1 or set(operators[:at]) - {"="}:
         raise NotUnderstood
@@ -94,7 +107,12 @@ def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: R
     found = _chain(exact, depth, read) if at else read(exact[0], depth)
     value = found.values[0][1] if isinstance(found, Named) else found
     other = read_value(pieces[-1])
-    if not isinstance(value, Value) or not value.node or not other.node or symbols(value.node) | symbols(other.node):
+    if (
+        not isinstance(value, Value)
+        or not value.node
+        or not other.node
+        or symbols(value.node) | symbols(other.node)
+    ):
         raise NotUnderstood
     try:
         a, b = complex(constant(value.node)[0]), complex(constant(other.node)[0])
@@ -117,13 +135,17 @@ def name_of(part: Tokens) -> str:
         if token.kind == "num" and not subscript:
             return ""
         subscript = (subscript and token.text != "}") or token.text == "_"
-        if (token.kind in ("cmd", "other") and i) or (token.kind == "op" and token.text not in "_{}'(),"):
+        if (token.kind in ("cmd", "other") and i) or (
+            token.kind == "op" and token.text not in "_{}'(),"
+        ):
             return ""
     if "(" in texts:
         at = texts.index("(")
         return (
             "".join(texts[:at])
-            if at and texts[-1] == ")" and all(t.kind == "name" or t.text == "," for t in part[at + 1 : -1])
+            if at
+            and texts[-1] == ")"
+            and all(t.kind == "name" or t.text == "," for t in part[at + 1 : -1])
             else ""
         )
     if len(part) > 1 and all(token.kind == "name" and len(token.text) == 1 for token in part):
@@ -132,7 +154,9 @@ def name_of(part: Tokens) -> str:
 
 
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
-    """Returns the reading of a = b = c: all its constants must be equal, and the last fully evaluated one counts."""
+    """Returns the reading of a = b = c: all its constants must be equal, and the last fully
+    evaluated one counts.
+    """
     if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, TupleOrInterval | Many) else ()
@@ -143,7 +167,12 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     while len(pieces) > 1 and (name := name_of(pieces[0])):
         names.append(name)
         pieces = pieces[1:]
-    if not names and len(pieces) == 2 and (name := name_of(pieces[1])) and not isinstance(read(pieces[0], depth), Words):
+    if (
+        not names
+        and len(pieces) == 2
+        and (name := name_of(pieces[1]))
+        and not isinstance(read(pieces[0], depth), Words)
+    ):
         names, pieces = [name], pieces[:1]
     if len(pieces) == 1:
         value = read(pieces[0], depth)
@@ -161,7 +190,9 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
         return Untrue()
     if len(constants) < len(values) and not names:
         raise NotUnderstood
-    last = next((value for value in reversed(same_kind) if value.node and written_out(value.node)), last)
+    last = next(
+        (value for value in reversed(same_kind) if value.node and written_out(value.node)), last
+    )
     return Named(tuple((name, last) for name in sorted(set(names)))) if names else last
 
 

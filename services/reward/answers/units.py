@@ -1,7 +1,8 @@
-"""The units that may follow a number: measures, from a closed list, and counted things, as in 18 red apples.
+"""The units that may follow a number: measures, from a closed list, and counted things, as in 18
+red apples.
 
-A thing is a plural, or any noun after 1 or "per". Words that state another number, negate or compare are never part of
-it.
+A thing is a plural, or any noun after 1 or "per". Words that state another number, negate or
+compare are never part of it.
 """
 
 import re
@@ -35,7 +36,9 @@ pressure 1: Pa pascal; pressure 1000: kPa kilopascal; pressure 101325: atm; freq
 amount 1: mol mole; byte 1: byte; byte 1000: KB kilobyte; byte 1000000: MB megabyte; byte 1000000000: GB gigabyte; bit 1: bit
 am 1: am a.m.; pm 1: pm p.m.; unit 1: unit; beat 1: beat; revolution 1: revolution
 """
-_PLURALS = words("children men women people mice geese teeth sheep fish deer dice shrimp trout cattle oxen aircraft")
+_PLURALS = words(
+    "children men women people mice geese teeth sheep fish deer dice shrimp trout cattle oxen aircraft"
+)
 _PLURAL = re.compile(r"(?=.*[aeiouy])[a-z'’-]{3,}s(?<![su]s)|(?:cd|dvd|tv|ad)s")
 _NO_THINGS = words("""
 a about above across after afterwards again against all almost along also always am among an and any are around as at
@@ -96,7 +99,8 @@ _TABLE = _table()
 CURRENCIES = frozenset("$€£¥₹")
 _SIGNS = CURRENCIES | {"%", "\x04"}
 _BARE = frozenset(["m", "g", "s", "h", "L"])
-"""Letters that are units after a space or a decimal; outside \\text, other letters are variables."""
+"""Letters that are units after a space or a decimal; outside \\text, other letters are
+variables."""
 
 
 def _named(token: Token) -> tuple[str, Fraction] | None:
@@ -123,10 +127,16 @@ def _is_plain(token: Token) -> bool:
 
 
 def _thing(token: Token, single: bool) -> str:
-    """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be singular."""
+    """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be
+    singular.
+    """
     word = token.text.lower()
     plural = word in _PLURALS or _PLURAL.fullmatch(word)
-    return re.sub("(?:e?s|e)$", "", word) if _is_plain(token) and (plural or (single and len(word) > 2)) else ""
+    return (
+        re.sub("(?:e?s|e)$", "", word)
+        if _is_plain(token) and (plural or (single and len(word) > 2))
+        else ""
+    )
 
 
 def starts_unit(token: Token, before: Token) -> bool:
@@ -139,14 +149,18 @@ def starts_unit(token: Token, before: Token) -> bool:
 
 
 def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
-    """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1 apple."""
+    """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1
+    apple.
+    """
     powers: dict[str, int] = {}
     size = Fraction(1)
     sign, power, pending, i = 1, 1, 0, 0
     described = False
     texts = [token.text for token in part]
     if texts[:2] == ["\\frac", "{"]:
-        middle = next((k for k in range(2, len(part) - 1) if texts[k] == "}" and texts[k + 1] == "{"), 0)
+        middle = next(
+            (k for k in range(2, len(part) - 1) if texts[k] == "}" and texts[k + 1] == "{"), 0
+        )
         if not middle or texts[-1] != "}":
             return None
         part = (*part[2:middle], Token("op", "/"), *part[middle + 2 : -1])
@@ -158,7 +172,12 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
             continue
         if pending and (word in ("\\times", ".") or (word in _AFTER and i == len(part))):
             continue
-        if word == "of" and pending and i < len(part) and all(_is_plain(each) or each.text == "the" for each in part[i:]):
+        if (
+            word == "of"
+            and pending
+            and i < len(part)
+            and all(_is_plain(each) or each.text == "the" for each in part[i:])
+        ):
             break  # 5 cups of brown sugar
         if word in ("square", "sq", "cubic", "cu") and i < len(part):
             power = 2 if word.startswith("s") else 3
@@ -180,8 +199,15 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
         if named is None or described:  # light years are not years
             return None
         dimension, each = named
-        if dimension == "degree" and i < len(part) and part[i].text.lower() in ("c", "f", "celsius", "fahrenheit"):
-            dimension, each = ("celsius" if part[i].text.lower()[0] == "c" else "fahrenheit"), Fraction(1)
+        if (
+            dimension == "degree"
+            and i < len(part)
+            and part[i].text.lower() in ("c", "f", "celsius", "fahrenheit")
+        ):
+            dimension, each = (
+                ("celsius" if part[i].text.lower()[0] == "c" else "fahrenheit"),
+                Fraction(1),
+            )
             i += 1
         exponent, i = _power(part, i)
         if exponent == 0:
@@ -206,8 +232,15 @@ def _power(part: Sequence[Token], i: int) -> tuple[int, int]:
     if i >= len(part) or part[i].text != "^":
         return 1, i
     digits = [token.text for token in part[i + 1 : i + 5]]
-    for pattern, value in ((["{", "-", None, "}"], -1), (["{", None, "}"], 1), (["-", None], -1), ([None], 1)):
-        if len(digits) >= len(pattern) and all(a is None or a == b for a, b in zip(pattern, digits, strict=False)):
+    for pattern, value in (
+        (["{", "-", None, "}"], -1),
+        (["{", None, "}"], 1),
+        (["-", None], -1),
+        ([None], 1),
+    ):
+        if len(digits) >= len(pattern) and all(
+            a is None or a == b for a, b in zip(pattern, digits, strict=False)
+        ):
             number = digits[pattern.index(None)]
             if number in ("1", "2", "3", "4"):
                 return value * int(number), i + 1 + len(pattern)
@@ -215,13 +248,17 @@ def _power(part: Sequence[Token], i: int) -> tuple[int, int]:
 
 
 def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
-    """Returns the factor from `given` to `expected`: 1 if one side has no unit, None for different kinds."""
+    """Returns the factor from `given` to `expected`: 1 if one side has no unit, None for different
+    kinds.
+    """
     if expected is None or given is None:
         return Fraction(1)
     if expected.dimensions == given.dimensions:
         return given.size / expected.size
     for one, other in ((expected, given), (given, expected)):
-        if [name for name, _ in one.dimensions] == ["unit"] and [name for name, _ in other.dimensions] in (
+        if [name for name, _ in one.dimensions] == ["unit"] and [
+            name for name, _ in other.dimensions
+        ] in (
             ["length"],
             ["unit"],
         ):

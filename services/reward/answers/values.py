@@ -1,7 +1,7 @@
 """Compares expressions by their values.
 
-Rational values are exact. Others have `_DIGITS` digits and are equal when they agree in `_AGREE` of them. Expressions
-with unknowns are equal when their values at random points are.
+Rational values are exact. Others have `_DIGITS` digits and are equal when they agree in `_AGREE` of
+them. Expressions with unknowns are equal when their values at random points are.
 """
 
 import math
@@ -36,7 +36,10 @@ def _checked(value: Any) -> Any:
         if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
             raise Undecided
         return value
-    if isinstance(value, mpmath.mpc) and abs(value.imag) <= abs(value.real) * mpmath.mpf(10) ** -_AGREE:
+    if (
+        isinstance(value, mpmath.mpc)
+        and abs(value.imag) <= abs(value.real) * mpmath.mpf(10) ** -_AGREE
+    ):
         return value.real
     return value
 
@@ -54,7 +57,9 @@ class PointEvaluator:
         """The largest term of any sum; rounding errors are relative to it."""
 
     def value(self, node: Node) -> Any:
-        """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no value."""
+        """Returns a Fraction, or a real or complex mpmath number. Raises Undecided when there is no
+        value.
+        """
         kind = node[0]
         if kind == "num":
             return node[1]
@@ -97,7 +102,9 @@ class PointEvaluator:
         if kind in ("floor", "ceil"):
             value = operands[0]
             if exact:
-                return Fraction(operands[0].__floor__() if kind == "floor" else operands[0].__ceil__())
+                return Fraction(
+                    operands[0].__floor__() if kind == "floor" else operands[0].__ceil__()
+                )
             return Fraction(int((mpmath.floor if kind == "floor" else mpmath.ceil)(value)))
         if kind == "factorial":
             return self._factorial(operands[0])
@@ -108,7 +115,9 @@ class PointEvaluator:
             if isinstance(k, Fraction) and k.denominator == 1 and 0 <= k <= 5000:
                 if isinstance(n, Fraction) and n.denominator == 1 and k <= n <= 5000:
                     return Fraction(math.comb(int(n), int(k)))
-                return reduce(operator.mul, ((n - j) / Fraction(j + 1) for j in range(int(k))), Fraction(1))
+                return reduce(
+                    operator.mul, ((n - j) / Fraction(j + 1) for j in range(int(k))), Fraction(1)
+                )
             return mpmath.binomial(_real(n), _real(k))
         if (kind == "ln" and operands[0] == 1) or (kind in ("sin", "tan") and operands[0] == 0):
             return Fraction(0)
@@ -122,7 +131,11 @@ class PointEvaluator:
         return value
 
     def _power(self, base: Any, exponent: Any) -> Any:
-        if isinstance(exponent, Fraction) and exponent.denominator == 1 and isinstance(base, Fraction):
+        if (
+            isinstance(exponent, Fraction)
+            and exponent.denominator == 1
+            and isinstance(base, Fraction)
+        ):
             size = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
             if size > _MAX_BITS and abs(base) not in (0, 1):
                 raise Undecided
@@ -130,10 +143,18 @@ class PointEvaluator:
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
             if base == 0:
                 return Fraction(0)
-            if abs(exponent.denominator) < 1000 and (exact := _exact_root(base, exponent.denominator)) is not None:
+            if (
+                abs(exponent.denominator) < 1000
+                and (exact := _exact_root(base, exponent.denominator)) is not None
+            ):
                 return self._power(exact, Fraction(exponent.numerator))
         negative = not isinstance(base, mpmath.mpc) and base < 0
-        if negative and isinstance(exponent, Fraction) and exponent.denominator % 2 and not self._complex:
+        if (
+            negative
+            and isinstance(exponent, Fraction)
+            and exponent.denominator % 2
+            and not self._complex
+        ):
             return (-1) ** exponent.numerator * self._power(-base, exponent)
         if abs(exponent) * (1 + abs(mpmath.log(abs(_real(base)) or 1))) > _MAX_LOG:
             raise Undecided
@@ -202,7 +223,9 @@ def _agree(a: Any, b: Any, largest: Any) -> bool:
 
 
 def constant(node: Node) -> tuple[Any, Any]:
-    """Returns the value of an expression without unknowns, and the largest term of its sums. Raises Undecided."""
+    """Returns the value of an expression without unknowns, and the largest term of its sums. Raises
+    Undecided.
+    """
     with mp.workdps(_DIGITS):
         evaluator = PointEvaluator({}, _has(node, "i"))
         try:
@@ -226,7 +249,9 @@ def same_value(a: Node, b: Node) -> bool:
 
 
 def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields the values of two expressions at points where both have one. Raises Undecided after fewer than three points."""
+    """Yields the values of two expressions at points where both have one. Raises Undecided after
+    fewer than three points.
+    """
     rng = random.Random(7)
     found = 0
     is_complex = _has(a, "i") or _has(b, "i")

@@ -1,4 +1,6 @@
-"""Verifies final answers: extraction and exact comparison here, the rest in worker processes that can be killed."""
+"""Verifies final answers: extraction and exact comparison here, the rest in worker processes that
+can be killed.
+"""
 
 import asyncio
 import json
@@ -25,23 +27,37 @@ MEMORY_MB = 1024
 
 
 class MathHost(ProcessHost):
-    """Grades responses to problems with one final answer: 1.0 when it is right, 0.0 when it is wrong or missing.
+    """Grades responses to problems with one final answer: 1.0 when it is right, 0.0 when it is
+    wrong or missing.
 
     The owner enters and exits `pool`. Raises ConfigError when math-verify is not installed.
     """
 
-    def __init__(self, config: RewardSection, on_restart: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: RewardSection, on_restart: Callable[[], None] = lambda: None
+    ) -> None:
         if find_spec("math_verify") is None:
             remedy = "pip install 'rlhf-math[services]'"
-            raise ConfigError("math-verify is not installed", field="reward.functions", value="math", remedy=remedy)
+            raise ConfigError(
+                "math-verify is not installed",
+                field="reward.functions",
+                value="math",
+                remedy=remedy,
+            )
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
-        spec = WorkerSpec("services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers)
+        spec = WorkerSpec(
+            "services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers
+        )
         pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
-        super().__init__("math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth"))
+        super().__init__(
+            "math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth")
+        )
         self._require_stop = config.require_stop
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
-        golds = [_gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)]
+        golds = [
+            _gold(item.ground_truth, f"items[{i}].ground_truth") for i, item in enumerate(items)
+        ]
         scores: list[Score] = []
         hard: list[int] = []  # answers that the workers must compare
         read = 0
@@ -60,7 +76,9 @@ class MathHost(ProcessHost):
                 await asyncio.sleep(0)
         self._check_room(self.pool.unfinished, len(hard))
         batch = object()
-        found = await asyncio.gather(*(self._compare(golds[i], str(scores[i].answer), batch) for i in hard))
+        found = await asyncio.gather(
+            *(self._compare(golds[i], str(scores[i].answer), batch) for i in hard)
+        )
         for i, score in zip(hard, found, strict=True):
             scores[i] = score
         return scores
@@ -97,10 +115,11 @@ def _gold(ground_truth: str, field: str) -> str:
 class MathRewardFunction(DetailedRewardFunction):
     r"""1.0 for a completion whose final answer equals that of `ground_truth`, else 0.0.
 
-    The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X", else the last number;
-    `<think>` does not count. Numbers are compared exactly, everything else in worker processes, which start when first
-    needed and are killed at their deadline. An answer that cannot be graded is NaN (`scores` has the reason), never 0.
-    If `ground_truth` is a number, an unevaluated expression (5 + 18 for 23) is 0.0, with the status `unevaluated`.
+    The final answer is the last balanced `\boxed{}` or `####` line, else X of "the answer is X",
+    else the last number; `<think>` does not count. Numbers are compared exactly, everything else in
+    worker processes, which start when first needed and are killed at their deadline. An answer that
+    cannot be graded is NaN (`scores` has the reason), never 0. If `ground_truth` is a number, an
+    unevaluated expression (5 + 18 for 23) is 0.0, with the status `unevaluated`.
 
     Args:
         workers: number of worker processes.
@@ -117,13 +136,17 @@ class MathRewardFunction(DetailedRewardFunction):
         try:
             self._config = RewardSection(workers=workers, math_timeout_s=timeout_s)
         except ValueError as error:
-            raise ConfigError(str(error), field="workers, timeout_s", remedy="see RewardSection") from None
+            raise ConfigError(
+                str(error), field="workers, timeout_s", remedy="see RewardSection"
+            ) from None
         MathHost(self._config)  # raises now what is missing
         self._graders: _Graders | None = None
         self._lock = threading.Lock()
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
-        """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth` that states no answer."""
+        """Returns verdicts with their extracted answers. Raises InvalidInput for a `ground_truth`
+        that states no answer.
+        """
         golds = column(kwargs, "ground_truth", len(completions), self.name)
         items = [
             RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))

@@ -38,20 +38,28 @@ class Score:
     """Why there is no value."""
 
     def __post_init__(self) -> None:
-        """Converts the values to plain numbers; a value that does not fit in a float32 is an error."""
+        """Converts the values to plain numbers; a value that does not fit in a float32 is an
+        error.
+        """
         value = _number(self.value)
         if value is None and self.status in ("ok", "unparsable", "unevaluated"):
             object.__setattr__(self, "status", "error")
         object.__setattr__(self, "value", value)
-        object.__setattr__(self, "components", {name: _number(part) for name, part in self.components.items()})
+        object.__setattr__(
+            self, "components", {name: _number(part) for name, part in self.components.items()}
+        )
 
 
 class WrongScores(InvalidInput):
-    """A reward function returned something other than one number per completion, as it would for any completions."""
+    """A reward function returned something other than one number per completion, as it would for
+    any completions.
+    """
 
 
 def _number(value: Any) -> float | None:
-    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None if it is none or exceeds float32."""
+    """Returns a number of any type (NumPy, torch, Decimal, bool) as a float; None if it is none or
+    exceeds float32.
+    """
     if isinstance(value, (str, bytes)):
         return None
     try:
@@ -62,20 +70,24 @@ def _number(value: Any) -> float | None:
 
 
 class RewardFunction(ABC):
-    """Scores completions. To write your own: subclass it, name it, and return a number for every completion.
+    """Scores completions. To write your own: subclass it, name it, and return a number for every
+    completion.
 
         class Short(RewardFunction):
             name = "short"
 
             def __call__(self, completions, **kwargs):
-                return [1.0 if len(text_of(completion)) < 200 else 0.0 for completion in completions]
+                return [1.0 if len(text_of(completion)) < 200 else 0.0 for completion in
+                completions]
 
-    On a cluster it is named by its import path (`--reward.functions package.module:Class`) and created without
-    arguments in every worker process of the reward-server; with the Python API you pass an instance to the trainer.
+    On a cluster it is named by its import path (`--reward.functions package.module:Class`) and
+    created without arguments in every worker process of the reward-server; with the Python API you
+    pass an instance to the trainer.
     """
 
     bounds_itself: bool = False
-    """Whether every call limits its own time. Otherwise the reward-server applies `reward.function_timeout_s`."""
+    """Whether every call limits its own time. Otherwise the reward-server applies
+    `reward.function_timeout_s`."""
 
     @property
     @abstractmethod
@@ -84,14 +96,16 @@ class RewardFunction(ABC):
 
     @abstractmethod
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
-        """Returns one score for each completion, higher is better; NaN for one that could not be scored.
+        """Returns one score for each completion, higher is better; NaN for one that could not be
+        scored.
 
         It may raise any exception: an error is not a zero.
 
         Args:
             completions: each as a chat, `[{"role": "assistant", "content": text}]`.
-            kwargs: the data set's columns, each a list as long as `completions`: `ground_truth`, `prompt` and the further
-                columns of the rows. None stands where a row lacks a column that others have.
+            kwargs: the data set's columns, each a list as long as `completions`: `ground_truth`,
+                `prompt` and the further columns of the rows. None stands where a row lacks a column
+                that others have.
         """
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
@@ -102,7 +116,9 @@ class RewardFunction(ABC):
         return self.checked(self(completions, **kwargs), len(completions))
 
     def checked(self, values: Any, count: int) -> list[Score]:
-        """Returns scores for the values that a function returned. Raises WrongScores for anything but `count` of them."""
+        """Returns scores for the values that a function returned. Raises WrongScores for anything
+        but `count` of them.
+        """
         if inspect.iscoroutine(values):
             values.close()
             problem = "is a coroutine: define it with def, not async def"
@@ -117,7 +133,12 @@ class RewardFunction(ABC):
                 field=self.name,
                 remedy="return a list with one number for each completion, NaN for one that has no score",
             )
-        return [Score(value, reason="" if _number(value) is not None else f"{value!r:.80} is not a number") for value in values]
+        return [
+            Score(
+                value, reason="" if _number(value) is not None else f"{value!r:.80} is not a number"
+            )
+            for value in values
+        ]
 
 
 def reason_of(error: Exception) -> str:
@@ -145,7 +166,11 @@ class DetailedRewardFunction(RewardFunction):
 
 def text_of(completion: Sequence[Message]) -> str:
     """Returns the text of a completion: its assistant messages, joined."""
-    return "".join(message["content"] for message in completion if message.get("role", "assistant") == "assistant")
+    return "".join(
+        message["content"]
+        for message in completion
+        if message.get("role", "assistant") == "assistant"
+    )
 
 
 def check_positive(**arguments: float) -> None:
@@ -156,9 +181,15 @@ def check_positive(**arguments: float) -> None:
 
 
 def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list[Any]:
-    """Returns a column that a function needs. Raises InvalidInput when it is absent or has another length."""
+    """Returns a column that a function needs. Raises InvalidInput when it is absent or has another
+    length.
+    """
     values = kwargs.get(name)
-    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Sequence) or len(values) != count:
+    if (
+        isinstance(values, (str, bytes, dict))
+        or not isinstance(values, Sequence)
+        or len(values) != count
+    ):
         raise InvalidInput(
             f"the reward function {function} needs a list {name} with one item per completion",
             field=name,
@@ -169,7 +200,8 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Imports reward functions, and returns a function that creates a worker's handler, which calls one of them.
+    """Imports reward functions, and returns a function that creates a worker's handler, which calls
+    one of them.
 
     Args:
         arguments: `functions`, a list with the import path `target` and the `arguments` of each.
@@ -200,7 +232,9 @@ def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
     if isinstance(function, RewardFunction):
         return function
     if not callable(function):
-        raise RuntimeError(f"{spec['target']} is neither a RewardFunction nor a function of completions")
+        raise RuntimeError(
+            f"{spec['target']} is neither a RewardFunction nor a function of completions"
+        )
     from services.reward.functions.plain import PlainFunction  # it imports this module
 
     return PlainFunction(function)

@@ -6,7 +6,14 @@ from typing import Any
 import regex
 
 from common.errors import ConfigError
-from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score, check_positive, text_of
+from services.reward.functions.base import (
+    DetailedRewardFunction,
+    Message,
+    RewardFunction,
+    Score,
+    check_positive,
+    text_of,
+)
 
 _SEARCH_S = 1.0  # CPU seconds for one pattern in one completion
 _UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
@@ -16,8 +23,9 @@ _WORD = regex.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 class FormatRewardFunction(DetailedRewardFunction):
     """1.0 for a completion in which every required pattern and no forbidden one is found, else 0.0.
 
-    A dot also matches line ends, and `^` and `$` match at every line: `<think>.*</think>` finds multi-line thoughts. A
-    completion has no score if a pattern takes more than one CPU second in it.
+    A dot also matches line ends, and `^` and `$` match at every line: `<think>.*</think>` finds
+    multi-line thoughts. A completion has no score if a pattern takes more than one CPU second in
+    it.
 
     Args:
         required_patterns: regular expressions, searched anywhere in the text.
@@ -29,9 +37,15 @@ class FormatRewardFunction(DetailedRewardFunction):
 
     name = "format"
 
-    def __init__(self, required_patterns: Sequence[str] = (), forbidden_patterns: Sequence[str] = ()) -> None:
+    def __init__(
+        self, required_patterns: Sequence[str] = (), forbidden_patterns: Sequence[str] = ()
+    ) -> None:
         if not required_patterns and not forbidden_patterns:
-            raise ConfigError("the format reward has no pattern", field="required_patterns", remedy="give at least one pattern")
+            raise ConfigError(
+                "the format reward has no pattern",
+                field="required_patterns",
+                remedy="give at least one pattern",
+            )
         self._required = _compiled("required_patterns", required_patterns)
         self._forbidden = _compiled("forbidden_patterns", forbidden_patterns)
 
@@ -45,7 +59,9 @@ class FormatRewardFunction(DetailedRewardFunction):
                 try:
                     found = bool(pattern.search(text, timeout=_SEARCH_S))
                 except TimeoutError:
-                    reason = f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} CPU s"
+                    reason = (
+                        f"the pattern {pattern.pattern!r:.80} takes more than {_SEARCH_S:g} CPU s"
+                    )
                     return Score(None, "timeout", reason=reason)
                 if found != wanted:
                     return Score(0.0)
@@ -55,8 +71,8 @@ class FormatRewardFunction(DetailedRewardFunction):
 class LengthPenaltyFunction(RewardFunction):
     """0.0 up to `soft_chars` characters, then falling linearly to -1.0 at `hard_chars` and beyond.
 
-    The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), in characters. Raises ConfigError unless
-    0 <= `soft_chars` < `hard_chars`.
+    The soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), in characters. Raises
+    ConfigError unless 0 <= `soft_chars` < `hard_chars`.
     """
 
     name = "length"
@@ -64,21 +80,28 @@ class LengthPenaltyFunction(RewardFunction):
     def __init__(self, soft_chars: int = 4000, hard_chars: int = 8000) -> None:
         if not 0 <= soft_chars < hard_chars:
             raise ConfigError(
-                "soft_chars is not below hard_chars", field="soft_chars", value=soft_chars, remedy="lower soft_chars"
+                "soft_chars is not below hard_chars",
+                field="soft_chars",
+                value=soft_chars,
+                remedy="lower soft_chars",
             )
         self._soft, self._hard = soft_chars, hard_chars
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
         width = self._hard - self._soft
-        return [-min(1.0, max(0.0, (len(text_of(completion)) - self._soft) / width)) for completion in completions]
+        return [
+            -min(1.0, max(0.0, (len(text_of(completion)) - self._soft) / width))
+            for completion in completions
+        ]
 
 
 class RepetitionPenaltyFunction(RewardFunction):
-    """Minus the share of word n-grams that are repetitions: 0.0 for a text without repetition, near -1.0 for a loop.
+    """Minus the share of word n-grams that are repetitions: 0.0 for a text without repetition, near
+    -1.0 for a loop.
 
-    In scripts without spaces (Chinese, Japanese, Thai, …), and in words of more than five n-grams, every character is a word.
-    Raises ConfigError when `ngram` is not above 0.
+    In scripts without spaces (Chinese, Japanese, Thai, …), and in words of more than five n-grams,
+    every character is a word. Raises ConfigError when `ngram` is not above 0.
     """
 
     name = "repetition"
@@ -93,7 +116,9 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def _words(self, text: str) -> list[str]:
         found = _WORD.findall(text)
-        return [part for word in found for part in (word if len(word) > 5 * self._ngram else (word,))]
+        return [
+            part for word in found for part in (word if len(word) > 5 * self._ngram else (word,))
+        ]
 
     def _repeated(self, words: list[str]) -> float:
         total = len(words) - self._ngram + 1
@@ -104,13 +129,21 @@ class RepetitionPenaltyFunction(RewardFunction):
 
 def _compiled(field: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:
     if isinstance(patterns, str):
-        raise ConfigError(f"{field} is a single text", field=field, value=patterns, remedy="give a list of patterns")
+        raise ConfigError(
+            f"{field} is a single text",
+            field=field,
+            value=patterns,
+            remedy="give a list of patterns",
+        )
     compiled = []
     for pattern in patterns:
         try:
             compiled.append(regex.compile(pattern, regex.DOTALL | regex.MULTILINE))
         except regex.error as error:
             raise ConfigError(
-                f"not a regular expression: {error}", field=field, value=pattern, remedy="correct the pattern"
+                f"not a regular expression: {error}",
+                field=field,
+                value=pattern,
+                remedy="correct the pattern",
             ) from None
     return compiled

@@ -1,4 +1,6 @@
-"""Keeps the engine on the trainer's newest weights: polls, receives or downloads, loads and confirms them."""
+"""Keeps the engine on the trainer's newest weights: polls, receives or downloads, loads and
+confirms them.
+"""
 
 import asyncio
 import contextlib
@@ -28,11 +30,13 @@ _POLL_S = 20.0
 _TURN_POLL_S = 5.0
 """Shorter when engine and trainer share GPUs, because a restarted trainer needs them soon."""
 _LOST_BEFORE_STALE = 3
-"""Consecutive interrupted downloads, each right after a response from the trainer, that make the node stale."""
+"""Consecutive interrupted downloads, each right after a response from the trainer, that make the
+node stale."""
 
 
 class WeightFollower:
-    """Updates the engine to the newest weights, records the progress in `state`, and calls `changed`.
+    """Updates the engine to the newest weights, records the progress in `state`, and calls
+    `changed`.
 
     It uses the client `api` and restarts the process `engine` after repeated failures.
     """
@@ -50,9 +54,21 @@ class WeightFollower:
         name: str,
         metrics: Metrics,
     ) -> None:
-        self._load_timeout_s, self._adapters_kept = config.trainer.publish_timeout_s, adapters_kept(config)
-        self._receiver, self._name = BroadcastReceiver(name, api, trainer, self._load_timeout_s), name
-        self._state, self._store, self._trainer, self._api, self._engine = state, store, trainer, api, engine
+        self._load_timeout_s, self._adapters_kept = (
+            config.trainer.publish_timeout_s,
+            adapters_kept(config),
+        )
+        self._receiver, self._name = (
+            BroadcastReceiver(name, api, trainer, self._load_timeout_s),
+            name,
+        )
+        self._state, self._store, self._trainer, self._api, self._engine = (
+            state,
+            store,
+            trainer,
+            api,
+            engine,
+        )
         self._changed = changed
         self.newest: tuple[WeightManifest, Path] | None = None
         """The newest verified weights and their directory, used to start an engine."""
@@ -67,14 +83,20 @@ class WeightFollower:
         self._turn, self._at_the_gate = asyncio.Event(), False
         self._wake = asyncio.Event()
         self._warnings = RateLimitedWarnings()
-        self._updates = metrics.counter("rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"])
+        self._updates = metrics.counter(
+            "rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"]
+        )
         self._seconds = metrics.histogram(
-            "rollout_weight_update_duration_seconds", "Seconds of weight updates by stage", ["stage"]
+            "rollout_weight_update_duration_seconds",
+            "Seconds of weight updates by stage",
+            ["stage"],
         )
 
     @property
     def epoch(self) -> str:
-        """Changes with every start of agent or engine and every failed broadcast, which invalidates earlier groups."""
+        """Changes with every start of agent or engine and every failed broadcast, which invalidates
+        earlier groups.
+        """
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
 
     def engine_up(self) -> None:
@@ -89,12 +111,16 @@ class WeightFollower:
             self._load.cancel()
 
     async def first(self) -> None:
-        """Tries once to fetch weights, so that the engine starts with the trainer's weights if there are any."""
+        """Tries once to fetch weights, so that the engine starts with the trainer's weights if
+        there are any.
+        """
         if not self._memory and (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
             await self._adopt(manifest)
 
     async def turn(self) -> None:
-        """Waits until the engine may start: returns at once, unless the trainer currently has the shared GPUs."""
+        """Waits until the engine may start: returns at once, unless the trainer currently has the
+        shared GPUs.
+        """
         self._at_the_gate = True
         try:
             if self._memory:
@@ -110,7 +136,9 @@ class WeightFollower:
                 if manifest is None or not self._state.asleep:
                     await asyncio.sleep(0.2)
                 continue
-            if manifest is None or (WeightId.of(manifest) == self._state.serves and not self._api.asleep):
+            if manifest is None or (
+                WeightId.of(manifest) == self._state.serves and not self._api.asleep
+            ):
                 await asyncio.sleep(0.2)
                 continue
             await self._adopt(manifest)
@@ -125,18 +153,24 @@ class WeightFollower:
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""
         try:
-            return await self._trainer.latest(self._state.serves, wait_s, deadline_s, asleep=self._state.asleep)
+            return await self._trainer.latest(
+                self._state.serves, wait_s, deadline_s, asleep=self._state.asleep
+            )
         except Unreachable as error:
             self._warnings.warn("unreachable", f"serving continues without the trainer: {error}")
         except ServiceError as error:
-            self._warnings.warn("refused", f"the trainer's answer cannot be used, serving continues: {error}")
+            self._warnings.warn(
+                "refused", f"the trainer's answer cannot be used, serving continues: {error}"
+            )
         return None
 
     async def _rest(self) -> None:
-        """Makes the engine release its memory, because the trainer computes, or a new trainer will need the GPUs.
+        """Makes the engine release its memory, because the trainer computes, or a new trainer will
+        need the GPUs.
 
-        An engine stays awake only while a trainer says so, whichever of the two is killed. A starting engine is put to
-        sleep when it answers. An engine that does not release its memory is restarted.
+        An engine stays awake only while a trainer says so, whichever of the two is killed. A
+        starting engine is put to sleep when it answers. An engine that does not release its memory
+        is restarted.
         """
         self._turn.clear()
         before, start = self._state.asleep, self._engine.starts
@@ -155,7 +189,8 @@ class WeightFollower:
     async def _adopt(self, manifest: WeightManifest) -> None:
         """Tries once to update to this version and records the result in the state.
 
-        All calls and log lines about a version, of all nodes, engines and the trainer, share one request id.
+        All calls and log lines about a version, of all nodes, engines and the trainer, share one
+        request id.
         """
         with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
             await self._try(manifest)
@@ -177,7 +212,10 @@ class WeightFollower:
             self._seconds.labels(stage).observe(time.monotonic() - begin)
             self.newest, self._lost = (manifest, path), 0
             stage = "load"
-            if not self._engine.up or await self._into_engine("load", self.load(manifest, path)) is None:
+            if (
+                not self._engine.up
+                or await self._into_engine("load", self.load(manifest, path)) is None
+            ):
                 self._state.updating = False  # the next engine starts with these weights
             else:
                 self._state.update_done(wanted)
@@ -201,18 +239,23 @@ class WeightFollower:
     async def _receive(self, wanted: WeightId, manifest: WeightManifest) -> bool:
         """Receives this version by broadcast if there is one; returns whether the engine serves it.
 
-        After a failure the node loads the files instead; until then the engine is stale, as it may hold part of a
-        version.
+        After a failure the node loads the files instead; until then the engine is stale, as it may
+        hold part of a version.
         """
         broadcast = manifest.broadcast
         if broadcast is None or not self._engine.up:
             return False
         if broadcast.epochs.get(self._name) != self.epoch:
-            log.info("this node is not in the broadcast of weights %d: it downloads the files", wanted.version)
+            log.info(
+                "this node is not in the broadcast of weights %d: it downloads the files",
+                wanted.version,
+            )
             return False
         start = self._engine.starts
         try:
-            checksum = await self._into_engine("broadcast", self._receiver.receive(manifest, broadcast))
+            checksum = await self._into_engine(
+                "broadcast", self._receiver.receive(manifest, broadcast)
+            )
             if checksum is not None:
                 self.received = wanted, checksum
                 self._state.update_done(wanted)
@@ -223,17 +266,27 @@ class WeightFollower:
             self._failed(wanted, "broadcast", error)
         self._failed_broadcasts += 1
         self._changed()
-        if self._engine.up and self._engine.starts == start and not await self._receiver.abandon(broadcast):
-            self._engine.restart(f"the engine is stuck in the broadcast of weights {wanted.version}")
+        if (
+            self._engine.up
+            and self._engine.starts == start
+            and not await self._receiver.abandon(broadcast)
+        ):
+            self._engine.restart(
+                f"the engine is stuck in the broadcast of weights {wanted.version}"
+            )
         self._state.updating = True
         return False
 
     async def load(self, manifest: WeightManifest, path: Path) -> str:
-        """Loads this version into the engine and returns its name. Raises ServiceError when the engine refuses."""
+        """Loads this version into the engine and returns its name. Raises ServiceError when the
+        engine refuses.
+        """
         if manifest.kind == "adapter":
             await self._api.load_adapter(path, manifest, self._adapters_kept, self._load_timeout_s)
         else:
-            await self._api.load(path, str(manifest.version), self._load_timeout_s, whole=not self._partial)
+            await self._api.load(
+                path, str(manifest.version), self._load_timeout_s, whole=not self._partial
+            )
         return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
@@ -253,13 +306,20 @@ class WeightFollower:
         return result
 
     def _download_lost(self, wanted: WeightId, error: Exception) -> None:
-        """Records an interrupted download; the next poll shows whether the trainer ended or has a newer version."""
+        """Records an interrupted download; the next poll shows whether the trainer ended or has a
+        newer version.
+        """
         self._lost += 1
         if self._lost >= _LOST_BEFORE_STALE:
             self._failed(wanted, "download", error)
         else:
             self._state.updating = False
-            log.warning("download of weights %d was cut short: %s %s", wanted.version, type(error).__name__, error)
+            log.warning(
+                "download of weights %d was cut short: %s %s",
+                wanted.version,
+                type(error).__name__,
+                error,
+            )
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"
@@ -269,7 +329,9 @@ class WeightFollower:
         if stage == "load" and (self._partial or self._api.asleep):
             self._engine.restart(f"it may hold a part of a version; {reason}")
         elif self._state.must_restart:
-            self._engine.restart(f"restarted after {self._state.failed_loads} failed weight updates; {reason}")
+            self._engine.restart(
+                f"restarted after {self._state.failed_loads} failed weight updates; {reason}"
+            )
 
 
 class RateLimitedWarnings:

@@ -1,4 +1,6 @@
-"""The node's part in a broadcast of weights: its engine joins the group, receives, verifies and resumes."""
+"""The node's part in a broadcast of weights: its engine joins the group, receives, verifies and
+resumes.
+"""
 
 import asyncio
 import logging
@@ -21,12 +23,15 @@ class BroadcastWithdrawn(ServiceError):
 
 
 class BroadcastReceiver:
-    """Receives weights by broadcast. After an error the engine may hold part of a version and stays paused.
+    """Receives weights by broadcast. After an error the engine may hold part of a version and stays
+    paused.
 
     `timeout_s` limits one version, from the rendezvous to the verdict.
     """
 
-    def __init__(self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float
+    ) -> None:
         self._name, self._api, self._trainer, self._timeout_s = name, api, trainer, timeout_s
         self._group: str | None = None
 
@@ -37,7 +42,8 @@ class BroadcastReceiver:
     async def receive(self, manifest: WeightManifest, broadcast: Broadcast) -> str:
         """Receives a version and returns the verified checksum of the engine's weights.
 
-        Raises ServiceError or TimeoutError when the engine refuses, the trainer withdraws, or the checksums differ.
+        Raises ServiceError or TimeoutError when the engine refuses, the trainer withdraws, or the
+        checksums differ.
         """
         work = asyncio.create_task(self._receive(manifest.version, broadcast))
         watch = asyncio.create_task(self._watch(manifest, broadcast))
@@ -45,7 +51,9 @@ class BroadcastReceiver:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise BroadcastWithdrawn("the trainer has withdrawn the broadcast", field="group", value=broadcast.group)
+                raise BroadcastWithdrawn(
+                    "the trainer has withdrawn the broadcast", field="group", value=broadcast.group
+                )
             return work.result()
         finally:
             for task in (work, watch):
@@ -53,11 +61,15 @@ class BroadcastReceiver:
             await asyncio.gather(work, watch, return_exceptions=True)
 
     async def abandon(self, broadcast: Broadcast) -> bool:
-        """Leaves the group after an error; returns False when the engine hangs and must be restarted."""
+        """Leaves the group after an error; returns False when the engine hangs and must be
+        restarted.
+        """
         self._group = None
         try:
             async with asyncio.timeout(_CLEAN_UP_S):
-                await self._clean_up("/destroy_weights_update_group", {"group_name": broadcast.group})
+                await self._clean_up(
+                    "/destroy_weights_update_group", {"group_name": broadcast.group}
+                )
                 await self._clean_up("/end_weight_update", {})
         except TimeoutError:
             return False
@@ -76,8 +88,15 @@ class BroadcastReceiver:
         await self._api.control("/begin_weight_update", {}, limit)
         last = len(broadcast.buckets) - 1
         for index, bucket in enumerate(broadcast.buckets):
-            body = bucket.model_dump() | {"group_name": broadcast.group, "load_format": "flattened_bucket"}
-            body |= {"flush_cache": True, "weight_version": str(version)} if index == last else {"flush_cache": False}
+            body = bucket.model_dump() | {
+                "group_name": broadcast.group,
+                "load_format": "flattened_bucket",
+            }
+            body |= (
+                {"flush_cache": True, "weight_version": str(version)}
+                if index == last
+                else {"flush_cache": False}
+            )
             await self._api.control("/update_weights_from_distributed", body, limit)
         await self._api.control("/end_weight_update", {}, limit)
         sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(limit))
@@ -105,7 +124,9 @@ class BroadcastReceiver:
         self._group = broadcast.group
 
     async def _watch(self, manifest: WeightManifest, broadcast: Broadcast) -> None:
-        """Returns when the trainer has withdrawn the broadcast; a trainer that does not answer may be busy."""
+        """Returns when the trainer has withdrawn the broadcast; a trainer that does not answer may
+        be busy.
+        """
         while True:
             await asyncio.sleep(_POLL_S)
             try:

@@ -1,9 +1,11 @@
-"""Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model directories.
+"""Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model
+directories.
 
-A directory gets its final name, such as `v000012`, once it holds every file of its version with the right size and
-checksum. Unchanged files are hard links to an earlier version; for others only the difference is fetched if an earlier
-version is held. Files are not synced. Instead, everything that this process has not written itself, and everything an
-engine starts from, is read and compared with the manifest again, because disks and killed processes damage files.
+A directory gets its final name, such as `v000012`, once it holds every file of its version with the
+right size and checksum. Unchanged files are hard links to an earlier version; for others only the
+difference is fetched if an earlier version is held. Files are not synced. Instead, everything that
+this process has not written itself, and everything an engine starts from, is read and compared with
+the manifest again, because disks and killed processes damage files.
 """
 
 import asyncio
@@ -24,7 +26,14 @@ from common.process.storage import storing
 from common.weights import spares
 from common.weights.checksums import Hasher, checksum
 from common.weights.deltas import BadDelta, apply_delta
-from common.wire.schemas import SentFile, WeightChecksums, WeightFile, WeightManifest, WeightVerdict, WorkerReport
+from common.wire.schemas import (
+    SentFile,
+    WeightChecksums,
+    WeightFile,
+    WeightManifest,
+    WeightVerdict,
+    WorkerReport,
+)
 
 log = logging.getLogger(__name__)
 _MANIFEST = ".manifest.json"
@@ -63,46 +72,71 @@ class TrainerClient(Client):
     """A rollout node's client of the trainer."""
 
     async def latest(
-        self, held: WeightId | None, wait_s: float, deadline_s: float, files: bool = False, asleep: bool = False
+        self,
+        held: WeightId | None,
+        wait_s: float,
+        deadline_s: float,
+        files: bool = False,
+        asleep: bool = False,
     ) -> WeightManifest | None:
-        """Returns the newest version, waiting up to `wait_s` seconds for one other than `held`; None before the first.
+        """Returns the newest version, waiting up to `wait_s` seconds for one other than `held`;
+        None before the first.
 
-        Returns at once when the engine should sleep but is not `asleep`, or the other way round. With `files`, the
-        trainer writes the files if it has not yet. Raises Unreachable after `deadline_s` seconds.
+        Returns at once when the engine should sleep but is not `asleep`, or the other way round.
+        With `files`, the trainer writes the files if it has not yet. Raises Unreachable after
+        `deadline_s` seconds.
         """
         parameters: dict[str, str | float] = {"wait_s": wait_s}
-        parameters |= dict.fromkeys([name for name, given in (("files", files), ("asleep", asleep)) if given], "true")
+        parameters |= dict.fromkeys(
+            [name for name, given in (("files", files), ("asleep", asleep)) if given], "true"
+        )
         if held is not None:
             parameters |= {"after_run": held.run_id, "after_version": held.version}
         try:
-            return await self.json("GET", "/weights/latest", WeightManifest, params=parameters, deadline_s=deadline_s)
+            return await self.json(
+                "GET", "/weights/latest", WeightManifest, params=parameters, deadline_s=deadline_s
+            )
         except ServiceError as error:
             if error.status == 404:
                 return None
             raise
 
     async def report(self, report: WorkerReport) -> None:
-        await self.request("POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5)
+        await self.request(
+            "POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5
+        )
 
     async def verify(self, version: int, sums: WeightChecksums, deadline_s: float) -> WeightVerdict:
-        """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they differ."""
+        """Verifies the checksums of a received broadcast. Raises ServiceError (409) when they
+        differ.
+        """
         path = f"/weights/{version}/verify"
-        return await self.json("POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s)
+        return await self.json(
+            "POST", path, WeightVerdict, json=sums.model_dump(), deadline_s=deadline_s
+        )
 
     async def download(self, version: int, file: SentFile, target: Path) -> None:
         """Downloads a file to `target`, which must not exist.
 
-        Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed the file, and
-        httpx.TransportError when the connection fails.
+        Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed
+        the file, and httpx.TransportError when the connection fails.
         """
         timeout = httpx.Timeout(30, connect=10, pool=None)
         digest, size = Hasher(), 0
-        async with self.http.stream("GET", f"/weights/{version}/files/{file.name}", timeout=timeout) as response:
+        async with self.http.stream(
+            "GET", f"/weights/{version}/files/{file.name}", timeout=timeout
+        ) as response:
             if response.status_code in (404, 410):
-                raise WeightsGone("the trainer has removed this file", field="name", value=f"{version}/{file.name}")
+                raise WeightsGone(
+                    "the trainer has removed this file",
+                    field="name",
+                    value=f"{version}/{file.name}",
+                )
             if not response.is_success:
                 raise CorruptWeights(
-                    f"HTTP {response.status_code} for a weight file", field="name", value=f"{version}/{file.name}"
+                    f"HTTP {response.status_code} for a weight file",
+                    field="name",
+                    value=f"{version}/{file.name}",
                 )
             with spares.written(target, file.size) as stream:
                 async for chunk in response.aiter_raw():
@@ -112,9 +146,17 @@ class TrainerClient(Client):
                     digest.update(chunk)
                     stream.write(chunk)
         if size != file.size:
-            raise CorruptWeights(f"the size differs from the manifest's {file.size} bytes", field=file.name, value=size)
+            raise CorruptWeights(
+                f"the size differs from the manifest's {file.size} bytes",
+                field=file.name,
+                value=size,
+            )
         if digest.hexdigest() != file.xxh3:
-            raise CorruptWeights("the checksum does not match the manifest", field=file.name, value=digest.hexdigest())
+            raise CorruptWeights(
+                "the checksum does not match the manifest",
+                field=file.name,
+                value=digest.hexdigest(),
+            )
 
 
 class WeightStore:
@@ -131,7 +173,8 @@ class WeightStore:
         self._held: Path | None = None
 
     def hold(self, path: Path | None) -> bool:
-        """Protects this version, instead of the one held before, from removal. Returns False when it is not stored.
+        """Protects this version, instead of the one held before, from removal. Returns False when
+        it is not stored.
 
         This is needed because an engine reads its weights some time after its start.
         """
@@ -139,7 +182,9 @@ class WeightStore:
         return self._held is not None
 
     async def verify(self, manifest: WeightManifest, path: Path) -> bool:
-        """Compares a stored version with its manifest. When it differs, removes it, logs an error and returns False."""
+        """Compares a stored version with its manifest. When it differs, removes it, logs an error
+        and returns False.
+        """
         problem = await asyncio.to_thread(_differs, path, manifest.files)
         if problem is None:
             self._inherited.discard(path)
@@ -154,25 +199,35 @@ class WeightStore:
         for path in self.directory.glob(f"v*/{_MANIFEST}"):
             try:
                 manifest = WeightManifest.model_validate_json(path.read_bytes())
-                complete = all((path.parent / file.name).stat().st_size == file.size for file in manifest.files)
+                complete = all(
+                    (path.parent / file.name).stat().st_size == file.size for file in manifest.files
+                )
             except (OSError, ValidationError) as error:
                 log.warning("%s is not used: %s", path.parent, shorten(str(error)))
                 continue
             if complete:
                 stored.append((path.stat().st_mtime, manifest, path.parent))
-        return [(manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])]
+        return [
+            (manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])
+        ]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
-        """Returns the directory of this version: the trainer's if visible here, else a local one, fetched if needed.
+        """Returns the directory of this version: the trainer's if visible here, else a local one,
+        fetched if needed.
 
         A version with deltas is always fetched, so that it can be the base of the next one.
 
-        Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or StorageFailed, and changes nothing.
+        Raises CorruptWeights, WeightsGone, httpx.TransportError (after a few attempts) or
+        StorageFailed, and changes nothing.
         """
         for known, path in list(self._stored):
-            if _same(known, manifest) and (path not in self._inherited or await self.verify(known, path)):
+            if _same(known, manifest) and (
+                path not in self._inherited or await self.verify(known, path)
+            ):
                 return path
-        if not any(file.delta for file in manifest.files) and (shared := await shared_directory(manifest)):
+        if not any(file.delta for file in manifest.files) and (
+            shared := await shared_directory(manifest)
+        ):
             return shared
         # An engine may reload an evicted adapter by its path, so no other run may use that path.
         run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
@@ -181,7 +236,12 @@ class WeightStore:
         partial = target.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:
-            with storing(f"weights {manifest.version}", self.directory, "state_dir", "wait: the agent retries the download"):
+            with storing(
+                f"weights {manifest.version}",
+                self.directory,
+                "state_dir",
+                "wait: the agent retries the download",
+            ):
                 partial.mkdir()
                 for file in manifest.files:
                     linked = await asyncio.to_thread(self._link, file, partial / file.name)
@@ -201,7 +261,9 @@ class WeightStore:
         return target
 
     def _link(self, file: WeightFile, target: Path) -> bool:
-        """Hard-links `target` to an identical file of another version; returns False when there is none."""
+        """Hard-links `target` to an identical file of another version; returns False when there is
+        none.
+        """
         for found in self._equal(file.xxh3, file.size):
             with contextlib.suppress(OSError):  # no hard links here, or too many: download instead
                 target.hardlink_to(found)
@@ -212,12 +274,21 @@ class WeightStore:
         """Yields the stored files with this checksum."""
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
-                if (known.xxh3, known.size) == (xxh3, size) and not (path in self._inherited and _differs(path, [known])):
+                if (known.xxh3, known.size) == (xxh3, size) and not (
+                    path in self._inherited and _differs(path, [known])
+                ):
                     yield path / known.name
 
-    async def _patch(self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient) -> bool:
-        """Makes a file in `directory` from an earlier file and its delta; returns False when that is impossible."""
-        if file.delta is None or (base := next(self._equal(file.delta.base, file.size), None)) is None:
+    async def _patch(
+        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
+    ) -> bool:
+        """Makes a file in `directory` from an earlier file and its delta; returns False when that
+        is impossible.
+        """
+        if (
+            file.delta is None
+            or (base := next(self._equal(file.delta.base, file.size), None)) is None
+        ):
             return False
         delta, target = directory / file.delta.name, directory / file.name
         try:
@@ -231,7 +302,10 @@ class WeightStore:
             return True
         target.unlink(missing_ok=True)
         log.error(
-            "the delta of %s of weights %d is unusable, the whole file replaces it: %s", file.name, manifest.version, made
+            "the delta of %s of weights %d is unusable, the whole file replaces it: %s",
+            file.name,
+            manifest.version,
+            made,
         )
         return False
 
@@ -243,20 +317,25 @@ class WeightStore:
 
 
 def _same(known: WeightManifest, manifest: WeightManifest) -> bool:
-    """Whether these are the same weights; the trainer may have changed how it sends them, or gone to sleep."""
-    return all(getattr(known, name) == getattr(manifest, name) for name in ("run_id", "version", "kind", "files"))
+    """Whether these are the same weights; the trainer may have changed how it sends them, or gone
+    to sleep.
+    """
+    return all(
+        getattr(known, name) == getattr(manifest, name)
+        for name in ("run_id", "version", "kind", "files")
+    )
 
 
 async def shared_directory(manifest: WeightManifest) -> Path | None:
-    """Returns the trainer's directory of this version when it is visible here and matches the manifest."""
+    """Returns the trainer's directory of this version when it is visible here and matches the
+    manifest.
+    """
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
     if (problem := await asyncio.to_thread(_differs, directory, manifest.files)) is None:
         return directory
-    text = (
-        "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
-    )
+    text = "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
     log.error(text, directory, manifest.version, problem)
     return None
 
@@ -276,8 +355,12 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
     return None
 
 
-async def _get(manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient) -> None:
-    """Copies a file from the trainer's directory if visible here, else downloads it; `target` must not exist."""
+async def _get(
+    manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient
+) -> None:
+    """Copies a file from the trainer's directory if visible here, else downloads it; `target` must
+    not exist.
+    """
     source, version = Path(manifest.directory) / file.name, manifest.version
     if manifest.directory:
         copied = await asyncio.to_thread(_copied, source, file, target)
@@ -290,13 +373,17 @@ async def _get(manifest: WeightManifest, file: SentFile, target: Path, trainer: 
         except (httpx.TransportError, CorruptWeights) as error:
             if attempt == _ATTEMPTS:
                 raise
-            log.warning("download of %s of weights %d failed, trying again: %s", file.name, version, error)
+            log.warning(
+                "download of %s of weights %d failed, trying again: %s", file.name, version, error
+            )
             await asyncio.to_thread(target.unlink, missing_ok=True)
             await asyncio.sleep(0.1 * 2**attempt)
 
 
 def _copied(source: Path, file: SentFile, target: Path) -> bool:
-    """Copies `source`; returns False, without a target, when it is missing or does not match the manifest."""
+    """Copies `source`; returns False, without a target, when it is missing or does not match the
+    manifest.
+    """
     try:
         reader = source.open("rb")
     except OSError:

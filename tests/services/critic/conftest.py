@@ -20,7 +20,14 @@ from tests.support.ports import free_port
 def settings(policy_dir: Path, tmp_path: Path) -> list[str]:
     """Returns the settings of a small critic as command-line arguments."""
     return [
-        *("--model.name", str(policy_dir), "--state_dir", str(tmp_path / "state"), "--algorithm.name", "ppo"),
+        *(
+            "--model.name",
+            str(policy_dir),
+            "--state_dir",
+            str(tmp_path / "state"),
+            "--algorithm.name",
+            "ppo",
+        ),
         *("--critic.learning_rate", "1e-3"),
         *("--trainer.num_threads", "1"),
     ]
@@ -44,7 +51,9 @@ async def app(config: Config) -> AsyncIterator[FastAPI]:
 async def client(app: FastAPI) -> AsyncIterator[CriticClient]:
     """Yields the client that the trainer uses."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with CriticClient("critic-server", "http://critic", transport=transport, deadline_s=60) as client:
+    async with CriticClient(
+        "critic-server", "http://critic", transport=transport, deadline_s=60
+    ) as client:
         yield client
 
 
@@ -58,12 +67,16 @@ def start(port: int, settings: list[str], tmp_path: Path) -> Iterator[Start]:
     """Starts the service as a process; ends every process it started."""
     started: list[Forked] = []
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
     }
 
     def begin() -> Forked:
         words = (*settings, "--critic.port", str(port))
-        started.append(Forked("services.critic", *words, log=tmp_path / "output.log", env=environment))
+        started.append(
+            Forked("services.critic", *words, log=tmp_path / "output.log", env=environment)
+        )
         return started[-1]
 
     yield begin

@@ -1,4 +1,5 @@
-"""The critic-server over HTTP: which run owns the critic, which calls it refuses, which checkpoints it keeps."""
+"""The critic-server over HTTP: which run owns the critic, which calls it refuses, which checkpoints
+it keeps."""
 
 import asyncio
 import json
@@ -17,7 +18,13 @@ from common.clients.critic import CriticClient
 from common.errors import ServiceError
 from common.settings.config import Config
 from common.wire.codec import MSGPACK, encode
-from common.wire.schemas import CriticMetrics, TokenSequence, UpdateRequest, ValueRequest, ValueTargets
+from common.wire.schemas import (
+    CriticMetrics,
+    TokenSequence,
+    UpdateRequest,
+    ValueRequest,
+    ValueTargets,
+)
 from learning.ranks import Ranks
 from services.critic.app import MAX_REQUESTS
 from services.critic.critic import Critic
@@ -41,7 +48,9 @@ def steps(config: Config) -> list[str]:
     return sorted(path.name for path in (config.state_dir / "critic").iterdir())
 
 
-async def test_run_equals_one_with_a_critic_in_process(client: CriticClient, config: Config) -> None:
+async def test_run_equals_one_with_a_critic_in_process(
+    client: CriticClient, config: Config
+) -> None:
     local = Critic(config, Ranks())
     await client.restore("a", 0)
     assert not (await values(client)).any()
@@ -51,7 +60,9 @@ async def test_run_equals_one_with_a_critic_in_process(client: CriticClient, con
     assert np.array_equal(await values(client), np.concatenate(local.values(SEQUENCES)))
     status = await client.status()
     assert (status.run_id, status.step) == ("a", 3)
-    assert status.parameters == sum(parameter.numel() for parameter in local.model.module.parameters())
+    assert status.parameters == sum(
+        parameter.numel() for parameter in local.model.module.parameters()
+    )
     metrics = (await client.request("GET", "/metrics")).text
     assert "rlhf_critic_step 3.0" in metrics
     assert "rlhf_critic_value_loss " in metrics
@@ -86,7 +97,9 @@ async def test_values_and_updates_are_computed_in_one_thread_beside_the_event_lo
     assert threads[0] is not threading.current_thread()
 
 
-async def test_flush_answers_after_the_running_update(client: CriticClient, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_flush_answers_after_the_running_update(
+    client: CriticClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun = threading.Event()
     compute = Critic.update
 
@@ -117,9 +130,11 @@ async def test_a_busy_critic_refuses_and_every_call_gets_its_answer_in_the_end(
     alone = await client.values(SEQUENCES, "a", 1)
     monkeypatch.setattr(Critic, "values", gated)
     client.deadline_s = 400
-    waiting = [asyncio.create_task(client.values(SEQUENCES, "a", 1)) for _ in range(MAX_REQUESTS + 4)]
+    waiting = [
+        asyncio.create_task(client.values(SEQUENCES, "a", 1)) for _ in range(MAX_REQUESTS + 4)
+    ]
     async with asyncio.timeout(400):
-        while app.state.load.stats()["refused"] < 4:  # noqa: ASYNC110 - the service has no event
+        while app.state.load.stats()["refused"] < 4:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert app.state.load.stats()["requests"] == MAX_REQUESTS
     answer = await client.http.post("/values", content=b"whatever")
@@ -142,7 +157,9 @@ async def test_a_repeated_update_is_applied_once(client: CriticClient) -> None:
 
 
 async def test_call_meant_for_another_critic_is_a_conflict(client: CriticClient) -> None:
-    with pytest.raises(ServiceError, match=r"the critic is not that of any run, not at step 0 of run a") as error:
+    with pytest.raises(
+        ServiceError, match=r"the critic is not that of any run, not at step 0 of run a"
+    ) as error:
         await client.update("a", 0, seed=0, rows=make_rows(2))
     assert (error.value.status, error.value.field, error.value.value) == (409, "run_id", "a")
     assert error.value.remedy == "POST /restore"
@@ -154,17 +171,23 @@ async def test_call_meant_for_another_critic_is_a_conflict(client: CriticClient)
         lambda: client.save("a", 0, keep=1),
     ]
     for call in calls:
-        with pytest.raises(ServiceError, match=r"the critic is at step 1 of run a, not at step \d of run a") as error:
+        with pytest.raises(
+            ServiceError, match=r"the critic is at step 1 of run a, not at step \d of run a"
+        ) as error:
             await call()
         assert (error.value.status, error.value.field) == (409, "step")
     for step in (0, 1):  # the last update of run a was at step 0
-        with pytest.raises(ServiceError, match=rf"at step 1 of run a, not at step {step} of run b") as error:
+        with pytest.raises(
+            ServiceError, match=rf"at step 1 of run a, not at step {step} of run b"
+        ) as error:
             await client.update("b", step, seed=0, rows=make_rows(2))
         assert error.value.field == "run_id"
     assert len(await client.values(SEQUENCES, "a", 1)) == len(SEQUENCES)
 
 
-async def test_restore_begins_anew_or_continues_from_a_checkpoint(client: CriticClient, config: Config) -> None:
+async def test_restore_begins_anew_or_continues_from_a_checkpoint(
+    client: CriticClient, config: Config
+) -> None:
     await client.restore("a", 0)
     for step in range(2):
         await client.update("a", step, seed=step, rows=make_rows(6, seed=step))
@@ -178,7 +201,9 @@ async def test_restore_begins_anew_or_continues_from_a_checkpoint(client: Critic
         assert (await client.restore("c", 2, saved_by="a")).run_id == "c"
         assert np.array_equal(await values(client), at_two)
     again = await client.update("c", 2, seed=2, rows=make_rows(6, seed=2))
-    assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # rounding of sums depends on memory layout
+    assert asdict(again) == pytest.approx(
+        asdict(third), rel=1e-5
+    )  # rounding of sums depends on memory layout
     np.testing.assert_allclose(await values(client), at_three, rtol=1e-5, atol=1e-6)
 
 
@@ -200,7 +225,9 @@ async def test_the_last_checkpoints_written_stay(client: CriticClient, config: C
     await client.restore("a", 0)
     for step in range(4):
         await client.update("a", step, seed=0, rows=make_rows(2))
-        (config.state_dir / "critic" / "step_000099.partial").mkdir(parents=True)  # left by an interrupted save
+        (config.state_dir / "critic" / "step_000099.partial").mkdir(
+            parents=True
+        )  # left by an interrupted save
         for _ in range(2):  # repeating it changes nothing
             await client.save("a", step + 1, keep=3)
     assert steps(config) == ["step_000002", "step_000003", "step_000004"]
@@ -274,18 +301,32 @@ async def test_bad_input_is_named_and_changes_nothing(client: CriticClient) -> N
     await client.restore("a", 0)
     headers = {"content-type": MSGPACK}
     for name, value, field in BAD_UPDATES:
-        status, error = await refused(client, "/update", content=msgpack.packb(update_body(**{name: value})), headers=headers)
-        assert (status, error["code"], error["field"]) == (422, "invalid_input", field), (name, value, error)
+        status, error = await refused(
+            client, "/update", content=msgpack.packb(update_body(**{name: value})), headers=headers
+        )
+        assert (status, error["code"], error["field"]) == (422, "invalid_input", field), (
+            name,
+            value,
+            error,
+        )
     request = msgpack.unpackb(encode(ValueRequest(SEQUENCES)))
     for changes, field in (
         ({"sequences": 5}, "sequences"),
-        ({"sequences": [{"prompt_ids": [1], "completion_ids": [VOCABULARY]}]}, "sequences[0].completion_ids"),
-        ({"sequences": [{"prompt_ids": [1], "completion_ids": [1], "weight": 1.0}]}, "sequences[0].weight"),
+        (
+            {"sequences": [{"prompt_ids": [1], "completion_ids": [VOCABULARY]}]},
+            "sequences[0].completion_ids",
+        ),
+        (
+            {"sequences": [{"prompt_ids": [1], "completion_ids": [1], "weight": 1.0}]},
+            "sequences[0].weight",
+        ),
         ({"run_id": "a"}, "step"),
         ({"step": 0}, "run_id"),
         ({"surprise": 1}, "surprise"),
     ):
-        status, error = await refused(client, "/values", content=msgpack.packb(request | changes), headers=headers)
+        status, error = await refused(
+            client, "/values", content=msgpack.packb(request | changes), headers=headers
+        )
         assert (status, error["field"]) == (422, field), (changes, error)
     for path in ("/values", "/update"):
         for content in (b"", b"{}", b"\xc1", b"\x93\x01\x02\x03"):
@@ -305,14 +346,19 @@ async def test_bad_input_is_named_and_changes_nothing(client: CriticClient) -> N
     assert not (await values(client)).any()
 
 
-async def test_values_survive_the_wire_whatever_their_type(app: FastAPI, client: CriticClient) -> None:
+async def test_values_survive_the_wire_whatever_their_type(
+    app: FastAPI, client: CriticClient
+) -> None:
     """A caller may compute in float64."""
     await client.restore("a", 0)
     rows = make_rows(3)
     expected = await client.update("a", 0, seed=0, rows=rows)
     await client.restore("b", 0)
     for row in rows:
-        row.returns, row.old_values = row.returns.astype(np.float64), row.old_values.astype(np.float64)
+        row.returns, row.old_values = (
+            row.returns.astype(np.float64),
+            row.old_values.astype(np.float64),
+        )
         row.prompt_ids = row.prompt_ids.astype(np.int64)
     assert await client.update("b", 0, seed=0, rows=rows) == expected
 

@@ -17,9 +17,11 @@ def test_without_a_clip_it_is_half_the_squared_error() -> None:
 
 
 def test_with_a_clip_hand_computed() -> None:
-    """The error counts inside the range, and beyond it away from the return; towards the return, the bounded error."""
+    """The error counts inside the range, and beyond it away from the return; towards the return,
+    the bounded error."""
     result = value_loss(VALUES, OLD, RETURNS, 0.2)
-    # v: 1.0 (moved 0.1) | 0.5 → 0.2: (0.2 − 1)² > (0.5 − 1)² | 0.5 → 0.2: 0.04 < 0.25 | −0.4 → −0.2: 0.64 > 0.36 | unmoved
+    # v: 1.0 (moved 0.1) | 0.5 → 0.2: (0.2 − 1)² > (0.5 − 1)² | 0.5 → 0.2: 0.04 < 0.25 | −0.4 →
+    # −0.2: 0.64 > 0.36 | unmoved
     assert result.loss.tolist() == pytest.approx([2.0, 0.32, 0.125, 0.32, 0.0])
     assert result.clipped.tolist() == [False, True, False, True, False]
 

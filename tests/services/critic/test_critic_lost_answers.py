@@ -24,7 +24,7 @@ async def test_a_critic_whose_answers_are_lost_learns_what_another_one_does(conf
                     results.append(np.concatenate(await client.values(sequences, "a", 1)))
                     assert (await client.status()).step == 1
         if loses:
-            assert {call: count for call, count in proxy.forwarded.items() if call.startswith("POST")} == dict.fromkeys(
-                ("POST /restore", "POST /update", "POST /save", "POST /values"), 2
-            )
+            assert {
+                call: count for call, count in proxy.forwarded.items() if call.startswith("POST")
+            } == dict.fromkeys(("POST /restore", "POST /update", "POST /save", "POST /values"), 2)
     np.testing.assert_array_equal(results[0], results[1])

@@ -1,4 +1,5 @@
-"""The real process: killed and restarted, called while it computes, and started with a missing model."""
+"""The real process: killed and restarted, called while it computes, and started with a missing
+model."""
 
 import asyncio
 import signal
@@ -22,7 +23,9 @@ def client_of(port: int) -> CriticClient:
     return CriticClient("critic-server", f"http://127.0.0.1:{port}", deadline_s=120)
 
 
-async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(start: Start, port: int) -> None:
+async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(
+    start: Start, port: int
+) -> None:
     process = start()
     async with client_of(port) as client:
         await client.restore("a", 0)  # the client waits for the start
@@ -41,7 +44,9 @@ async def test_critic_reports_a_kill_9_and_continues_from_its_checkpoint(start: 
         for now, then in zip(await client.values(make_sequences(5)), saved, strict=True):
             assert np.array_equal(now, then)
         again = await client.update("b", 2, seed=2, rows=make_rows(6, seed=2))
-        assert asdict(again) == pytest.approx(asdict(third), rel=1e-5)  # two processes may round differently
+        assert asdict(again) == pytest.approx(
+            asdict(third), rel=1e-5
+        )  # two processes may round differently
 
 
 async def test_health_answers_while_it_computes(start: Start, port: int) -> None:
@@ -61,7 +66,18 @@ async def test_health_answers_while_it_computes(start: Start, port: int) -> None
 
 
 def test_missing_model_ends_the_process_with_2_and_its_name(port: int, settings: list[str]) -> None:
-    command = [sys.executable, "-m", "services.critic", *settings, "--critic.port", str(port), "--critic.model", "/nowhere"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "services.critic",
+        *settings,
+        "--critic.port",
+        str(port),
+        "--critic.model",
+        "/nowhere",
+    ]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+    )
     assert ended.returncode == 2
     assert "field: critic.model · value: /nowhere" in ended.stderr

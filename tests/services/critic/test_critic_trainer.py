@@ -1,4 +1,5 @@
-"""The value functions that the training loop calls: a critic in its own process, and one behind HTTP."""
+"""The value functions that the training loop calls: a critic in its own process, and one behind
+HTTP."""
 
 import json
 import shutil
@@ -51,7 +52,9 @@ def test_a_local_critic_goes_on_from_its_checkpoint(config: Config, tmp_path: Pa
     assert files[0].read_bytes() == files[1].read_bytes()
     values, expected = (known(function.values(make_batch(4))) for function in (again, one))
     for mine, theirs in zip(values, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-7)  # rounding depends on memory layout
+        np.testing.assert_allclose(
+            mine, theirs, rtol=0, atol=1e-7
+        )  # rounding depends on memory layout
     metrics = [asdict(update(function, make_batch(6, seed=1), seed=1)) for function in (again, one)]
     assert metrics[0] == pytest.approx(metrics[1], abs=1e-6)
 
@@ -91,7 +94,8 @@ def learn(function: ValueFunction, batches: range) -> list[CriticMetrics]:
 def test_a_critic_server_gives_what_the_trainer_would_compute_itself(
     start: Start, port: int, config: Config, tmp_path: Path
 ) -> None:
-    """Also with a checkpoint, a killed server, and an attempt that continues from the checkpoint."""
+    """Also with a checkpoint, a killed server, and an attempt that continues from the
+    checkpoint."""
     local = restored(LocalCritic(config, Ranks()))
     expected = learn(local, range(4))
     process = start()
@@ -139,4 +143,6 @@ def test_both_ranks_of_a_trainer_get_the_answers_of_the_critic_server(
     local = restored(LocalCritic(config, Ranks()))
     metrics = asdict(update(local, make_batch(6), seed=3))
     assert told[0]["metrics"] == pytest.approx(metrics, abs=1e-6)
-    assert told[0]["values"] == pytest.approx(np.concatenate(known(local.values(make_batch(5)))).tolist(), abs=1e-6)
+    assert told[0]["values"] == pytest.approx(
+        np.concatenate(known(local.values(make_batch(5)))).tolist(), abs=1e-6
+    )

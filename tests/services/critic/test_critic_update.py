@@ -1,4 +1,5 @@
-"""The critic's computations, which do not depend on how the batch is split or on a save in between."""
+"""The critic's computations, which do not depend on how the batch is split or on a save in
+between."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,7 +26,10 @@ pytestmark = pytest.mark.integration
 
 
 def parameters(critic: Critic) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in critic.model.module.named_parameters()}
+    return {
+        name: parameter.detach().clone()
+        for name, parameter in critic.model.module.named_parameters()
+    }
 
 
 def trained(config: Config, batches: int = 1) -> Critic:
@@ -35,7 +39,9 @@ def trained(config: Config, batches: int = 1) -> Critic:
     return critic
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter, atol=tolerance, rtol=0, msg=name)
@@ -44,7 +50,9 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def test_the_first_values_are_exactly_zero(config: Config) -> None:
     sequences = make_sequences(7)
     values = Critic(config, Ranks()).values(sequences)
-    assert [value.shape for value in values] == [sequence.completion_ids.shape for sequence in sequences]
+    assert [value.shape for value in values] == [
+        sequence.completion_ids.shape for sequence in sequences
+    ]
     assert all(value.dtype == np.float32 and not value.any() for value in values)
 
 
@@ -54,9 +62,13 @@ def test_values_are_those_of_the_state_before_each_token_row_by_row(config: Conf
     sequences = make_sequences(7)
     config.trainer.micro_batch_tokens = 40
     for sequence, values in zip(sequences, critic.values(sequences), strict=True):
-        ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[None].long()
+        ids = torch.tensor(np.concatenate([sequence.prompt_ids, sequence.completion_ids]))[
+            None
+        ].long()
         with torch.no_grad():
-            expected = critic.model.module(input_ids=ids).logits[0, len(sequence.prompt_ids) - 1 : -1, 0]
+            expected = critic.model.module(input_ids=ids).logits[
+                0, len(sequence.prompt_ids) - 1 : -1, 0
+            ]
         np.testing.assert_allclose(values, expected.numpy(), atol=1e-6)
         assert values.any()
     assert critic.values([]) == []
@@ -78,14 +90,22 @@ def test_metrics_hand_computed(config: Config) -> None:
     config.algorithm.update_epochs = config.algorithm.mini_batches = 1
     rows = make_rows(5)
     metrics = Critic(config, Ranks()).update(rows, seed=0)
-    old, returns = (np.concatenate([getattr(row, name) for row in rows]) for name in ("old_values", "returns"))
+    old, returns = (
+        np.concatenate([getattr(row, name) for row in rows]) for name in ("old_values", "returns")
+    )
     weights = np.concatenate([np.full(len(row.returns), row.weight) for row in rows])
     bounded = old + np.clip(-old, -0.2, 0.2)  # the values of a new critic are 0
     losses = 0.5 * np.maximum(returns**2, (bounded - returns) ** 2)
     assert metrics.value_loss == pytest.approx((losses * weights).mean(), rel=1e-5)
-    assert metrics.clip_fraction == pytest.approx(((bounded - returns) ** 2 > returns**2 + 1e-9).mean())
-    assert metrics.explained_variance == pytest.approx(1 - (returns - old).var() / returns.var(), rel=1e-5)
-    assert (metrics.value_mean, metrics.return_mean) == pytest.approx((old.mean(), returns.mean()), rel=1e-5)
+    assert metrics.clip_fraction == pytest.approx(
+        ((bounded - returns) ** 2 > returns**2 + 1e-9).mean()
+    )
+    assert metrics.explained_variance == pytest.approx(
+        1 - (returns - old).var() / returns.var(), rel=1e-5
+    )
+    assert (metrics.value_mean, metrics.return_mean) == pytest.approx(
+        (old.mean(), returns.mean()), rel=1e-5
+    )
     assert metrics.grad_norm
     assert metrics.skipped == 0
     for row in rows:
@@ -96,7 +116,9 @@ def test_metrics_hand_computed(config: Config) -> None:
 class Recorded(Critic):
     """A critic that keeps the rows of each of its mini-batches."""
 
-    def _accumulate(self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices) -> torch.Tensor:
+    def _accumulate(
+        self, rows: Sequence[ValueTargets], sizes: Sizes, indices: Indices
+    ) -> torch.Tensor:
         self.parts = [*getattr(self, "parts", []), indices.tolist()]
         return super()._accumulate(rows, sizes, indices)
 
@@ -120,10 +142,17 @@ def test_micro_batches_do_not_change_the_update(config: Config, max_tokens: int)
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "cut", [["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"], ["--algorithm.mini_batches", "1"]]
+    "cut",
+    [
+        ["--algorithm.mini_batches", "9", "--trainer.shard_size", "1"],
+        ["--algorithm.mini_batches", "1"],
+    ],
 )
-def test_two_processes_give_the_update_of_one(config: Config, settings: list[str], tmp_path: Path, cut: list[str]) -> None:
-    """Replicas with mini-batches of one row, which leave one rank idle, and shards with equal passes on both ranks."""
+def test_two_processes_give_the_update_of_one(
+    config: Config, settings: list[str], tmp_path: Path, cut: list[str]
+) -> None:
+    """Replicas with mini-batches of one row, which leave one rank idle, and shards with equal
+    passes on both ranks."""
     config.algorithm.mini_batches = int(cut[1])
     one = trained(config, batches=2)
     run_ranks(2, "critic_ranks", str(tmp_path), *settings, *cut)
@@ -138,7 +167,9 @@ def test_saved_critic_continues_exactly(config: Config, tmp_path: Path) -> None:
     critic.save(tmp_path)
     again = Critic(config, Ranks(), tmp_path)
     assert again.step == 2
-    for value, expected in zip(again.values(make_sequences(4)), critic.values(make_sequences(4)), strict=True):
+    for value, expected in zip(
+        again.values(make_sequences(4)), critic.values(make_sequences(4)), strict=True
+    ):
         assert np.array_equal(value, expected)
     rows = make_rows(9, seed=5)
     assert_same(parameters(again), parameters(critic), 0)
@@ -163,7 +194,9 @@ def test_a_model_that_cannot_be_loaded_is_named(config: Config) -> None:
     assert (error.value.field, error.value.value) == ("critic.model", "/nowhere/to/be/found")
 
 
-def test_the_critic_may_start_from_another_model_than_the_policy(config: Config, tmp_path: Path) -> None:
+def test_the_critic_may_start_from_another_model_than_the_policy(
+    config: Config, tmp_path: Path
+) -> None:
     first = parameters(Critic(config, Ranks()))
     changed = Critic(config, Ranks())
     with torch.no_grad():
@@ -172,7 +205,9 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
     changed.model.module.save_pretrained(tmp_path)
     config.critic.model = str(tmp_path)
     found = parameters(Critic(config, Ranks()))
-    assert not any(found[name].any() for name in found if name.startswith("score")), "with a new head"
+    assert not any(found[name].any() for name in found if name.startswith("score")), (
+        "with a new head"
+    )
     assert_same(
         {name: value for name, value in found.items() if not name.startswith("score")},
         {name: value + 1 for name, value in first.items() if not name.startswith("score")},
@@ -180,8 +215,11 @@ def test_the_critic_may_start_from_another_model_than_the_policy(config: Config,
     )
 
 
-def test_a_models_own_dropout_plays_no_role(config: Config, policy_dir: Path, tmp_path: Path) -> None:
-    """Values of the same tokens are compared, so an update and the values after it are those of the model without it."""
+def test_a_models_own_dropout_plays_no_role(
+    config: Config, policy_dir: Path, tmp_path: Path
+) -> None:
+    """Values of the same tokens are compared, so an update and the values after it are those of the
+    model without it."""
     without = trained(config)
     shape = AutoConfig.from_pretrained(policy_dir)
     shape.attention_dropout = 0.5
@@ -193,23 +231,38 @@ def test_a_models_own_dropout_plays_no_role(config: Config, policy_dir: Path, tm
 
     assert critic.model.module.config.attention_dropout == 0.5
     assert_same(parameters(critic), parameters(without), 2e-5)
-    for value, expected in zip(critic.values(make_sequences(4)), without.values(make_sequences(4)), strict=True):
+    for value, expected in zip(
+        critic.values(make_sequences(4)), without.values(make_sequences(4)), strict=True
+    ):
         np.testing.assert_allclose(value, expected, atol=2e-5)
         assert value.any()
 
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "olmo2", "opt"])
-def test_a_decoder_without_a_token_classifier_can_be_a_critic(kind: str, config: Config, tmp_path: Path) -> None:
-    """We add the value head; the body is the language model's, and the checkpoint uses other critics' names."""
+def test_a_decoder_without_a_token_classifier_can_be_a_critic(
+    kind: str, config: Config, tmp_path: Path
+) -> None:
+    """We add the value head; the body is the language model's, and the checkpoint uses other
+    critics' names."""
     assert kind not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
     shape = AutoConfig.for_model(kind, vocab_size=VOCABULARY, num_key_value_heads=1, **sizes)
     language = AutoModelForCausalLM.from_config(shape)
     language.save_pretrained(tmp_path / "language")
     config.critic.model = str(tmp_path / "language")
     critic, rows = Critic(config, Ranks()), make_rows(4)
     body = dict(language.named_parameters())
-    own = {name for name, value in parameters(critic).items() if not (name in body and torch.equal(value, body[name]))}
+    own = {
+        name
+        for name, value in parameters(critic).items()
+        if not (name in body and torch.equal(value, body[name]))
+    }
     assert own == {"score.weight", "score.bias"}
     assert not np.concatenate(critic.values(make_sequences(3))).any()
     critic.update(rows, seed=0)
@@ -247,7 +300,12 @@ def test_gradients_that_are_not_finite_are_skipped_and_several_stop_the_run(
     bad[0].weight = float("inf")
     before = parameters(critic)
     metrics = critic.update(bad, seed=0)
-    assert (metrics.skipped, metrics.grad_norm, metrics.value_loss, metrics.clip_fraction) == (1, None, None, None)
+    assert (metrics.skipped, metrics.grad_norm, metrics.value_loss, metrics.clip_fraction) == (
+        1,
+        None,
+        None,
+        None,
+    )
     assert_same(parameters(critic), before, 0)
     assert critic.update(good, seed=0).skipped == 0
     critic.update(bad, seed=0)
@@ -263,7 +321,9 @@ def test_a_skipped_mini_batch_is_not_in_the_metrics(config: Config) -> None:
     assert metrics.skipped == 1
     config.algorithm.mini_batches = 1
     alone = Critic(config, Ranks()).update(rows[1:], seed=0)
-    assert (metrics.grad_norm, metrics.value_loss) == pytest.approx((alone.grad_norm, alone.value_loss), rel=1e-4)
+    assert (metrics.grad_norm, metrics.value_loss) == pytest.approx(
+        (alone.grad_norm, alone.value_loss), rel=1e-4
+    )
 
 
 def test_every_setting_changes_the_update(config: Config) -> None:

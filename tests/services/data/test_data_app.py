@@ -26,12 +26,16 @@ async def client(tmp_path: Path) -> AsyncIterator[DataClient]:
     app = create_data_app(config(tmp_path), TRAIN, EVAL)
     async with (
         app.router.lifespan_context(app),
-        DataClient("data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20) as client,
+        DataClient(
+            "data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20
+        ) as client,
     ):
         yield client
 
 
-async def test_prompts_have_exactly_the_fields_that_existing_clients_read(client: DataClient) -> None:
+async def test_prompts_have_exactly_the_fields_that_existing_clients_read(
+    client: DataClient,
+) -> None:
     answer = (await client.http.get("/prompts")).json()
     assert len(answer["prompts"]) == 8
     assert answer["total_available"] == 30
@@ -57,7 +61,9 @@ async def test_one_prompt_of_either_split(client: DataClient) -> None:
 
 async def test_the_client_walks_an_epoch_and_seeks(client: DataClient) -> None:
     batches = [await client.prompts(10, f"r{n}") for n in range(3)]
-    assert sorted(prompt.id for batch in batches for prompt in batch.prompts) == sorted(prompt.id for prompt in TRAIN)
+    assert sorted(prompt.id for batch in batches for prompt in batch.prompts) == sorted(
+        prompt.id for prompt in TRAIN
+    )
     assert await client.prompts(10, "r1") == batches[1]
     await client.seek(10)
     assert (await client.prompts(10, "later")).prompts == batches[1].prompts
@@ -66,7 +72,13 @@ async def test_the_client_walks_an_epoch_and_seeks(client: DataClient) -> None:
     await client.flush()
     stats = (await client.http.get("/stats")).json()
     assert stats.pop("load")["requests"] == 1
-    assert stats == {"total_available": 30, "total_eval": 5, "position": 20, "epoch": 0, "prompts_served": 40}
+    assert stats == {
+        "total_available": 30,
+        "total_eval": 5,
+        "position": 20,
+        "epoch": 0,
+        "prompts_served": 40,
+    }
     await client.request("POST", "/reset")
     assert (await client.prompts(10, "r0")).prompts == batches[0].prompts
 
@@ -90,7 +102,9 @@ async def test_pages_of_the_held_out_split(client: DataClient) -> None:
         ("/eval_prompts?limit=-1", "limit"),
     ],
 )
-async def test_bad_queries_are_named_and_move_nothing(client: DataClient, path: str, field: str) -> None:
+async def test_bad_queries_are_named_and_move_nothing(
+    client: DataClient, path: str, field: str
+) -> None:
     answer = await client.http.get(path)
     assert answer.status_code == 422
     assert answer.json()["error"]["field"] == field
@@ -99,10 +113,20 @@ async def test_bad_queries_are_named_and_move_nothing(client: DataClient, path: 
 
 
 @pytest.mark.parametrize(
-    "body", ['{"position": -1}', '{"position": NaN}', '{"position": 1e400}', '{"position": "x"}', "{}", "[]"]
+    "body",
+    [
+        '{"position": -1}',
+        '{"position": NaN}',
+        '{"position": 1e400}',
+        '{"position": "x"}',
+        "{}",
+        "[]",
+    ],
 )
 async def test_bad_positions_are_refused(client: DataClient, body: str) -> None:
-    answer = await client.http.post("/seek", content=body, headers={"content-type": "application/json"})
+    answer = await client.http.post(
+        "/seek", content=body, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 422
     assert (await client.prompts(1, "after")).position == 0
 
@@ -123,11 +147,22 @@ async def test_metrics_count_prompts(client: DataClient) -> None:
 
 
 async def test_task_and_columns_are_present_only_if_the_data_has_them(tmp_path: Path) -> None:
-    mixed = [Prompt(id="a", prompt="p", ground_truth="1", task="code", columns={"tests": [1]}), TRAIN[0]]
+    mixed = [
+        Prompt(id="a", prompt="p", ground_truth="1", task="code", columns={"tests": [1]}),
+        TRAIN[0],
+    ]
     app = create_data_app(config(tmp_path), mixed, EVAL)
-    async with DataClient("data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20) as client:
+    async with DataClient(
+        "data-server", "http://data", transport=httpx.ASGITransport(app), deadline_s=20
+    ) as client:
         answer = (await client.http.get("/prompts?batch_size=2&shuffle=false")).json()["prompts"]
-        assert answer[0] == {"id": "a", "prompt": "p", "ground_truth": "1", "task": "code", "columns": {"tests": [1]}}
+        assert answer[0] == {
+            "id": "a",
+            "prompt": "p",
+            "ground_truth": "1",
+            "task": "code",
+            "columns": {"tests": [1]},
+        }
         assert set(answer[1]) == {"id", "prompt", "ground_truth"}
         assert sorted((await client.prompts(2, "r")).prompts, key=lambda prompt: prompt.id) == mixed
 

@@ -1,4 +1,5 @@
-"""The prompts that a curriculum draws: hand-calculated chances, and streams that survive kills, seeks and repeats."""
+"""The prompts that a curriculum draws: hand-calculated chances, and streams that survive kills,
+seeks and repeats."""
 
 import math
 import random
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidInput, NotReady
 from common.wire.schemas import Prompt
-from services.data.curriculum import CurriculumStats, Difficulty, chances, pick, uniform, weight_of_pass_rate
+from services.data.curriculum import (
+    CurriculumStats,
+    Difficulty,
+    chances,
+    pick,
+    uniform,
+    weight_of_pass_rate,
+)
 from services.data.stream import PromptStream
 
 SIZE = 12
@@ -25,7 +33,9 @@ def prompts(count: int = SIZE) -> list[Prompt]:
     return [Prompt(id=f"p{n}", prompt=f"problem {n}", ground_truth=str(n)) for n in range(count)]
 
 
-def stream(state: Path, seed: int = 0, size: int = SIZE, difficulty: Difficulty | None = None) -> PromptStream:
+def stream(
+    state: Path, seed: int = 0, size: int = SIZE, difficulty: Difficulty | None = None
+) -> PromptStream:
     return PromptStream(prompts(size), seed, state, difficulty or Difficulty(free_share=0.25))
 
 
@@ -40,7 +50,8 @@ def known(source: PromptStream) -> CurriculumStats:
 
 
 def rate(prompt_id: str) -> float:
-    """Returns the fixed pass rate of a prompt: p0 is never solved, p4 half of the time, p8 always."""
+    """Returns the fixed pass rate of a prompt: p0 is never solved, p4 half of the time, p8
+    always."""
     return min(1.0, int(prompt_id[1:]) / 8)
 
 
@@ -61,7 +72,9 @@ def test_weight_of_pass_rate_by_hand() -> None:
     rates = np.array([0, 0.25, 0.5, 0.75, 1, NAN])
     assert weight_of_pass_rate(rates, 0.5).tolist() == [0, 0.75, 1, 0.75, 0, 0]
     # Target 0.25: (4p)^0.5 · (4/3 · (1 − p))^1.5; at p = 0.5 that is 2^0.5 · (2/3)^1.5.
-    assert weight_of_pass_rate(rates, 0.25)[[0, 1, 2, 4]] == pytest.approx([0, 1, math.sqrt(2) * (2 / 3) ** 1.5, 0])
+    assert weight_of_pass_rate(rates, 0.25)[[0, 1, 2, 4]] == pytest.approx(
+        [0, 1, math.sqrt(2) * (2 / 3) ** 1.5, 0]
+    )
 
 
 def test_chances_by_hand() -> None:
@@ -89,7 +102,9 @@ def test_chances_are_chances(rates: list[float], target: float, free_share: floa
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.floats(0.05, 0.95))
-def test_nearer_to_the_target_on_the_same_side_is_never_wanted_less(one: float, other: float, target: float) -> None:
+def test_nearer_to_the_target_on_the_same_side_is_never_wanted_less(
+    one: float, other: float, target: float
+) -> None:
     low, high = sorted((one, other))
     for side in (np.array([high, low]) * target, 1 - np.array([high, low]) * (1 - target)):
         near, far = weight_of_pass_rate(side, target)
@@ -97,7 +112,9 @@ def test_nearer_to_the_target_on_the_same_side_is_never_wanted_less(one: float, 
 
 
 @given(RATES, st.floats(0, 1, exclude_max=True), st.floats(0.01, 1))
-def test_a_pick_is_a_prompt_with_a_chance(rates: list[float], number: float, free_share: float) -> None:
+def test_a_pick_is_a_prompt_with_a_chance(
+    rates: list[float], number: float, free_share: float
+) -> None:
     chance = chances(weight_of_pass_rate(np.array(rates), 0.5), free_share)
     place = pick(chance, number)
     assert place is None or chance[place] > 0
@@ -139,7 +156,9 @@ def test_medium_prompts_come_more_often_and_all_keep_coming(tmp_path: Path) -> N
     source = stream(tmp_path)
     drawn = Counter(name for batch in steps(source, 0, 150) for name in batch)
     assert set(drawn) == {f"p{n}" for n in range(SIZE)}
-    assert min(drawn["p3"], drawn["p4"], drawn["p5"]) > 3 * max(drawn["p0"], drawn["p8"], drawn["p11"])
+    assert min(drawn["p3"], drawn["p4"], drawn["p5"]) > 3 * max(
+        drawn["p0"], drawn["p8"], drawn["p11"]
+    )
     assert drawn["p0"] >= 600 * 0.25 // SIZE  # its share of the free draws
     now = known(source)
     assert (now.known, now.drawn_freely + now.drawn_by_difficulty) == (SIZE, 600)
@@ -164,7 +183,10 @@ def test_pass_rates_are_smoothed(tmp_path: Path) -> None:
     for number, value in enumerate((1.0, 0.0, 1.0, 1.0)):
         source.report([("p3", value)], f"r{number}")
     now = known(source)
-    assert (now.known, now.mean_pass_rate) == (1, 1 - 0.25 * 0.75**2)  # the weight of the failed attempt
+    assert (now.known, now.mean_pass_rate) == (
+        1,
+        1 - 0.25 * 0.75**2,
+    )  # the weight of the failed attempt
 
 
 def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
@@ -182,7 +204,9 @@ def test_a_repeated_report_counts_once(tmp_path: Path) -> None:
 
 def test_draws_and_pass_rates_survive_a_restart(tmp_path: Path) -> None:
     whole = steps(stream(tmp_path / "whole"), 0, 30)
-    cut = [steps(stream(tmp_path / "cut"), n, n + 5) for n in range(0, 30, 5)]  # never closed, as after a kill
+    cut = [
+        steps(stream(tmp_path / "cut"), n, n + 5) for n in range(0, 30, 5)
+    ]  # never closed, as after a kill
     assert [batch for part in cut for batch in part] == whole
     again = stream(tmp_path / "cut")
     assert ids(again, 4, "draw-29") == whole[29]
@@ -200,7 +224,8 @@ def test_several_processes_on_one_state_draw_one_stream(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("back", [0, 2, 9, 14])
 def test_seek_goes_back_to_what_was_known_there(tmp_path: Path, back: int) -> None:
-    """A trainer resuming from a step's checkpoint gets the same prompts after that step as an unbroken run."""
+    """A trainer resuming from a step's checkpoint gets the same prompts after that step as an
+    unbroken run."""
     whole = steps(stream(tmp_path / "whole"), 0, 25)
     source = stream(tmp_path / "broken")
     assert steps(source, 0, 15) == whole[:15]
@@ -212,7 +237,9 @@ def test_seek_goes_back_to_what_was_known_there(tmp_path: Path, back: int) -> No
         source.report([(name, rate(name)) for name in batch], f"resumed-report-{step}")
         assert batch == whole[step]
     if back:
-        assert ids(source, 4, f"draw-{back - 1}") == whole[back - 1]  # a late retry still gets its batch
+        assert (
+            ids(source, 4, f"draw-{back - 1}") == whole[back - 1]
+        )  # a late retry still gets its batch
 
 
 def test_seek_forward_leaves_a_gap_and_goes_on(tmp_path: Path) -> None:
@@ -248,7 +275,9 @@ def test_failed_write_changes_nothing(tmp_path: Path) -> None:
 
 def test_plain_stream_has_no_tables_and_no_pass_rates(tmp_path: Path) -> None:
     plain = PromptStream(prompts(), 0, tmp_path / "plain")
-    names = {name for (name,) in plain._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    names = {
+        name for (name,) in plain._db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
     assert names == {"identity", "cursors", "answers"}
     with pytest.raises(InvalidInput, match=r"set data\.curriculum difficulty"):
         plain.report([("p3", 0.5)], "r")
@@ -260,11 +289,17 @@ def test_plain_stream_has_no_tables_and_no_pass_rates(tmp_path: Path) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.sampled_from(["take", "report", "seek", "restart"]), st.integers(0, 30)), max_size=25))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "report", "seek", "restart"]), st.integers(0, 30)),
+        max_size=25,
+    )
+)
 def test_every_position_has_one_prompt_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[str, int]]
 ) -> None:
-    """Positions are handed out in order without gaps or repeats, and a repeated request gets what it got."""
+    """Positions are handed out in order without gaps or repeats, and a repeated request gets what
+    it got."""
     state = tmp_path_factory.mktemp("state")
     source, chance = stream(state), random.Random(1)
     source._db.execute("PRAGMA synchronous = OFF")  # only for speed

@@ -45,13 +45,26 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def test_columns_that_are_not_read_travel_along(tmp_path: Path) -> None:
-    row = {"id": "x", "question": "q", "answer": "1", "test_cases": [{"in": 1, "out": None}], "difficulty": 0.5}
+    row = {
+        "id": "x",
+        "question": "q",
+        "answer": "1",
+        "test_cases": [{"in": 1, "out": None}],
+        "difficulty": 0.5,
+    }
     prompt = one_row(tmp_path, row)
     assert prompt.columns == {"test_cases": [{"in": 1, "out": None}], "difficulty": 0.5}
-    assert prompt.model_dump() == {"id": "x", "prompt": "q", "ground_truth": "1", "columns": prompt.columns}
+    assert prompt.model_dump() == {
+        "id": "x",
+        "prompt": "q",
+        "ground_truth": "1",
+        "columns": prompt.columns,
+    }
     assert one_row(tmp_path, row, columns=["difficulty"]).columns == {"difficulty": 0.5}
     assert one_row(tmp_path, row, columns=[]).columns == {}
-    assert "there is no column 'level'" in refused(lambda: one_row(tmp_path, row, columns=["level"]))
+    assert "there is no column 'level'" in refused(
+        lambda: one_row(tmp_path, row, columns=["level"])
+    )
 
 
 def test_tasks_of_the_data_set_and_of_each_row(tmp_path: Path) -> None:
@@ -59,7 +72,9 @@ def test_tasks_of_the_data_set_and_of_each_row(tmp_path: Path) -> None:
     assert one_row(tmp_path, row, task="math").task == "math"
     prompt = one_row(tmp_path, row, task="math", task_field="kind")
     assert (prompt.task, prompt.columns) == ("code", {})
-    assert "column 'kind' is None" in refused(lambda: one_row(tmp_path, row | {"kind": None}, task_field="kind"))
+    assert "column 'kind' is None" in refused(
+        lambda: one_row(tmp_path, row | {"kind": None}, task_field="kind")
+    )
 
 
 def test_values_of_parquet_become_json(tmp_path: Path) -> None:
@@ -73,22 +88,37 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     }
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
     (prompt,) = CustomDatasetLoader(tmp_path).load("train")
-    assert prompt.columns == {"day": "2024-02-29", "price": "1.50", "score": None, "tags": ["a", None]}
+    assert prompt.columns == {
+        "day": "2024-02-29",
+        "price": "1.50",
+        "score": None,
+        "tags": ["a", None],
+    }
     assert Prompt.model_validate_json(prompt.model_dump_json()) == prompt
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{**row, "image": b"\x00"}]), tmp_path / "train.parquet")
-    assert "column 'image' is of type bytes" in refused(lambda: CustomDatasetLoader(tmp_path).load("train"))
-    assert CustomDatasetLoader(tmp_path, columns=["tags"]).load("train")[0].columns == {"tags": ["a", None]}
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([{**row, "image": b"\x00"}]), tmp_path / "train.parquet"
+    )
+    assert "column 'image' is of type bytes" in refused(
+        lambda: CustomDatasetLoader(tmp_path).load("train")
+    )
+    assert CustomDatasetLoader(tmp_path, columns=["tags"]).load("train")[0].columns == {
+        "tags": ["a", None]
+    }
 
 
 def test_splits_of_a_single_file(tmp_path: Path) -> None:
     path = tmp_path / "sums.csv"
-    path.write_text("question,answer,unit\n" + "".join(f"q{n},{n},m\n" for n in range(50)), encoding="utf-8")
+    path.write_text(
+        "question,answer,unit\n" + "".join(f"q{n},{n},m\n" for n in range(50)), encoding="utf-8"
+    )
     loader = CustomDatasetLoader(path)
     train, test, everything = (loader.load(split) for split in ("train", "test", "all"))
     assert {prompt.prompt for prompt in train + test} == {prompt.prompt for prompt in everything}
     assert len(train) + len(test) == len(everything) == 50
     assert everything[7].columns == {"unit": "m"}
-    assert loader.load("test") == load_split(DataSection(source=str(path), eval_split="held out"), "eval", 0)
+    assert loader.load("test") == load_split(
+        DataSection(source=str(path), eval_split="held out"), "eval", 0
+    )
     assert "no split 'dev'" in refused(lambda: loader.load("dev"))
 
 
@@ -96,16 +126,27 @@ def test_splits_of_a_single_file(tmp_path: Path) -> None:
     ("messages", "prompt", "answer"),
     [
         ([QUESTION, {"role": "assistant", "content": "2+2=4.\n#### 4"}], "2 + 2?", "4"),
-        ([QUESTION, {"role": "assistant", "content": r"So \boxed{\frac{8}{2}}."}], "2 + 2?", r"\frac{8}{2}"),
+        (
+            [QUESTION, {"role": "assistant", "content": r"So \boxed{\frac{8}{2}}."}],
+            "2 + 2?",
+            r"\frac{8}{2}",
+        ),
         ([QUESTION, {"role": "assistant", "content": " four "}], "2 + 2?", "four"),
         (
-            [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "4"}],
+            [
+                {"role": "system", "content": "Be brief."},
+                QUESTION,
+                {"role": "assistant", "content": "4"},
+            ],
             "Be brief.\n\n2 + 2?",
             "4",
         ),
         (
             [
-                {"role": "user", "content": [{"type": "text", "text": "2 +"}, {"type": "text", "text": "2?"}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "2 +"}, {"type": "text", "text": "2?"}],
+                },
                 {"role": "assistant", "content": "4"},
             ],
             "2 +\n2?",
@@ -132,13 +173,18 @@ def test_chats(tmp_path: Path, messages: list[dict[str, Any]], prompt: str, answ
         ([{"content": "x"}], "not an object with role and content"),
         ([QUESTION], "no column 'answer'"),
         ([{"role": "system", "content": "x"}], "has the roles system;"),
-        ([QUESTION, {"role": "assistant", "content": "4"}, QUESTION], "has the roles user, assistant, user;"),
+        (
+            [QUESTION, {"role": "assistant", "content": "4"}, QUESTION],
+            "has the roles user, assistant, user;",
+        ),
         ([QUESTION, {"role": "assistant", "content": None}], r"column 'chat (assistant)' is None"),
         ([{"role": "user", "content": " "}], "column 'chat (user)' is empty"),
         ([{"role": "user", "content": [{"type": "image", "url": "u"}]}], "not a text"),
     ],
 )
-def test_chat_without_exactly_one_problem_is_refused(tmp_path: Path, chat: object, message: str) -> None:
+def test_chat_without_exactly_one_problem_is_refused(
+    tmp_path: Path, chat: object, message: str
+) -> None:
     text = refused(lambda: one_row(tmp_path, {"chat": chat}, messages_field="chat"))
     assert message in text
     assert "train.jsonl, line 1" in text
@@ -151,7 +197,11 @@ def test_a_function_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"q": "p0", "a": ""}\n{"q": "p1", "a": "1"}\n', encoding="utf-8")
     (prompt,) = CustomDatasetLoader(tmp_path, map=swapped).load("train")
-    assert (prompt.id, prompt.prompt, prompt.ground_truth) == (f"{tmp_path.name}-train-1", "p1", "1")
+    assert (prompt.id, prompt.prompt, prompt.ground_truth) == (
+        f"{tmp_path.name}-train-1",
+        "p1",
+        "1",
+    )
 
     def broken(row: dict[str, Any]) -> Any:
         return row["absent"]
@@ -161,10 +211,14 @@ def test_a_function_changes_rows_and_leaves_some_out(tmp_path: Path) -> None:
     assert "broken" in text
 
 
-def test_the_operator_names_the_function_by_its_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_names_the_function_by_its_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "maps_of_mine.py").write_text(MAPS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "train.jsonl").write_text('{"q": "p0", "a": "skip"}\n{"q": "p1", "a": "1"}\n', encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text(
+        '{"q": "p0", "a": "skip"}\n{"q": "p1", "a": "1"}\n', encoding="utf-8"
+    )
 
     def prompts(name: str) -> list[Prompt]:
         return load_split(DataSection(source=str(tmp_path), map=name), "train", 0)
@@ -182,7 +236,17 @@ def test_the_operator_names_the_function_by_its_import_path(tmp_path: Path, monk
         (["--data.levels", "5"], "data.levels"),
         (["--data.source", "tiny", "--data.map", "a:b"], "data.map"),
         (["--data.source", "math", "--data.prompt_field", "text"], "data.prompt_field"),
-        (["--data.source", "rows.csv", "--data.messages_field", "chat", "--data.prompt_field", "text"], "data.prompt_field"),
+        (
+            [
+                "--data.source",
+                "rows.csv",
+                "--data.messages_field",
+                "chat",
+                "--data.prompt_field",
+                "text",
+            ],
+            "data.prompt_field",
+        ),
         (["--data.source", "rows.csv", "--data.subjects", "Algebra"], "data.subjects"),
         (["--data.hub_config", "socratic"], "data.hub_config"),
     ],
@@ -195,8 +259,14 @@ def test_settings_of_the_data_by_command_line_and_environment() -> None:
     def levels(config: Config) -> list[str]:
         return [str(level) for level in config.data.levels]
 
-    assert levels(load(["--data.source", "math", "--data.levels", "3,Level 4"], {})) == ["3", "Level 4"]
+    assert levels(load(["--data.source", "math", "--data.levels", "3,Level 4"], {})) == [
+        "3",
+        "Level 4",
+    ]
     assert levels(load(["--data.source", "math"], {"RLHF_DATA__LEVELS": "[3, 4]"})) == ["3", "4"]
-    config = load(["--data.source", "rows.csv", "--data.columns", "level,tests", "--data.map", "my.maps:f"], {})
+    config = load(
+        ["--data.source", "rows.csv", "--data.columns", "level,tests", "--data.map", "my.maps:f"],
+        {},
+    )
     assert (config.data.columns, config.data.map) == (["level", "tests"], "my.maps:f")
     assert "data.map" in refused(lambda: load(["--data.map", "not a path"], {}))

@@ -1,4 +1,5 @@
-"""Data sets of the hub: the library's own code with a small hub on this machine, and hubs that do not answer."""
+"""Data sets of the hub: the library's own code with a small hub on this machine, and hubs that do
+not answer."""
 
 import json
 import os
@@ -51,24 +52,53 @@ HUB = {
     "DigitalLearningGmbH/MATH-lighteval": data_set(
         "default",
         [
-            {"problem": f"p{n}", "level": f"Level {n}", "type": "Algebra", "solution": rf"$\boxed{{\frac{{{n}}}{{7}}}}$"}
+            {
+                "problem": f"p{n}",
+                "level": f"Level {n}",
+                "type": "Algebra",
+                "solution": rf"$\boxed{{\frac{{{n}}}{{7}}}}$",
+            }
             for n in range(1, 6)
         ],
-        [{"problem": "held out", "level": "Level ?", "type": "Algebra", "solution": r"$\boxed{1}$"}],
+        [
+            {
+                "problem": "held out",
+                "level": "Level ?",
+                "type": "Algebra",
+                "solution": r"$\boxed{1}$",
+            }
+        ],
     ),
     "someone/chats": data_set(
         "default",
         [
-            {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "#### 2"}], "tests": ["a"]},
+            {
+                "messages": [
+                    {"role": "user", "content": "1+1?"},
+                    {"role": "assistant", "content": "#### 2"},
+                ],
+                "tests": ["a"],
+            },
         ],
-        [{"messages": [{"role": "user", "content": "2+1?"}, {"role": "assistant", "content": "#### 3"}], "tests": []}],
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "2+1?"},
+                    {"role": "assistant", "content": "#### 3"},
+                ],
+                "tests": [],
+            }
+        ],
     ),
 }
 
 
 def run(loads: list[str], endpoint: str, home: Path, stall_s: float = 0) -> list[Loaded]:
-    """Loads in a separate process with the hub's address in its environment; with `stall_s` it has less patience."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "HF_"))}
+    """Loads in a separate process with the hub's address in its environment; with `stall_s` it has
+    less patience."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "HF_"))
+    }
     env = kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     command = [sys.executable, "-c", LOAD, str(stall_s), *loads]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
@@ -95,23 +125,35 @@ def test_built_in_data_sets_load_from_the_hub(tmp_path: Path) -> None:
 
 def test_any_data_set_of_the_hub_loads_by_its_name(tmp_path: Path) -> None:
     loader = "CustomDatasetLoader('someone/chats', messages_field='messages').load"
-    loads = [f"{loader}('train')", f"{loader}('validation')", "CustomDatasetLoader('someone/absent').load('train')"]
+    loads = [
+        f"{loader}('train')",
+        f"{loader}('validation')",
+        "CustomDatasetLoader('someone/absent').load('train')",
+    ]
     with hub(HUB) as url:
         train, validation, absent = run(loads, url, tmp_path)
-    assert train.lines == ['{"id":"chats-train-0","prompt":"1+1?","ground_truth":"2","columns":{"tests":["a"]}}'], train.error
-    assert re.search(r"^ConfigError: someone/chats cannot be loaded .*split validation.*train", validation.error)
+    assert train.lines == [
+        '{"id":"chats-train-0","prompt":"1+1?","ground_truth":"2","columns":{"tests":["a"]}}'
+    ], train.error
+    assert re.search(
+        r"^ConfigError: someone/chats cannot be loaded .*split validation.*train", validation.error
+    )
     assert absent.error.startswith("ConfigError: someone/absent cannot be loaded")
     assert "RepositoryNotFoundError" in absent.error
 
 
 @pytest.mark.parametrize("answers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(tmp_path: Path, answers: int) -> None:
+def test_a_hub_that_takes_connections_and_is_silent_is_given_up_at_once(
+    tmp_path: Path, answers: int
+) -> None:
     begin = time.monotonic()
     with hub(HUB, silent_after=answers) as url:
         [loaded] = run(["GSM8KLoader().load('train')"], url, tmp_path, SILENT_S)
     assert "openai/gsm8k cannot be loaded" in loaded.error
     assert "use a copy in files: --data.source PATH" in loaded.error
-    assert time.monotonic() - begin < REACH_S + 80  # the library alone takes minutes; a busy machine starts a process slowly
+    assert (
+        time.monotonic() - begin < REACH_S + 80
+    )  # the library alone takes minutes; a busy machine starts a process slowly
 
 
 def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) -> None:
@@ -124,4 +166,6 @@ def test_a_hub_that_falls_silent_while_it_is_read_is_given_up(tmp_path: Path) ->
 
 def test_names_of_the_hub_are_recognised() -> None:
     assert all(map(is_hub_name, ("openai/gsm8k", "a-b/c_d.e", "A/1")))
-    assert not any(map(is_hub_name, ("gsm8k", "a/b/c", "/a/b", "./a", "a/b.jsonl", "../b", "a/", "", "a b/c")))
+    assert not any(
+        map(is_hub_name, ("gsm8k", "a/b/c", "/a/b", "./a", "a/b.jsonl", "../b", "a/", "", "a b/c"))
+    )

@@ -1,4 +1,5 @@
-"""Every source loads completely, or the start fails with the file, the row, the column and the remedy."""
+"""Every source loads completely, or the start fails with the file, the row, the column and the
+remedy."""
 
 import csv
 import json
@@ -16,7 +17,9 @@ from services.data.rows import MAX_TEXT_CHARS, final_answer
 from tests.support.paths import SHARED_DATA
 
 GSM8K = SHARED_DATA / "gsm8k"
-ROWS: list[dict[str, Any]] = [{"question": f"What is {n} + {n}?", "answer": f"Add.\n#### {2 * n}"} for n in range(40)]
+ROWS: list[dict[str, Any]] = [
+    {"question": f"What is {n} + {n}?", "answer": f"Add.\n#### {2 * n}"} for n in range(40)
+]
 
 
 def section(source: Path | str, **settings: Any) -> DataSection:
@@ -71,7 +74,9 @@ def test_a_single_file_holds_out_a_tenth_that_no_row_crosses(tmp_path: Path) -> 
     assert not {prompt.id for prompt in train} & {prompt.id for prompt in evaluation}
     grown = write(tmp_path / "grown.jsonl", [*rows, *rows, {"question": "one more", "answer": 1}])
     before = {prompt.prompt for prompt in evaluation}
-    assert {prompt.prompt for prompt in load_split(section(grown), "eval", 0)} - {"one more"} == before
+    assert {prompt.prompt for prompt in load_split(section(grown), "eval", 0)} - {
+        "one more"
+    } == before
 
 
 def test_a_short_file_still_has_a_held_out_problem(tmp_path: Path) -> None:
@@ -97,11 +102,19 @@ def test_final_answer(text: str, answer: str) -> None:
 
 
 def test_numbers_own_ids_and_other_columns(tmp_path: Path) -> None:
-    rows = [{"id": 7, "problem": "a", "solution": 72.0}, {"id": "x/y.json", "problem": "b", "solution": -1.5}]
+    rows = [
+        {"id": 7, "problem": "a", "solution": 72.0},
+        {"id": "x/y.json", "problem": "b", "solution": -1.5},
+    ]
     path = write(tmp_path / "train.jsonl", rows)
     (tmp_path / "test.jsonl").write_text('{"problem": "c", "solution": 3}\n', encoding="utf-8")
-    prompts = load_split(section(path.parent, prompt_field="problem", answer_field="solution"), "train", 0)
-    assert [(prompt.id, prompt.ground_truth) for prompt in prompts] == [("7", "72"), ("x/y.json", "-1.5")]
+    prompts = load_split(
+        section(path.parent, prompt_field="problem", answer_field="solution"), "train", 0
+    )
+    assert [(prompt.id, prompt.ground_truth) for prompt in prompts] == [
+        ("7", "72"),
+        ("x/y.json", "-1.5"),
+    ]
 
 
 def test_num_samples_is_seeded_and_keeps_the_order(tmp_path: Path) -> None:
@@ -138,7 +151,9 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_a_bad_row_stops_the_start_and_is_named(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "train.jsonl").write_text('{"question": "q", "answer": "1"}\n' + line + "\n", encoding="utf-8")
+    (tmp_path / "train.jsonl").write_text(
+        '{"question": "q", "answer": "1"}\n' + line + "\n", encoding="utf-8"
+    )
     text = refused(tmp_path)
     assert message in text
     assert "train.jsonl" in text
@@ -194,7 +209,10 @@ def test_wrong_sources_and_splits_are_named(tmp_path: Path) -> None:
 
 
 def test_tiny_is_fixed_and_its_splits_are_apart() -> None:
-    train, evaluation = load_split(section("tiny"), "train", 0), load_split(section("tiny"), "eval", 0)
+    train, evaluation = (
+        load_split(section("tiny"), "train", 0),
+        load_split(section("tiny"), "eval", 0),
+    )
     assert (len(train), len(evaluation)) == (8192, 1024)
     assert train == load_split(section("tiny"), "train", 1)
     assert (train[0].id, evaluation[0].id) == ("tiny-train-0", "tiny-test-0")
@@ -209,10 +227,16 @@ def test_every_gsm8k_answer_is_read() -> None:
     assert prompts[0].id == "gsm8k-train-0"
     assert all(prompt.ground_truth.removeprefix("-").isdecimal() for prompt in prompts)
     assert sum(prompt.ground_truth.startswith("-") for prompt in prompts) == 5
-    lines = [line for name in ("train", "test") for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        line
+        for name in ("train", "test")
+        for line in (GSM8K / f"{name}.jsonl").read_text("utf-8").splitlines()
+    ]
     written = [json.loads(line)["answer"].split("#### ")[1].strip() for line in lines]
     assert sum("," in answer for answer in written) == 93
-    assert [answer.replace(",", "") for answer in written] == [prompt.ground_truth for prompt in prompts]
+    assert [answer.replace(",", "") for answer in written] == [
+        prompt.ground_truth for prompt in prompts
+    ]
 
 
 def test_a_template_that_a_row_cannot_fill_ends_the_start_with_the_row(tmp_path: Path) -> None:

@@ -14,19 +14,40 @@ from services.data.loaders import GSM8KLoader, MATHLoader, load_split
 from services.data.loaders_math import level_number
 from tests.support.paths import SHARED_DATA
 
-needs_gsm8k = pytest.mark.skipif(not (SHARED_DATA / "gsm8k").is_dir(), reason="the GSM8K files are not here")
-needs_math = pytest.mark.skipif(not (SHARED_DATA / "math500").is_dir(), reason="the MATH-500 file is not here")
+needs_gsm8k = pytest.mark.skipif(
+    not (SHARED_DATA / "gsm8k").is_dir(), reason="the GSM8K files are not here"
+)
+needs_math = pytest.mark.skipif(
+    not (SHARED_DATA / "math500").is_dir(), reason="the MATH-500 file is not here"
+)
 PROBLEMS: list[dict[str, Any]] = [
     {"problem": "a", "level": "Level 1", "type": "Algebra", "solution": r"It is $\boxed{1}$."},
-    {"problem": "b", "level": "Level 3", "type": "Counting & Probability", "solution": r"$\boxed{\frac{1}{2}}$"},
-    {"problem": "c", "level": "Level 4", "type": "Geometry", "solution": r"$\boxed{3}$, no: $\boxed{\sqrt{\frac{a}{b}}}$"},
-    {"problem": "d", "level": "Level 5", "type": "Algebra", "solution": r"$\boxed{\left\{ 1, 2 \right\}}$ {and} more"},
+    {
+        "problem": "b",
+        "level": "Level 3",
+        "type": "Counting & Probability",
+        "solution": r"$\boxed{\frac{1}{2}}$",
+    },
+    {
+        "problem": "c",
+        "level": "Level 4",
+        "type": "Geometry",
+        "solution": r"$\boxed{3}$, no: $\boxed{\sqrt{\frac{a}{b}}}$",
+    },
+    {
+        "problem": "d",
+        "level": "Level 5",
+        "type": "Algebra",
+        "solution": r"$\boxed{\left\{ 1, 2 \right\}}$ {and} more",
+    },
     {"problem": "e", "level": "Level ?", "type": "Geometry", "solution": r"$\fbox{5}$"},
 ]
 
 
 def write(folder: Path, rows: list[dict[str, Any]], split: str = "train") -> Path:
-    (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / f"{split}.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     return folder
 
 
@@ -40,11 +61,19 @@ def test_all_gsm8k_answers_are_the_right_numbers() -> None:
     loader, found, commas, negative = GSM8KLoader(source=SHARED_DATA / "gsm8k"), 0, [], []
     for split in ("train", "test"):
         lines = (SHARED_DATA / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        written = [re.findall(r"#### *([-0-9,.]+)", json.loads(line)["answer"])[-1] for line in lines]
+        written = [
+            re.findall(r"#### *([-0-9,.]+)", json.loads(line)["answer"])[-1] for line in lines
+        ]
         loaded = loader.load(split)
-        assert [int(prompt.ground_truth) for prompt in loaded] == [int(text.replace(",", "")) for text in written]
-        assert [prompt.ground_truth for prompt in loaded] == [str(int(text.replace(",", ""))) for text in written]
-        assert [prompt.prompt for prompt in loaded] == [json.loads(line)["question"] for line in lines]
+        assert [int(prompt.ground_truth) for prompt in loaded] == [
+            int(text.replace(",", "")) for text in written
+        ]
+        assert [prompt.ground_truth for prompt in loaded] == [
+            str(int(text.replace(",", ""))) for text in written
+        ]
+        assert [prompt.prompt for prompt in loaded] == [
+            json.loads(line)["question"] for line in lines
+        ]
         assert loaded[1].id == f"gsm8k-{split}-1"
         found += len(loaded)
         commas.append(sum("," in text for text in written))
@@ -61,22 +90,35 @@ def test_num_samples_takes_the_first_or_a_seeded_choice() -> None:
     mixed = loader.load("train", num_samples=100, seed=3, shuffle=True)
     assert mixed == loader.load("train", seed=3, shuffle=True)[:100]
     assert mixed != loader.load("train", num_samples=100, seed=4, shuffle=True)
-    assert {prompt.id for prompt in loader.load("train", seed=3, shuffle=True)} == {prompt.id for prompt in everything}
+    assert {prompt.id for prompt in loader.load("train", seed=3, shuffle=True)} == {
+        prompt.id for prompt in everything
+    }
     for count in (0, 7474):
         with pytest.raises(ConfigError, match="only 7473 problems"):
             loader.load("train", num_samples=count)
 
 
 def test_a_gsm8k_answer_that_is_no_number_stops_the_loading(tmp_path: Path) -> None:
-    write(tmp_path, [{"question": "q", "answer": "#### 1,080"}, {"question": "r", "answer": "#### many"}])
-    with pytest.raises(ConfigError, match=r"train.jsonl, line 2: the answer 'many' is not a number"):
+    write(
+        tmp_path,
+        [{"question": "q", "answer": "#### 1,080"}, {"question": "r", "answer": "#### many"}],
+    )
+    with pytest.raises(
+        ConfigError, match=r"train.jsonl, line 2: the answer 'many' is not a number"
+    ):
         GSM8KLoader(source=tmp_path).load("train")
 
 
 @needs_math
 def test_all_500_solutions_of_math_give_their_answers() -> None:
-    """The answers come from the solutions alone. A regular expression up to the next brace is wrong for 103 of them."""
-    rows = [json.loads(line) for line in (SHARED_DATA / "math500" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The answers come from the solutions alone. A regular expression up to the next brace is wrong
+    for 103 of them."""
+    rows = [
+        json.loads(line)
+        for line in (SHARED_DATA / "math500" / "test.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
     wrong = 0
     for row in rows:
         assert last_box(row["solution"]) == row["answer"]
@@ -87,8 +129,17 @@ def test_all_500_solutions_of_math_give_their_answers() -> None:
 
 @needs_math
 def test_the_loader_takes_math_answers_out_of_solutions(tmp_path: Path) -> None:
-    rows = [json.loads(line) for line in (SHARED_DATA / "math500" / "test.jsonl").read_text(encoding="utf-8").splitlines()]
-    write(tmp_path, [{name: value for name, value in row.items() if name != "answer"} for row in rows], "test")
+    rows = [
+        json.loads(line)
+        for line in (SHARED_DATA / "math500" / "test.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    ]
+    write(
+        tmp_path,
+        [{name: value for name, value in row.items() if name != "answer"} for row in rows],
+        "test",
+    )
     loaded = MATHLoader(source=tmp_path).load("test")
     assert [prompt.ground_truth for prompt in loaded] == [row["answer"] for row in rows]
     assert loaded == MATHLoader(source=SHARED_DATA / "math500").load("test")
@@ -98,12 +149,16 @@ def test_the_loader_takes_math_answers_out_of_solutions(tmp_path: Path) -> None:
     assert hard[0].id == next(prompt.id for prompt in loaded if prompt.columns["level"] == 5)
 
 
-@pytest.mark.parametrize(("value", "level"), [(5, 5), (5.0, 5), ("5", 5), ("Level 5", 5), ("level 3", 3), (" 2 ", 2)])
+@pytest.mark.parametrize(
+    ("value", "level"), [(5, 5), (5.0, 5), ("5", 5), ("Level 5", 5), ("level 3", 3), (" 2 ", 2)]
+)
 def test_levels_in_every_spelling(value: object, level: int) -> None:
     assert level_number(value) == level
 
 
-@pytest.mark.parametrize("value", [True, None, "Level ?", "Level", "", "5th", 2.5, "Level 5 of 5", [5]])
+@pytest.mark.parametrize(
+    "value", [True, None, "Level ?", "Level", "", "5th", 2.5, "Level 5 of 5", [5]]
+)
 def test_invalid_level_is_refused(value: object) -> None:
     assert level_number(value) is None
 
@@ -121,9 +176,15 @@ def test_filters_by_level(tmp_path: Path) -> None:
 def test_filters_by_subject(tmp_path: Path) -> None:
     write(tmp_path, PROBLEMS)
     assert problems(MATHLoader(subjects=["algebra"], source=tmp_path)) == "ad"
-    assert problems(MATHLoader(subjects=["counting_and_probability", "Geometry"], source=tmp_path)) == "bce"
+    assert (
+        problems(MATHLoader(subjects=["counting_and_probability", "Geometry"], source=tmp_path))
+        == "bce"
+    )
     assert problems(MATHLoader(subjects=["Algebra"], levels=[5], source=tmp_path)) == "d"
-    with pytest.raises(ConfigError, match="no subject 'Topology'; it has algebra, counting and probability, geometry"):
+    with pytest.raises(
+        ConfigError,
+        match="no subject 'Topology'; it has algebra, counting and probability, geometry",
+    ):
         MATHLoader(subjects=["Topology"], source=tmp_path).load("train")
 
 

@@ -26,7 +26,11 @@ TINY = 8192
 
 
 def environment(**more: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RLHF_", "HF_", "SKYPILOT_"))}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RLHF_", "HF_", "SKYPILOT_"))
+    }
     return kept | more
 
 
@@ -37,7 +41,12 @@ def command(state: Path, *arguments: str) -> list[str]:
 def start_fails(state: Path, *arguments: str, **env: str) -> str:
     """Starts the process, expects status 2 and returns its error output."""
     done = subprocess.run(
-        command(state, *arguments), cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=400
+        command(state, *arguments),
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=400,
     )
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -48,7 +57,9 @@ def start_fails(state: Path, *arguments: str, **env: str) -> str:
 @contextmanager
 def server(state: Path, port: int, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
-        command(state, "--data.source", "tiny", "--data.port", str(port), *arguments), cwd=ROOT, env=environment()
+        command(state, "--data.source", "tiny", "--data.port", str(port), *arguments),
+        cwd=ROOT,
+        env=environment(),
     )
     try:
         yield process
@@ -63,17 +74,23 @@ def client_of(port: int) -> DataClient:
 
 def test_trap_failed_data_set_stops_the_start(tmp_path: Path) -> None:
     """The ancestor served five toy sums if its data set did not load."""
-    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 2?"}\n', "utf-8")
+    (tmp_path / "train.jsonl").write_text(
+        '{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 2?"}\n', "utf-8"
+    )
     (tmp_path / "test.jsonl").write_text('{"question": "3 + 3?", "answer": "6"}\n', "utf-8")
     text = start_fails(tmp_path / "state", "--data.source", str(tmp_path))
     assert "train.jsonl, line 2: there is no column 'answer'" in text
-    assert "no such file or directory" in start_fails(tmp_path / "state", "--data.source", str(tmp_path / "absent"))
+    assert "no such file or directory" in start_fails(
+        tmp_path / "state", "--data.source", str(tmp_path / "absent")
+    )
     assert not (tmp_path / "state" / "data").exists()
 
 
 def test_an_unreachable_hub_stops_the_start_at_once(tmp_path: Path) -> None:
     begin = time.monotonic()
-    text = start_fails(tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}", HF_HOME=str(tmp_path / "hf"))
+    text = start_fails(
+        tmp_path, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}", HF_HOME=str(tmp_path / "hf")
+    )
     assert time.monotonic() - begin < 80  # the library alone retries for longer
     assert "openai/gsm8k cannot be loaded" in text
     for word in ("HF_HUB_OFFLINE", "HF_HOME", "--data.source PATH"):
@@ -120,13 +137,15 @@ async def pull(client: DataClient, name: str, received: dict[int, str]) -> None:
             return
 
 
-async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(tmp_path: Path) -> None:
+async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(
+    tmp_path: Path,
+) -> None:
     port, received, kills = free_port(), dict[int, str](), 0
     async with client_of(port) as client:
         pullers = asyncio.gather(*(pull(client, f"client{n}", received) for n in range(4)))
         for part in range(1, 3):
             with server(tmp_path, port) as process:
-                while len(received) < part * TINY // 3 and not pullers.done():  # noqa: ASYNC110 - progress of others
+                while len(received) < part * TINY // 3 and not pullers.done():  # noqa: ASYNC110
                     await asyncio.sleep(0.002)
                 assert not pullers.done()
                 process.send_signal(signal.SIGKILL)
@@ -141,11 +160,14 @@ async def test_every_prompt_once_an_epoch_through_kills_and_concurrent_clients(t
 
 
 async def curriculum_steps(client: DataClient, first: int, last: int) -> list[list[str]]:
-    """Draws batches of 8 and reports their pass rates; the last letter of an id is its difficulty."""
+    """Draws batches of 8 and reports their pass rates; the last letter of an id is its
+    difficulty."""
     batches = []
     for step in range(first, last):
         batch = [prompt.id for prompt in (await client.prompts(8, f"draw-{step}")).prompts]
-        await client.report_pass_rates(batch, [int(name[-1]) / 9 for name in batch], f"report-{step}")
+        await client.report_pass_rates(
+            batch, [int(name[-1]) / 9 for name in batch], f"report-{step}"
+        )
         batches.append(batch)
     return batches
 
@@ -161,16 +183,27 @@ async def test_a_curriculum_goes_on_through_kills_as_if_there_were_none(tmp_path
         for part in range(3):
             with server(tmp_path / "cut", port, *settings) as process:
                 await wait_healthy([client], 400)
-                repeats = await curriculum_steps(client, max(0, 4 * part - 1), 4 * part)  # after lost answers
+                repeats = await curriculum_steps(
+                    client, max(0, 4 * part - 1), 4 * part
+                )  # after lost answers
                 assert repeats == cut[-1:]
                 cut += await curriculum_steps(client, 4 * part, 4 * part + 4)
                 process.send_signal(signal.SIGKILL)
                 process.wait(400)
     assert cut == whole
-    assert sorted(name for batch in whole[:3] for name in batch) == sorted({name for batch in whole for name in batch})
+    assert sorted(name for batch in whole[:3] for name in batch) == sorted(
+        {name for batch in whole for name in batch}
+    )
 
 
 def test_starting_needs_no_heavy_library() -> None:
     script = "import sys, services.data.__main__; print([x for x in ('torch', 'datasets', 'pyarrow') if x in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=400, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""The order of prompts is a pure function of seed and position, and the cursor survives everything."""
+"""The order of prompts is a pure function of seed and position, and the cursor survives
+everything."""
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,9 @@ def prompts(count: int = 50) -> list[Prompt]:
     return [Prompt(id=f"p{n}", prompt=f"problem {n}", ground_truth=str(n)) for n in range(count)]
 
 
-def ids(stream: PromptStream, count: int, shuffle: bool = True, request_id: str | None = None) -> list[str]:
+def ids(
+    stream: PromptStream, count: int, shuffle: bool = True, request_id: str | None = None
+) -> list[str]:
     return [prompt.id for prompt in stream.take(count, shuffle, request_id).prompts]
 
 
@@ -32,7 +35,10 @@ def test_an_epoch_has_every_prompt_once_and_epochs_differ(tmp_path: Path) -> Non
 
 
 def test_a_seed_gives_one_order(tmp_path: Path) -> None:
-    orders = [ids(PromptStream(prompts(), seed, tmp_path / str(n)), 120) for n, seed in enumerate((3, 3, 4))]
+    orders = [
+        ids(PromptStream(prompts(), seed, tmp_path / str(n)), 120)
+        for n, seed in enumerate((3, 3, 4))
+    ]
     assert orders[0] == orders[1]
     assert orders[0] != orders[2]
 
@@ -46,7 +52,13 @@ def test_the_order_never_changes_between_versions() -> None:
 def test_a_batch_crosses_the_border_of_epochs(tmp_path: Path) -> None:
     stream = PromptStream(prompts(5), 0, tmp_path)
     taken = [stream.take(3) for _ in range(5)]
-    assert [(batch.position, batch.epoch) for batch in taken] == [(0, 0), (3, 0), (6, 1), (9, 1), (12, 2)]
+    assert [(batch.position, batch.epoch) for batch in taken] == [
+        (0, 0),
+        (3, 0),
+        (6, 1),
+        (9, 1),
+        (12, 2),
+    ]
     together = [prompt.id for batch in taken for prompt in batch.prompts]
     for epoch in range(3):
         assert sorted(together[5 * epoch : 5 * epoch + 5]) == [f"p{n}" for n in range(5)]
@@ -76,7 +88,9 @@ def test_threads_and_two_processes_of_one_state_never_share_a_prompt(tmp_path: P
     streams = [PromptStream(prompts(400), 0, tmp_path) for _ in range(2)]
     with ThreadPoolExecutor(8) as pool:
         batches = list(pool.map(lambda n: ids(streams[n % 2], 5), range(80)))
-    assert sorted(item for batch in batches for item in batch) == sorted(prompt.id for prompt in prompts(400))
+    assert sorted(item for batch in batches for item in batch) == sorted(
+        prompt.id for prompt in prompts(400)
+    )
 
 
 def test_a_repeated_request_gets_the_same_batch(tmp_path: Path) -> None:
@@ -156,7 +170,11 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     stream.flush()
     stream.close()
     whole = stream.path.read_bytes()
-    for damaged in (b"not a database at all" * 100, whole[: len(whole) // 2], whole[:4096] + b"\xff" * (len(whole) - 4096)):
+    for damaged in (
+        b"not a database at all" * 100,
+        whole[: len(whole) // 2],
+        whole[:4096] + b"\xff" * (len(whole) - 4096),
+    ):
         stream.path.write_bytes(damaged)
         with pytest.raises(ConfigError, match="cannot be used") as caught:
             PromptStream(prompts(), 0, tmp_path)
@@ -204,5 +222,7 @@ def test_flush_leaves_everything_in_the_main_file(tmp_path: Path) -> None:
     copy = tmp_path / "copy.db"
     copy.write_bytes(stream.path.read_bytes())
     with sqlite3.connect(copy) as db:
-        assert db.execute("SELECT position FROM cursors WHERE stream = 'shuffled'").fetchone() == (7,)
+        assert db.execute("SELECT position FROM cursors WHERE stream = 'shuffled'").fetchone() == (
+            7,
+        )
     db.close()

@@ -1,4 +1,5 @@
-"""Worked answers from every kind of source are kept whole; unusable rows are refused with file, row and column."""
+"""Worked answers from every kind of source are kept whole; unusable rows are refused with file, row
+and column."""
 
 import json
 from pathlib import Path
@@ -27,7 +28,9 @@ def said(prompt: Prompt) -> list[tuple[str, str]]:
 
 
 def test_the_whole_answer_of_a_column_is_kept(tmp_path: Path) -> None:
-    source = written(tmp_path / "a.jsonl", [{"q": "1+2?", "worked": " 1+2=3\n#### 3"}, {"q": "2?", "worked": 2}])
+    source = written(
+        tmp_path / "a.jsonl", [{"q": "1+2?", "worked": " 1+2=3\n#### 3"}, {"q": "2?", "worked": 2}]
+    )
     found = examples(source, prompt_field="q", answer_field="worked")
     assert [said(prompt) for prompt in found] == [
         [("user", "1+2?"), ("assistant", " 1+2=3\n#### 3")],
@@ -38,7 +41,9 @@ def test_the_whole_answer_of_a_column_is_kept(tmp_path: Path) -> None:
 def test_prompt_and_answer_may_be_lists_of_messages(tmp_path: Path) -> None:
     system, user = {"role": "system", "content": "S"}, {"role": "user", "content": "U"}
     row = {"prompt": [system, user], "completion": [{"role": "assistant", "content": "A"}]}
-    (found,) = examples(written(tmp_path / "a.jsonl", [row]), prompt_field="prompt", answer_field="completion")
+    (found,) = examples(
+        written(tmp_path / "a.jsonl", [row]), prompt_field="prompt", answer_field="completion"
+    )
     assert said(found) == [("system", "S"), ("user", "U"), ("assistant", "A")]
 
 
@@ -46,7 +51,9 @@ def test_a_chat_may_have_many_turns(tmp_path: Path) -> None:
     roles = ["system", "user", "assistant", "user", "assistant"]
     chat = [{"role": role, "content": f"{role} {n}"} for n, role in enumerate(roles)]
     as_text = {"messages": json.dumps(chat)}
-    first, second = examples(written(tmp_path / "a.jsonl", [{"messages": chat}, as_text]), messages_field="messages")
+    first, second = examples(
+        written(tmp_path / "a.jsonl", [{"messages": chat}, as_text]), messages_field="messages"
+    )
     assert said(first) == said(second) == [(role, f"{role} {n}") for n, role in enumerate(roles)]
 
 
@@ -63,14 +70,20 @@ def test_a_chat_may_have_many_turns(tmp_path: Path) -> None:
             {"messages_field": "messages"},
             "has the roles assistant; it must end",
         ),
-        ({"messages": [{"role": "tool", "content": "a"}]}, {"messages_field": "messages"}, "has the roles tool"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            {"messages_field": "messages"},
+            "has the roles tool",
+        ),
         ({"messages": []}, {"messages_field": "messages"}, "is not a list of messages"),
         ({"question": "a"}, {}, "there is no column 'answer'"),
         ({"question": "a", "answer": " "}, {}, "column 'answer' is empty"),
         ({"messages": []}, {}, "there is no column 'question'.*of chats, --data.messages_field"),
     ],
 )
-def test_a_row_without_an_answer_is_refused(tmp_path: Path, row: dict[str, Any], data: dict[str, str], message: str) -> None:
+def test_a_row_without_an_answer_is_refused(
+    tmp_path: Path, row: dict[str, Any], data: dict[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         examples(written(tmp_path / "a.jsonl", [row]), **data)
 
@@ -79,7 +92,9 @@ def test_the_known_data_sets_give_their_solutions(tmp_path: Path) -> None:
     row = {"problem": "p", "solution": "so \\boxed{2}", "level": "Level 5", "type": "Algebra"}
     easy = row | {"level": "Level 1", "problem": "q"}
     source = written(tmp_path / "math.jsonl", [row, easy])
-    assert [said(each) for each in examples(f"math:{source}", levels=[5])] == [[("user", "p"), ("assistant", "so \\boxed{2}")]]
+    assert [said(each) for each in examples(f"math:{source}", levels=[5])] == [
+        [("user", "p"), ("assistant", "so \\boxed{2}")]
+    ]
     (tiny, *_) = examples("tiny", "test")
     assert tiny.id == "tiny-test-0"
     assert tiny.chat[1]["content"].rpartition("#### ")[2].isdecimal()
@@ -87,9 +102,16 @@ def test_the_known_data_sets_give_their_solutions(tmp_path: Path) -> None:
 
 
 def test_a_tenth_of_a_file_is_held_out_and_a_seed_chooses_a_part(tmp_path: Path) -> None:
-    source = written(tmp_path / "a.jsonl", [{"question": str(n), "answer": str(n)} for n in range(200)])
-    config = from_mapping({"data.source": source, "data.num_samples": 20, "trainer.eval_samples": 5})
+    source = written(
+        tmp_path / "a.jsonl", [{"question": str(n), "answer": str(n)} for n in range(200)]
+    )
+    config = from_mapping(
+        {"data.source": source, "data.num_samples": 20, "trainer.eval_samples": 5}
+    )
     found = load_examples(config)
     assert (len(found.train), len(found.held_out)) == (20, 5)
     assert not {prompt.id for prompt in found.train} & {prompt.id for prompt in found.held_out}
-    assert load_examples(from_mapping({"data.source": source, "trainer.eval_samples": 0})).held_out == []
+    assert (
+        load_examples(from_mapping({"data.source": source, "trainer.eval_samples": 0})).held_out
+        == []
+    )

@@ -1,4 +1,5 @@
-"""Models with windows, capped scores, sinks, and scaled or capped logits: the engine equals transformers, at any length."""
+"""Models with windows, capped scores, sinks, and scaled or capped logits: the engine equals
+transformers, at any length."""
 
 import random
 from collections.abc import Iterator
@@ -52,11 +53,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE, use_sliding_window=True, max_window_layers=2),
     "phi3": Phi3Config(**SHAPE),
     "gemma2": Gemma2Config(
-        **SHAPE, head_dim=8, layer_types=MIXED, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=0.5
+        **SHAPE,
+        head_dim=8,
+        layer_types=MIXED,
+        query_pre_attn_scalar=8,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=0.5,
     ),
     "cohere2": Cohere2Config(**SHAPE, layer_types=MIXED, logit_scale=0.25),
     "granite": GraniteConfig(**SHAPE, logits_scaling=0.5),
-    "gpt_oss": GptOssConfig(**SHAPE, head_dim=8, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(
+        **SHAPE, head_dim=8, layer_types=MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 
 
@@ -89,14 +97,24 @@ def running(model: Model, max_running: int = 12) -> Iterator[Engine]:
 def prompts() -> list[list[int]]:
     """Returns prompts shorter than the window, as long, one longer, and several times as long."""
     rng = random.Random(1)
-    return [[rng.randrange(10, 280) for _ in range(length)] for length in (3, WINDOW, WINDOW + 1, 5 * WINDOW, 1)]
+    return [
+        [rng.randrange(10, 280) for _ in range(length)]
+        for length in (3, WINDOW, WINDOW + 1, 5 * WINDOW, 1)
+    ]
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_embedded_logprobs_beyond_the_window_equal_a_plain_forward(kind: str, tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_embedded_logprobs_beyond_the_window_equal_a_plain_forward(
+    kind: str, tmp_path: Path, tokenizer_dir: Path
+) -> None:
     directory = write(tmp_path / kind, tokenizer_dir, kind)
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    jobs = [GenerationJob(str(i), ids, SamplingParams(max_new_tokens=30 - i, seed=i), n=2) for i, ids in enumerate(prompts())]
+    plain = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
+    jobs = [
+        GenerationJob(str(i), ids, SamplingParams(max_new_tokens=30 - i, seed=i), n=2)
+        for i, ids in enumerate(prompts())
+    ]
     with running(Model(directory, CONTEXT)) as engine:
         engine.submit(jobs)
         found = [(job, sequence) for job in jobs for sequence in job.done.result(300)]
@@ -109,25 +127,41 @@ def test_embedded_logprobs_beyond_the_window_equal_a_plain_forward(kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mistral"])
-def test_embedded_greedy_beyond_the_window_equals_generate(kind: str, tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_embedded_greedy_beyond_the_window_equals_generate(
+    kind: str, tmp_path: Path, tokenizer_dir: Path
+) -> None:
     directory = write(tmp_path / kind, tokenizer_dir, kind)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    jobs = [GenerationJob(str(i), ids, SamplingParams(40, temperature=0.0)) for i, ids in enumerate(prompts())]
+    jobs = [
+        GenerationJob(str(i), ids, SamplingParams(40, temperature=0.0))
+        for i, ids in enumerate(prompts())
+    ]
     with running(Model(directory, CONTEXT)) as engine:
         engine.submit(jobs)
         found = [job.done.result(300)[0].tokens for job in jobs]
     for job, tokens in zip(jobs, found, strict=True):
         ids = torch.tensor([job.prompt])
         with torch.inference_mode():
-            options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40, "eos_token_id": -1}
+            options = {
+                "attention_mask": torch.ones_like(ids),
+                "do_sample": False,
+                "max_new_tokens": 40,
+                "eos_token_id": -1,
+            }
             output = model.generate(ids, **options)
         assert tokens == output[0, len(job.prompt) :].tolist()
 
 
-def test_embedded_unavailable_attention_is_refused_at_the_start(tmp_path: Path, tokenizer_dir: Path) -> None:
+def test_embedded_unavailable_attention_is_refused_at_the_start(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
     directory = write(tmp_path / "model", tokenizer_dir, "gemma3")
     config = directory / "config.json"
-    config.write_text(config.read_text().replace('"use_bidirectional_attention": false', '"use_bidirectional_attention": true'))
+    config.write_text(
+        config.read_text().replace(
+            '"use_bidirectional_attention": false', '"use_bidirectional_attention": true'
+        )
+    )
     with pytest.raises(ConfigError, match="attend to later tokens"):
         Model(directory, CONTEXT)
 
@@ -140,4 +174,6 @@ def test_embedded_the_fused_attention_of_a_gpu_computes_the_same() -> None:
         seen = (torch.arange(64) <= positions) & (torch.arange(64) > positions - window)
         mask = additive(seen, torch.float32)
         wanted = _by_products(query, key, value, 0.3, mask, None, None)
-        torch.testing.assert_close(_fused(query, key, value, 0.3, mask), wanted, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            _fused(query, key, value, 0.3, mask), wanted, atol=1e-6, rtol=1e-5
+        )

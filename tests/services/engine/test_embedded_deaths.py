@@ -1,4 +1,5 @@
-"""A model that the engine cannot run is refused at its start; an engine that dies says why to everybody who waits."""
+"""A model that the engine cannot run is refused at its start; an engine that dies says why to
+everybody who waits."""
 
 from pathlib import Path
 from typing import Any
@@ -63,29 +64,46 @@ def job(prompt: list[int], n: int = 1, **options: Any) -> GenerationJob:
     [
         MixtralForCausalLM(MixtralConfig(num_local_experts=4, **EXPERTS)),
         Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=8, **EXPERTS)
+            Qwen3MoeConfig(
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                head_dim=8,
+                **EXPERTS,
+            )
         ),
     ],
     ids=["mixtral", "qwen3_moe"],
 )
-def test_experts_saved_with_their_router_logits_generate(module: Any, model_dir: Path, tmp_path: Path) -> None:
+def test_experts_saved_with_their_router_logits_generate(
+    module: Any, model_dir: Path, tmp_path: Path
+) -> None:
     engine = Engine(Model(written(module, model_dir, tmp_path), 256))
     engine.start()
     jobs = [job([20], n=2, max_new_tokens=4), job([20, 21, 22], max_new_tokens=4)]
     engine.submit(jobs)
     try:
-        assert [len(sequence.tokens) for each in jobs for sequence in each.done.result(LIMIT_S)] == [4, 4, 4]
+        assert [
+            len(sequence.tokens) for each in jobs for sequence in each.done.result(LIMIT_S)
+        ] == [4, 4, 4]
     finally:
         engine.stop()
 
 
-def test_a_model_that_cannot_decode_is_refused_with_the_place_and_the_remedy(model_dir: Path, tmp_path: Path) -> None:
+def test_a_model_that_cannot_decode_is_refused_with_the_place_and_the_remedy(
+    model_dir: Path, tmp_path: Path
+) -> None:
     """BLOOM reads the positions for its attention from a mask of two dimensions."""
     module = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=300))
     with pytest.raises(UnfitModel) as caught:
         Engine(Model(written(module, model_dir, tmp_path), 256))
-    assert caught.value.message.startswith("the embedded engine cannot run this model: ValueError: ")
-    assert "(in build_alibi_tensor, transformers/models/bloom/modeling_bloom.py:" in caught.value.message
+    assert caught.value.message.startswith(
+        "the embedded engine cannot run this model: ValueError: "
+    )
+    assert (
+        "(in build_alibi_tensor, transformers/models/bloom/modeling_bloom.py:"
+        in caught.value.message
+    )
     assert caught.value.value == "bloom"
     assert caught.value.remedy is not None
     assert "rollout.engine sglang" in caught.value.remedy
@@ -94,7 +112,9 @@ def test_a_model_that_cannot_decode_is_refused_with_the_place_and_the_remedy(mod
 
 def test_a_model_without_a_kv_cache_is_refused(model_dir: Path, tmp_path: Path) -> None:
     """Its decode steps would forget the prompt."""
-    module = RwkvForCausalLM(RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300))
+    module = RwkvForCausalLM(
+        RwkvConfig(hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300)
+    )
     with pytest.raises(UnfitModel, match="it does not keep what it has read in a KV cache"):
         Engine(Model(written(module, model_dir, tmp_path), 256))
 
@@ -120,19 +140,30 @@ class Dying(Model):
         return super().decode(*arguments)
 
 
-async def test_every_request_fails_at_once_with_the_error_of_the_engine_that_died(model_dir: Path) -> None:
-    """Both the running and the later ones, and nobody waits for the engine to become healthy or to load weights."""
+async def test_every_request_fails_at_once_with_the_error_of_the_engine_that_died(
+    model_dir: Path,
+) -> None:
+    """Both the running and the later ones, and nobody waits for the engine to become healthy or to
+    load weights."""
     app = make_app(Engine(Dying(model_dir, 256), max_running=2))
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        RolloutClient("rollout-server", "http://in-process", transport=transport, deadline_s=LIMIT_S) as client,
-        EngineClient("engine", "http://in-process", transport=transport, deadline_s=LIMIT_S) as control,
+        RolloutClient(
+            "rollout-server", "http://in-process", transport=transport, deadline_s=LIMIT_S
+        ) as client,
+        EngineClient(
+            "engine", "http://in-process", transport=transport, deadline_s=LIMIT_S
+        ) as control,
     ):
         for _ in range(2):
             with pytest.raises(ServiceLost) as caught:
-                await client.generate([20], n=8, max_new_tokens=50, temperature=1.0, stop_token_ids=[])
-            assert "the engine has died: OutOfMemoryError: CUDA out of memory." in caught.value.message
+                await client.generate(
+                    [20], n=8, max_new_tokens=50, temperature=1.0, stop_token_ids=[]
+                )
+            assert (
+                "the engine has died: OutOfMemoryError: CUDA out of memory." in caught.value.message
+            )
             assert "(in decode, " in caught.value.message
             assert caught.value.remedy is not None
             assert "rollout.max_running_requests" in caught.value.remedy
@@ -147,12 +178,16 @@ async def test_a_broken_call_is_answered_with_the_death_that_it_caused(model_dir
     async with app.router.lifespan_context(app):
         with pytest.raises(ServiceLost, match="ZeroDivisionError"):
             engine.call(lambda _: 1 // 0).result(LIMIT_S)
-        async with Client("engine", "http://in-process", transport=httpx.ASGITransport(app)) as client:
+        async with Client(
+            "engine", "http://in-process", transport=httpx.ASGITransport(app)
+        ) as client:
             with pytest.raises(ServiceLost, match="ZeroDivisionError"):
                 await client.request("GET", "/ready")
 
 
-def test_embedded_a_supervised_engine_ends_its_process_before_anybody_learns_of_its_death(model_dir: Path) -> None:
+def test_embedded_a_supervised_engine_ends_its_process_before_anybody_learns_of_its_death(
+    model_dir: Path,
+) -> None:
     """Else a caller would give up although the supervisor starts the engine again."""
     failures: list[ServiceLost | None] = []
     engine = Engine(Dying(model_dir, 256), on_crash=lambda: failures.append(engine.failure))

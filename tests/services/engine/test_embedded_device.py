@@ -1,6 +1,8 @@
-"""The engine on a device other than the CPU: the placement of its tensors, synchronisation, and recorded steps.
+"""The engine on a device other than the CPU: the placement of its tensors, synchronisation, and
+recorded steps.
 
-CI has no GPU, so the tests use tensors on `meta`. Like a GPU's, they refuse to mix with CPU tensors and to be read.
+CI has no GPU, so the tests use tensors on `meta`. Like a GPU's, they refuse to mix with CPU tensors
+and to be read.
 """
 
 import itertools
@@ -33,9 +35,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def jobs() -> list[GenerationJob]:
     """Returns jobs of several lengths, some greedy or truncated, so that rows come and go."""
-    options: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_p": 0.7}, {"temperature": 0.6}, {}]
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0},
+        {"top_p": 0.7},
+        {"temperature": 0.6},
+        {},
+    ]
     return [
-        GenerationJob(str(i), list(range(10, 13 + 9 * i)), SamplingParams(30 + 7 * i, seed=i, **each), n=3)
+        GenerationJob(
+            str(i), list(range(10, 13 + 9 * i)), SamplingParams(30 + 7 * i, seed=i, **each), n=3
+        )
         for i, each in enumerate(options)
     ]
 
@@ -46,7 +56,11 @@ def generated(model: Model, max_running: int) -> list[tuple[list[int], list[floa
     try:
         chosen = jobs()
         engine.submit(chosen)
-        return [(sequence.tokens, sequence.logprobs) for job in chosen for sequence in job.done.result(300)]
+        return [
+            (sequence.tokens, sequence.logprobs)
+            for job in chosen
+            for sequence in job.done.result(300)
+        ]
     finally:
         engine.stop()
 
@@ -87,7 +101,8 @@ def test_embedded_recorded_steps_generate_the_same(
 
 
 class Cuda:
-    """The parts of `torch.cuda` that recording needs, without a GPU: the current stream and each record's memory."""
+    """The parts of `torch.cuda` that recording needs, without a GPU: the current stream and each
+    record's memory."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current: object = MagicMock()
@@ -119,8 +134,11 @@ class Cuda:
         self.current = before
 
 
-def test_embedded_records_share_memory_until_they_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch refuses (`use_count > 0`) memory whose graphs are all gone, and another engine may replay concurrently."""
+def test_embedded_records_share_memory_until_they_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch refuses (`use_count > 0`) memory whose graphs are all gone, and another engine may
+    replay concurrently."""
     cuda, step = Cuda(monkeypatch), MagicMock()
     main = cuda.current
     for _ in range(2):
@@ -128,7 +146,9 @@ def test_embedded_records_share_memory_until_they_are_forgotten(monkeypatch: pyt
         replays = [record(step), record(step)]
         assert [replay() for replay in replays] == [step.return_value] * 2
     assert [each["pool"] for each in cuda.records] == [0, 0, 1, 1]
-    assert [each["stream"] for each in cuda.records] == [cuda.records[0]["stream"]] * 2 + [cuda.records[2]["stream"]] * 2
+    assert [each["stream"] for each in cuda.records] == [cuda.records[0]["stream"]] * 2 + [
+        cuda.records[2]["stream"]
+    ] * 2
     assert {each["capture_error_mode"] for each in cuda.records} == {"thread_local"}
     assert step.call_count == 8  # each step runs once before it is recorded
     assert cuda.current is main
@@ -143,15 +163,35 @@ def test_embedded_aborted_recording_restores_the_stream(monkeypatch: pytest.Monk
 
 
 def test_embedded_sizes_of_records_are_few_and_waste_at_most_half() -> None:
-    assert [round_up(n, 1, 256) for n in (1, 2, 3, 4, 5, 7, 9, 13, 180, 200)] == [1, 2, 3, 4, 6, 8, 12, 16, 192, 256]
-    assert [round_up(n, 128, 1000) for n in (1, 128, 129, 193, 257, 800)] == [128, 128, 192, 256, 384, 1000]
+    assert [round_up(n, 1, 256) for n in (1, 2, 3, 4, 5, 7, 9, 13, 180, 200)] == [
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        12,
+        16,
+        192,
+        256,
+    ]
+    assert [round_up(n, 128, 1000) for n in (1, 128, 129, 193, 257, 800)] == [
+        128,
+        128,
+        192,
+        256,
+        384,
+        1000,
+    ]
     for number in range(1, 300):
         assert number <= round_up(number, 1, 300) <= max(2, 1.5 * number)
 
 
 def on_another_device(model_dir: Path, dtype: torch.dtype) -> Decoder:
     with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype).eval()
+        module = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model_dir), dtype=dtype
+        ).eval()
     return Decoder(module, 256)
 
 
@@ -167,7 +207,9 @@ def test_embedded_a_step_stays_on_its_device_and_waits_for_nothing(
         assert (logits.shape, logits.dtype, logits.device.type) == ((3, 282), torch.float32, "meta")
         decoder.cache.allocate(8, 256)
         assert {layer.keys.device.type for layer in decoder.cache.layers} == {"meta"}
-        assert {(layer.keys.dtype, layer.keys.shape) for layer in decoder.cache.layers} == {(dtype, (8, 2, 256, 8))}
+        assert {(layer.keys.dtype, layer.keys.shape) for layer in decoder.cache.layers} == {
+            (dtype, (8, 2, 256, 8))
+        }
         assert decoder.cache.bytes_per_token() == 2 * 2 * 2 * 8 * dtype.itemsize
         state = torch.zeros(len(FIELDS) + barred, 3, dtype=torch.float64, device="meta")
         found = decoder._step(state, 64, plain, kept)
@@ -176,13 +218,20 @@ def test_embedded_a_step_stays_on_its_device_and_waits_for_nothing(
         decoder.cache.move([0], [2])
         decoder.cache.zero([1])
         decoder.cache.release()
-        assert decoder.cache.layers[0].keys.shape == (8, 2, 256, 8)  # fixed, because graphs know its address
+        assert decoder.cache.layers[0].keys.shape == (
+            8,
+            2,
+            256,
+            8,
+        )  # fixed, because graphs know its address
 
 
 def test_embedded_logits_of_a_model_in_bfloat16_are_not_rounded(model_dir: Path) -> None:
     module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     hidden: list[Tensor] = []
-    module.model.register_forward_hook(lambda _, __, output: hidden.append(output.last_hidden_state))
+    module.model.register_forward_hook(
+        lambda _, __, output: hidden.append(output.last_hidden_state)
+    )
     make_float32_logits(module)
     with torch.inference_mode():
         logits = Decoder(module, 256).prefill([[5, 6, 7]], [0], 0)
@@ -191,8 +240,11 @@ def test_embedded_logits_of_a_model_in_bfloat16_are_not_rounded(model_dir: Path)
     assert (logits != logits.bfloat16().float()).any()
 
 
-def test_embedded_a_step_reads_its_result_once(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is uploaded in one copy, and only the sampled tokens and log-probabilities are read."""
+def test_embedded_a_step_reads_its_result_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state is uploaded in one copy, and only the sampled tokens and log-probabilities are
+    read."""
     reads: list[tuple[int, ...]] = []
     cpu = Tensor.cpu
 
@@ -205,6 +257,10 @@ def test_embedded_a_step_reads_its_result_once(model_dir: Path, monkeypatch: pyt
     model.reserve(4)
     with torch.inference_mode():
         model.prefill([[1, 2]], [0, 0], 0)
-        found = model.decode(Inputs(np.array([[5.0, 6], [2, 2], [1, 1], [1, 1], [0.5, 0.1], [9, 9], [0, 0]]), plain=True))
+        found = model.decode(
+            Inputs(
+                np.array([[5.0, 6], [2, 2], [1, 1], [1, 1], [0.5, 0.1], [9, 9], [0, 0]]), plain=True
+            )
+        )
     assert found.shape == (2, 2)
     assert reads == [(2, 2)]  # the test above shows that `_step` reads nothing

@@ -48,7 +48,9 @@ def run(engine: Engine, *jobs: GenerationJob) -> list[list[Sequence]]:
 
 
 def update_weights(engine: Engine, source: Path, version: str, flush_cache: bool) -> "Future[int]":
-    return engine.call(lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True)
+    return engine.call(
+        lambda scheduler: scheduler.update_weights(source, version, flush_cache), exclusive=True
+    )
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -63,7 +65,9 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(10, 250) for _ in range(rng.randrange(1, 40))] for _ in range(count)]
 
 
-def plain_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+def plain_logprobs(
+    path: Path, prompt: list[int], tokens: list[int], temperature: float
+) -> torch.Tensor:
     """Returns the log-probabilities of tokens after a prompt, from one plain forward pass."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
@@ -71,7 +75,9 @@ def plain_logprobs(path: Path, prompt: list[int], tokens: list[int], temperature
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def test_embedded_logprobs_equal_a_plain_forward_for_rows_that_join_midway(engine: Engine, model_dir: Path) -> None:
+def test_embedded_logprobs_equal_a_plain_forward_for_rows_that_join_midway(
+    engine: Engine, model_dir: Path
+) -> None:
     waves = [prompts(6, seed) for seed in range(4)]
     jobs = []
     with held(engine):
@@ -86,18 +92,27 @@ def test_embedded_logprobs_equal_a_plain_forward_for_rows_that_join_midway(engin
     for each in jobs:
         for sequence in each.done.result(LIMIT_S):
             wanted = plain_logprobs(model_dir, each.prompt, sequence.tokens, 0.7)
-            torch.testing.assert_close(torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(sequence.logprobs), wanted, atol=1e-5, rtol=1e-5
+            )
 
 
 def test_embedded_greedy_equals_generate(engine: Engine, model_dir: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     chosen = prompts(12)
-    found = run(engine, *(job(prompt, temperature=0.0, max_new_tokens=30, stop_ids=(2,)) for prompt in chosen))
+    found = run(
+        engine,
+        *(job(prompt, temperature=0.0, max_new_tokens=30, stop_ids=(2,)) for prompt in chosen),
+    )
     for prompt, (sequence,) in zip(chosen, found, strict=True):
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=30,
+                pad_token_id=0,
             )
         assert sequence.tokens == output[0, len(prompt) :].tolist()
 
@@ -119,7 +134,9 @@ def test_embedded_seeds_repeat_whatever_else_is_in_the_batch(engine: Engine) -> 
 
 def test_embedded_eight_samples_equal_eight_single_requests(engine: Engine) -> None:
     (group,) = run(engine, job([50, 60], n=8, seed=9, max_new_tokens=20))
-    singles = run(engine, *(job([50, 60], seed=sample_seed(9, i), max_new_tokens=20) for i in range(8)))
+    singles = run(
+        engine, *(job([50, 60], seed=sample_seed(9, i), max_new_tokens=20) for i in range(8))
+    )
     assert [sequence.tokens for sequence in group] == [single[0].tokens for single in singles]
     assert len({tuple(sequence.tokens) for sequence in group}) == 8
     assert [sequence.cached_tokens for sequence in group] == [0] + [2] * 7
@@ -145,7 +162,9 @@ def test_embedded_stop_tokens(engine: Engine) -> None:
     assert stopped.tokens == free.tokens[: at + 1]
     assert stopped.finish == {"type": "stop", "matched": stop}
     tokenizer = engine.model.tokenizer
-    assert stopped.text(tokenizer) == tokenizer.decode(stopped.tokens[:-1], skip_special_tokens=True)
+    assert stopped.text(tokenizer) == tokenizer.decode(
+        stopped.tokens[:-1], skip_special_tokens=True
+    )
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
@@ -169,15 +188,23 @@ def test_embedded_abort_of_one_job_leaves_the_others(engine: Engine) -> None:
     with held(engine):
         engine.submit([victim, other])
         until(lambda: engine.running == 8)
-        aborted = engine.call(lambda scheduler: scheduler.abort(lambda sequence: sequence.job is victim))
+        aborted = engine.call(
+            lambda scheduler: scheduler.abort(lambda sequence: sequence.job is victim)
+        )
     aborted.result(LIMIT_S)
-    assert {(sequence.finish or {})["type"] for sequence in victim.done.result(LIMIT_S)} == {"abort"}
+    assert {(sequence.finish or {})["type"] for sequence in victim.done.result(LIMIT_S)} == {
+        "abort"
+    }
     assert [len(sequence.tokens) for sequence in other.done.result(LIMIT_S)] == [60] * 4
     (again,) = run(engine, job([21], n=4, max_new_tokens=60, seed=1))
-    assert [sequence.tokens for sequence in again] == [sequence.tokens for sequence in other.sequences]
+    assert [sequence.tokens for sequence in again] == [
+        sequence.tokens for sequence in other.sequences
+    ]
 
 
-def test_embedded_an_update_changes_the_numbers_and_the_version(engine: Engine, model_dir: Path, tmp_path: Path) -> None:
+def test_embedded_an_update_changes_the_numbers_and_the_version(
+    engine: Engine, model_dir: Path, tmp_path: Path
+) -> None:
     new = write_model(tmp_path / "new", seed=1)
     engine.call(lambda scheduler: scheduler.pause("in_place")).result(LIMIT_S)
     waiting = job([20, 21, 22], n=2, seed=1, max_new_tokens=20)
@@ -191,7 +218,9 @@ def test_embedded_an_update_changes_the_numbers_and_the_version(engine: Engine, 
         assert sequence.spans() == [{"version": "1", "start": 0, "end": 20}]
 
 
-def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(engine: Engine, tmp_path: Path) -> None:
+def test_embedded_a_frozen_batch_refuses_to_flush_and_keeps_its_weights(
+    engine: Engine, tmp_path: Path
+) -> None:
     new = write_model(tmp_path / "new", seed=1)
     frozen = job([20], n=2, max_new_tokens=200)
     with held(engine):
@@ -225,10 +254,15 @@ def break_numbers(tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("spoil", [break_missing, break_shape, break_unknown, break_numbers])
 def test_embedded_bad_weights_are_refused_and_the_old_ones_serve(
-    engine: Engine, model_dir: Path, tmp_path: Path, spoil: Callable[[dict[str, torch.Tensor]], None]
+    engine: Engine,
+    model_dir: Path,
+    tmp_path: Path,
+    spoil: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
     before = run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens
-    tensors = {name: tensor * 2 for name, tensor in load_file(model_dir / "model.safetensors").items()}
+    tensors = {
+        name: tensor * 2 for name, tensor in load_file(model_dir / "model.safetensors").items()
+    }
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(BadWeights):
@@ -237,14 +271,18 @@ def test_embedded_bad_weights_are_refused_and_the_old_ones_serve(
     assert run(engine, job([20], temperature=0.0, max_new_tokens=10))[0][0].tokens == before
 
 
-def test_embedded_a_damaged_file_is_refused(engine: Engine, model_dir: Path, tmp_path: Path) -> None:
+def test_embedded_a_damaged_file_is_refused(
+    engine: Engine, model_dir: Path, tmp_path: Path
+) -> None:
     content = (model_dir / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(BadWeights):
         update_weights(engine, tmp_path, "9", True).result(LIMIT_S)
 
 
-def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(engine: Engine) -> None:
+def test_embedded_logits_that_are_not_finite_fail_their_job_and_leave_clean_rows(
+    engine: Engine,
+) -> None:
     chosen = job([20, 21], n=3, seed=2, max_new_tokens=10)
     (before,) = run(engine, chosen)
     weight = engine.model.module.model.norm.weight

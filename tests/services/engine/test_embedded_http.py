@@ -1,4 +1,5 @@
-"""The engine's HTTP API in a real process: many concurrent requests, clients that disconnect, bad input."""
+"""The engine's HTTP API in a real process: many concurrent requests, clients that disconnect, bad
+input."""
 
 import asyncio
 import contextlib
@@ -41,13 +42,22 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": IDS, "sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
     ({"input_ids": IDS, "sampling_params": {"n": 0}}, "sampling_params.n"),
     ({"input_ids": IDS, "sampling_params": {"n": 10**9}}, "sampling_params.n"),
-    ({"input_ids": IDS, "sampling_params": {"max_new_tokens": -1}}, "sampling_params.max_new_tokens"),
+    (
+        {"input_ids": IDS, "sampling_params": {"max_new_tokens": -1}},
+        "sampling_params.max_new_tokens",
+    ),
     ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 254}}, "max_new_tokens"),
-    ({"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
+    (
+        {"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}},
+        "sampling_params.max_new_tokens",
+    ),
     ({"input_ids": IDS, "sampling_params": {"stop": [3]}}, "sampling_params.stop"),
     ({"input_ids": IDS, "sampling_params": {"top_k": -2}}, "sampling_params.top_k"),
     ({"input_ids": IDS, "sampling_params": {"min_p": 1.5}}, "sampling_params.min_p"),
-    ({"input_ids": IDS, "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}}, "min_new_tokens"),
+    (
+        {"input_ids": IDS, "sampling_params": {"min_new_tokens": 5, "max_new_tokens": 4}},
+        "min_new_tokens",
+    ),
     ({"input_ids": IDS, "sampling_params": {"top_p": 0.5}, "return_sampling_mask": True}, "top_k"),
     ({"input_ids": IDS, "sampling_params": {"top_k": 5000}, "return_sampling_mask": True}, "top_k"),
     ({"input_ids": IDS, "sampling_params": 3}, "sampling_params"),
@@ -66,7 +76,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(directory: Path) -> Iterator[str]:
     model = write_model(directory / "model", seed=0)
-    with engine_process(model, directory / "log", "--max-context-tokens", "256", "--weight-version", "3") as (address, _):
+    with engine_process(
+        model, directory / "log", "--max-context-tokens", "256", "--weight-version", "3"
+    ) as (address, _):
         yield address
 
 
@@ -77,7 +89,10 @@ def client(url: str) -> Iterator[httpx.Client]:
 
 
 def alive(client: httpx.Client) -> None:
-    response = client.post("/generate", json={"input_ids": IDS, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}})
+    response = client.post(
+        "/generate",
+        json={"input_ids": IDS, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}},
+    )
     assert response.status_code == 200, response.text
     assert len(response.json()["output_ids"]) == 2
 
@@ -94,8 +109,13 @@ def test_embedded_bad_input_is_400_with_field_and_value_and_the_engine_lives(
     alive(client)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"input_ids": [NaN]}'])
-def test_embedded_bodies_that_are_not_usable_json_are_400(client: httpx.Client, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b'{"text": "\xff"}', b'{"text": "\\ud800"}', b'{"input_ids": [NaN]}'],
+)
+def test_embedded_bodies_that_are_not_usable_json_are_400(
+    client: httpx.Client, content: bytes
+) -> None:
     response = client.post("/generate", content=content, headers={"X-Request-Id": "no-type"})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["message"]
@@ -110,14 +130,22 @@ def test_embedded_bodies_that_are_not_usable_json_are_400(client: httpx.Client, 
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stop": 3}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tokenize": True}}),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "chat_template_kwargs": {"tokenize": True},
+            },
+        ),
         ("/pause_generation", {"mode": "sleep"}),
         ("/update_weights_from_disk", {}),
         ("/update_weights_from_disk", {"model_path": "/no/such/place"}),
         ("/update_weights_from_disk", {"model_path": "/", "load_format": "gguf"}),
     ],
 )
-def test_embedded_other_calls_refuse_bad_input_too(client: httpx.Client, path: str, body: Any) -> None:
+def test_embedded_other_calls_refuse_bad_input_too(
+    client: httpx.Client, path: str, body: Any
+) -> None:
     response = client.post(path, json=body)
     assert response.status_code == 400, response.text
     alive(client)
@@ -125,12 +153,18 @@ def test_embedded_other_calls_refuse_bad_input_too(client: httpx.Client, path: s
 
 async def test_embedded_three_hundred_requests_at_once(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=400, trust_env=False, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=400, trust_env=False, limits=limits
+    ) as client:
 
         async def one(index: int) -> tuple[int, int]:
             sampling = {"max_new_tokens": 1 + index % 7, "ignore_eos": True, "n": 2}
             response = await client.post(
-                "/generate", json={"input_ids": [10 + index % 200] * (1 + index % 30), "sampling_params": sampling}
+                "/generate",
+                json={
+                    "input_ids": [10 + index % 200] * (1 + index % 30),
+                    "sampling_params": sampling,
+                },
             )
             assert response.status_code == 200, response.text
             return len(response.json()), len(response.json()[1]["output_ids"])
@@ -144,12 +178,17 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directo
 
         async def sequences(count: int) -> None:
             async with asyncio.timeout(400):
-                while (await watcher.get("/v1/loads")).json()["aggregate"]["num_total_reqs"] != count:  # noqa: ASYNC110 - remote
+                while (await watcher.get("/v1/loads")).json()["aggregate"][  # noqa: ASYNC110
+                    "num_total_reqs"
+                ] != count:
                     await asyncio.sleep(0.01)
 
         await watcher.post("/pause_generation", json={"mode": "in_place"})
         async with httpx.AsyncClient(base_url=url, trust_env=False) as leaver:
-            body = {"input_ids": IDS, "sampling_params": {"n": 50, "max_new_tokens": 250, "ignore_eos": True}}
+            body = {
+                "input_ids": IDS,
+                "sampling_params": {"n": 50, "max_new_tokens": 250, "ignore_eos": True},
+            }
             request = asyncio.create_task(leaver.post("/generate", json=body, timeout=400))
             await sequences(50)
             request.cancel()
@@ -157,7 +196,9 @@ async def test_embedded_a_client_that_goes_away_frees_its_rows(url: str, directo
                 await request
         await sequences(0)
         await watcher.post("/continue_generation", json={})
-    assert "never retrieved" not in (directory / "log").read_text(), "that is no error of the engine"
+    assert "never retrieved" not in (directory / "log").read_text(), (
+        "that is no error of the engine"
+    )
 
 
 def test_embedded_metrics_count_tokens(client: httpx.Client) -> None:
@@ -184,8 +225,16 @@ def test_embedded_health_stays_while_paused(client: httpx.Client) -> None:
 
 def test_embedded_sigterm_ends_with_status_0(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", seed=0)
-    with engine_process(model, tmp_path / "log", "--max-context-tokens", "64") as (address, process):
-        assert httpx.get(f"{address}/model_info", trust_env=False, timeout=60).json()["max_context_tokens"] == 64
+    with engine_process(model, tmp_path / "log", "--max-context-tokens", "64") as (
+        address,
+        process,
+    ):
+        assert (
+            httpx.get(f"{address}/model_info", trust_env=False, timeout=60).json()[
+                "max_context_tokens"
+            ]
+            == 64
+        )
         process.terminate()
         assert process.wait(400) == 0
 
@@ -194,7 +243,14 @@ def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None
     """The supervisor notices at once, so nobody waits for a dead engine."""
     model, port = write_model(tmp_path / "model", seed=0), free_port()
     url, log = f"http://127.0.0.1:{port}", tmp_path / "log"
-    process = Forked("tests.support.workers.crashing_engine", "--model-path", str(model), "--port", str(port), log=log)
+    process = Forked(
+        "tests.support.workers.crashing_engine",
+        "--model-path",
+        str(model),
+        "--port",
+        str(port),
+        log=log,
+    )
     try:
         limit = time.monotonic() + 400
         while not answers(f"{url}/health"):
@@ -210,10 +266,16 @@ def test_embedded_a_crash_of_the_engine_ends_the_process(tmp_path: Path) -> None
         end(process)
 
 
-def test_embedded_assigned_but_unusable_gpus_end_the_process_with_the_reason(tmp_path: Path) -> None:
+def test_embedded_assigned_but_unusable_gpus_end_the_process_with_the_reason(
+    tmp_path: Path,
+) -> None:
     """The status is 78, on which the agent ends instead of restarting the engine."""
     model, log = write_model(tmp_path / "model", seed=0), tmp_path / "log"
-    given = {"SKYPILOT_JOBGROUP_NAME": "group", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    given = {
+        "SKYPILOT_JOBGROUP_NAME": "group",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     process = Forked("services.engine", "--model-path", str(model), log=log, env=os.environ | given)
     assert process.wait(400) == WRONG_SETTING
     reason = log.read_text().rstrip().splitlines()[-1]

@@ -1,4 +1,5 @@
-"""An engine that gives its memory to a trainer: SGLang's calls, and refusals where SGLang would exit."""
+"""An engine that gives its memory to a trainer: SGLang's calls, and refusals where SGLang would
+exit."""
 
 import asyncio
 import time
@@ -28,7 +29,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(directory: Path) -> Engine:
-    """Returns an engine whose weights have their own memory and whose KV cache has a fixed size, as on a GPU."""
+    """Returns an engine whose weights have their own memory and whose KV cache has a fixed size, as
+    on a GPU."""
     engine = Engine(Model(directory, 64), max_running=4)
     for parameter in engine.model.module.parameters():
         parameter.data = parameter.data.clone()
@@ -72,7 +74,9 @@ async def test_a_sleeping_engine_holds_no_memory_and_wakes_up_with_weights(
     assert await client.weight_version() == "3"
 
 
-async def test_requests_wait_while_it_sleeps_and_run_afterwards(engine: Engine, client: EngineClient, directory: Path) -> None:
+async def test_requests_wait_while_it_sleeps_and_run_afterwards(
+    engine: Engine, client: EngineClient, directory: Path
+) -> None:
     before = await _ids(client)
     long = BODY | {"sampling_params": {"max_new_tokens": 50, "temperature": 0.0}}
     with held(engine):
@@ -95,7 +99,9 @@ async def test_only_the_cache_sleeps_where_adapters_are_served(
     engine: Engine, client: EngineClient, directory: Path, tmp_path: Path
 ) -> None:
     write_adapter(tmp_path / "a", directory, seed=1)
-    await client.http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": str(tmp_path / "a")})
+    await client.http.post(
+        "/load_lora_adapter", json={"lora_name": "a", "lora_path": str(tmp_path / "a")}
+    )
     _, model = _held(engine)
     with pytest.raises(LoadFailed, match="adapters belong to these weights"):
         await client.sleep(["kv_cache", "weights"], LIMIT_S)
@@ -116,7 +122,9 @@ async def _refused(client: EngineClient, path: str, body: object) -> str:
     return response.text
 
 
-async def test_calls_that_would_end_sglang_are_refused(engine: Engine, client: EngineClient, directory: Path) -> None:
+async def test_calls_that_would_end_sglang_are_refused(
+    engine: Engine, client: EngineClient, directory: Path
+) -> None:
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     assert "was not released" in await _refused(client, resume, {"tags": ["kv_cache"]})
     assert "tags" in await _refused(client, release, {"tags": ["everything"]})
@@ -127,7 +135,9 @@ async def test_calls_that_would_end_sglang_are_refused(engine: Engine, client: E
         client, "/update_weights_from_disk", {"model_path": str(directory)}
     )
     await client.http.post(resume, json={})
-    assert "load the weights" in await _refused(client, "/continue_generation", {})  # the weights hold no values
+    assert "load the weights" in await _refused(
+        client, "/continue_generation", {}
+    )  # the weights hold no values
     await client.load(directory, "1", LIMIT_S)
     assert len(await _ids(client)) == 6
 
@@ -137,7 +147,9 @@ async def test_frozen_rows_keep_their_cache(engine: Engine, client: EngineClient
     with held(engine):
         running = asyncio.create_task(client.http.post("/generate", json=long))
         await _until(lambda: engine.running > 0)
-        pausing = asyncio.create_task(client.http.post("/pause_generation", json={"mode": "in_place"}))
+        pausing = asyncio.create_task(
+            client.http.post("/pause_generation", json={"mode": "in_place"})
+        )
         await _until(lambda: bool(engine._calls))
     assert (await pausing).status_code == 200
     assert "mode retract" in await _refused(client, "/release_memory_occupation", {})

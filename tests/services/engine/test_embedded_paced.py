@@ -1,4 +1,5 @@
-"""Completions split over several requests to the embedded engine: same result as one request, time limits, thoughts."""
+"""Completions split over several requests to the embedded engine: same result as one request, time
+limits, thoughts."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -35,12 +36,18 @@ async def client(model: Model) -> AsyncIterator[RolloutClient]:
         yield made
 
 
-async def test_embedded_slices_in_time_are_as_one_request(client: RolloutClient, model: Model) -> None:
+async def test_embedded_slices_in_time_are_as_one_request(
+    client: RolloutClient, model: Model
+) -> None:
     whole = (await client.generate(PROMPT, **GREEDY, shape={"ignore_eos": True}))[0]
     pace = RequestLimits(model.tokenizer, timeout_s=1e6)
     parts = (await client.generate(PROMPT, **GREEDY, shape={"ignore_eos": True}, pace=pace))[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
-    assert (parts.text, parts.finish_reason, parts.weight_versions) == (whole.text, "length", [(3, 0, 150)])
+    assert (parts.text, parts.finish_reason, parts.weight_versions) == (
+        whole.text,
+        "length",
+        [(3, 0, 150)],
+    )
     assert abs(parts.logprobs - whole.logprobs).max() < 1e-4
 
 
@@ -48,25 +55,38 @@ async def test_embedded_a_completion_is_cut_in_time(client: RolloutClient, model
     """The time is up after the first request of 64 tokens."""
     options = GREEDY | {"n": 3, "temperature": 1.0, "sampling_seed": 1}
     found = await client.generate(
-        PROMPT, **options, shape={"ignore_eos": True}, pace=RequestLimits(model.tokenizer, timeout_s=1e-9)
+        PROMPT,
+        **options,
+        shape={"ignore_eos": True},
+        pace=RequestLimits(model.tokenizer, timeout_s=1e-9),
     )
     assert [(len(each.token_ids), each.finish_reason) for each in found] == [(64, "length")] * 3
 
 
-async def test_embedded_a_stop_text_over_the_border_of_two_requests_ends_it(client: RolloutClient, model: Model) -> None:
+async def test_embedded_a_stop_text_over_the_border_of_two_requests_ends_it(
+    client: RolloutClient, model: Model
+) -> None:
     free = (await client.generate(PROMPT, **GREEDY, shape={"ignore_eos": True}))[0]
     border = free.token_ids.tolist()[62:67]  # the first request has 64 tokens
     stop = model.tokenizer.decode(border)
     shape = {"ignore_eos": True, "stop": [stop]}
     whole = (await client.generate(PROMPT, **GREEDY, shape=shape))[0]
-    parts = (await client.generate(PROMPT, **GREEDY, shape=shape, pace=RequestLimits(model.tokenizer, timeout_s=1e6)))[0]
+    parts = (
+        await client.generate(
+            PROMPT, **GREEDY, shape=shape, pace=RequestLimits(model.tokenizer, timeout_s=1e6)
+        )
+    )[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
     assert (parts.text, parts.finish_reason) == (whole.text, "stop")
     assert len(parts.logprobs) == len(parts.token_ids) == parts.weight_versions[-1][2]
 
 
-@pytest.mark.parametrize("shape", [{"ignore_eos": True}, {"ignore_eos": True, "top_k": 5, "top_p": 0.9}])
-async def test_embedded_a_thought_is_ended_after_its_budget(client: RolloutClient, model: Model, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "shape", [{"ignore_eos": True}, {"ignore_eos": True, "top_k": 5, "top_p": 0.9}]
+)
+async def test_embedded_a_thought_is_ended_after_its_budget(
+    client: RolloutClient, model: Model, shape: dict[str, Any]
+) -> None:
     prompt = model.tokenizer("2 + 3?<think>").input_ids
     end = model.tokenizer("\n</think>\n\n").input_ids
     options = GREEDY | {"n": 2, "temperature": 1.0, "max_new_tokens": 60, "sampling_seed": 4}

@@ -1,4 +1,5 @@
-"""Sampling: the right distribution and log-probabilities, and random numbers that depend only on seed and position."""
+"""Sampling: the right distribution and log-probabilities, and random numbers that depend only on
+seed and position."""
 
 import numpy as np
 import torch
@@ -9,7 +10,10 @@ ROWS = 20_000
 
 
 def drawn(
-    logits: torch.Tensor, temperature: torch.Tensor | float, top_p: torch.Tensor | float, uniform: torch.Tensor | float
+    logits: torch.Tensor,
+    temperature: torch.Tensor | float,
+    top_p: torch.Tensor | float,
+    uniform: torch.Tensor | float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns sampled tokens and their log-probabilities."""
     state = torch.zeros(len(FIELDS), len(logits), dtype=torch.float64)
@@ -20,9 +24,16 @@ def drawn(
     return tokens.long(), logprobs.float()
 
 
-def draw(logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return drawn(logits, temperature, top_p, torch.rand(len(logits), generator=generator, dtype=torch.float64))
+    return drawn(
+        logits,
+        temperature,
+        top_p,
+        torch.rand(len(logits), generator=generator, dtype=torch.float64),
+    )
 
 
 def test_embedded_sampling_follows_the_distribution_also_at_a_temperature() -> None:
@@ -87,8 +98,18 @@ def test_embedded_sampling_random_numbers_are_uniform_and_a_function_of_key_and_
     assert 0.999 < numbers.max() < 1
     assert abs(numbers.mean().item() - 0.5) < 0.01
     grid = numbers.view(200, 100)
-    assert abs(torch.corrcoef(torch.stack([grid[:-1].flatten(), grid[1:].flatten()]))[0, 1].item()) < 0.03
-    assert abs(torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[0, 1].item()) < 0.03
+    assert (
+        abs(torch.corrcoef(torch.stack([grid[:-1].flatten(), grid[1:].flatten()]))[0, 1].item())
+        < 0.03
+    )
+    assert (
+        abs(
+            torch.corrcoef(torch.stack([grid[:, :-1].flatten(), grid[:, 1:].flatten()]))[
+                0, 1
+            ].item()
+        )
+        < 0.03
+    )
 
 
 def kept_by_hand(probs: list[float], top_p: float, top_k: int, min_p: float) -> set[int]:
@@ -104,14 +125,25 @@ def kept_by_hand(probs: list[float], top_p: float, top_k: int, min_p: float) -> 
 
 
 def test_embedded_sampling_keeps_and_draws_what_the_definition_keeps() -> None:
-    """Random distributions and bounds; log-probabilities are relative to the kept tokens, without barred ones."""
+    """Random distributions and bounds; log-probabilities are relative to the kept tokens, without
+    barred ones."""
     rng = np.random.default_rng(5)
-    bounds = [(1.0, 9, 0.0), (0.8, 40, 0.0), (1.0, 40, 0.2), (0.9, 6, 0.05), (0.05, 40, 0.0), (1.0, 2, 0.0)]
+    bounds = [
+        (1.0, 9, 0.0),
+        (0.8, 40, 0.0),
+        (1.0, 40, 0.2),
+        (0.9, 6, 0.05),
+        (0.05, 40, 0.0),
+        (1.0, 2, 0.0),
+    ]
     for _ in range(20):
         logits = torch.tensor(rng.normal(size=40) * 2, dtype=torch.float32)
         barred, temperature = rng.choice(40, 3, replace=False), rng.uniform(0.5, 1.5)
         state = torch.zeros(len(FIELDS) + 3, len(bounds), dtype=torch.float64)
-        state[2], state[3], state[5], state[6] = temperature, *(torch.tensor(each) for each in zip(*bounds, strict=True))
+        state[2], state[3], state[5], state[6] = (
+            temperature,
+            *(torch.tensor(each) for each in zip(*bounds, strict=True)),
+        )
         state[4] = torch.tensor(rng.uniform(size=len(bounds)))
         state[7:] = torch.tensor(barred)[:, None]
         state[9, 0] = -1  # a row with fewer barred tokens

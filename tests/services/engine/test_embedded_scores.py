@@ -1,4 +1,5 @@
-"""The embedded engine as a teacher: log-probabilities of prompts in SGLang's form, alongside generating requests."""
+"""The embedded engine as a teacher: log-probabilities of prompts in SGLang's form, alongside
+generating requests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -33,7 +34,9 @@ def engine(model_dir: Path) -> Engine:
 @asynccontextmanager
 async def connected(engine: Engine) -> AsyncIterator[httpx.AsyncClient]:
     app = make_app(engine)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=300)
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=300
+    )
     async with app.router.lifespan_context(app), client:
         yield client
 
@@ -42,18 +45,30 @@ def ask(model_dir: Path, *bodies: dict[str, Any]) -> list[Any]:
     """Sends requests concurrently and returns their answers."""
 
     async def run() -> list[Any]:
-        async with connected(Engine(Model(model_dir, 256), max_running=8, weight_version="7")) as client:
-            answers = await asyncio.gather(*(client.post("/generate", json=body) for body in bodies))
+        async with connected(
+            Engine(Model(model_dir, 256), max_running=8, weight_version="7")
+        ) as client:
+            answers = await asyncio.gather(
+                *(client.post("/generate", json=body) for body in bodies)
+            )
             return [(answer.status_code, answer.json()) for answer in answers]
 
     return asyncio.run(run())
 
 
 def scoring(rows: Any, start: int = 0, **more: Any) -> dict[str, Any]:
-    return {"input_ids": rows, "sampling_params": ALONE, "return_logprob": True, "logprob_start_len": start, **more}
+    return {
+        "input_ids": rows,
+        "sampling_params": ALONE,
+        "return_logprob": True,
+        "logprob_start_len": start,
+        **more,
+    }
 
 
-def test_scores_are_those_of_transformers_in_sglangs_form(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_those_of_transformers_in_sglangs_form(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "SCORED_LOGITS", 300 * 12)  # scores one or two rows at a time
     (status, answers), (_, one) = ask(model_dir, scoring(ROWS, 1), scoring(ROWS[0]))
     assert (status, len(answers)) == (200, 4)
@@ -62,13 +77,17 @@ def test_scores_are_those_of_transformers_in_sglangs_form(model_dir: Path, monke
         assert [token for _, token, _ in pairs] == row[1:]
         assert pairs[0][0] is None  # SGLang gives no score for the first token
         np.testing.assert_allclose(
-            [pair[0] for pair in pairs[1:]], expected_logprobs(model_dir, None, row[:2], row[2:]), atol=2e-5
+            [pair[0] for pair in pairs[1:]],
+            expected_logprobs(model_dir, None, row[:2], row[2:]),
+            atol=2e-5,
         )
         assert (answer["output_ids"], answer["meta_info"]["completion_tokens"]) == ([], 0)
         assert answer["meta_info"]["weight_version"] == "7"
     pairs = one["meta_info"]["input_token_logprobs"]
     np.testing.assert_allclose(
-        [pair[0] for pair in pairs[1:]], expected_logprobs(model_dir, None, ROWS[0][:1], ROWS[0][1:]), atol=2e-5
+        [pair[0] for pair in pairs[1:]],
+        expected_logprobs(model_dir, None, ROWS[0][:1], ROWS[0][1:]),
+        atol=2e-5,
     )
 
 
@@ -82,7 +101,9 @@ def test_scoring_changes_nothing_for_requests_that_run(model_dir: Path) -> None:
     (_, beside), *scored = ask(model_dir, generating, *[scoring(ROWS) for _ in range(6)])
     for one, other in zip(alone, beside, strict=True):
         assert one["output_ids"] == other["output_ids"]
-        assert one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+        assert (
+            one["meta_info"]["output_token_logprobs"] == other["meta_info"]["output_token_logprobs"]
+        )
     assert all(status == 200 for status, _ in scored)
 
 
@@ -92,7 +113,11 @@ def test_a_text_is_read_by_the_tokenizer(model_dir: Path, engine: Engine) -> Non
     body = scoring([]) | {"text": text}
     greedy = {"sampling_params": {"temperature": 0, "max_new_tokens": 5}}
     (_, scored), (_, by_text), (_, by_ids), (_, several) = ask(
-        model_dir, body, {"text": text, **greedy}, {"input_ids": ids, **greedy}, {"text": [text, "a"], **greedy}
+        model_dir,
+        body,
+        {"text": text, **greedy},
+        {"input_ids": ids, **greedy},
+        {"text": [text, "a"], **greedy},
     )
     assert [token for _, token, _ in scored["meta_info"]["input_token_logprobs"]] == ids
     assert by_text["output_ids"] == by_ids["output_ids"] == several[0]["output_ids"]
@@ -115,7 +140,9 @@ def test_a_text_is_read_by_the_tokenizer(model_dir: Path, engine: Engine) -> Non
         ({"text": [1]}, "text"),
     ],
 )
-def test_what_the_engine_cannot_score_is_refused(model_dir: Path, change: dict[str, Any], field: str) -> None:
+def test_what_the_engine_cannot_score_is_refused(
+    model_dir: Path, change: dict[str, Any], field: str
+) -> None:
     ((status, answer),) = ask(model_dir, scoring(ROWS[0]) | change)
     assert status == 400, answer
     assert answer["error"]["field"] == field

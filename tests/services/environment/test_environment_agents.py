@@ -1,4 +1,5 @@
-"""Programs as agents: real processes and servers, three ways to give a reward, unrewarded failures, no leftovers."""
+"""Programs as agents: real processes and servers, three ways to give a reward, unrewarded failures,
+no leftovers."""
 
 import asyncio
 import sys
@@ -42,7 +43,9 @@ REWARDS: dict[str, dict[str, float]] = {
 }
 
 
-async def test_a_program_gives_its_reward_by_a_file_or_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_program_gives_its_reward_by_a_file_or_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "of-the-server")
     monkeypatch.setenv("MY_SECRET", "of-the-server")
     async with served(NAME, lambda _: "3") as server:
@@ -82,7 +85,12 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
     async with served(NAME, lambda _: "3") as server:
         for mode, (status, detail) in FAILURES.items():
             episode = await play(server, mode)
-            assert (mode, episode.status, episode.reward, episode.sequences) == (mode, status, None, [])
+            assert (mode, episode.status, episode.reward, episode.sequences) == (
+                mode,
+                status,
+                None,
+                [],
+            )
             assert detail in episode.detail
         server.engine.failures = 3
         episode = await play(server, "number")
@@ -97,7 +105,9 @@ async def test_limit_is_a_stop_reason_even_if_it_makes_the_program_fail() -> Non
         assert {sequence.finish_reason for sequence in episode.sequences} == {"length"}
     async with served(NAME, lambda _: "3" * 400) as server:
         episode = await play(server, "crash")
-        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "length", None), "its answer was cut"
+        assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "length", None), (
+            "its answer was cut"
+        )
 
 
 def noted(pids: Path) -> list[int]:
@@ -105,7 +115,7 @@ def noted(pids: Path) -> list[int]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    while not holds():  # noqa: ASYNC110 - the end of another process raises no event
+    while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -116,15 +126,25 @@ async def gone(pids: Path, count: int) -> None:
     await until(lambda: not any(alive(pid) for pid in found))
 
 
-async def test_program_leaves_no_process_or_session_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_program_leaves_no_process_or_session_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agent, "GRACE_S", 0.1)
     async with served(NAME, lambda _: "3") as server:
-        for mode, status, count, deadline_s in (("leaves", "ok", 2, 60), ("lingers", "ok", 1, 60), ("hangs", "timeout", 2, 8)):
+        for mode, status, count, deadline_s in (
+            ("leaves", "ok", 2, 60),
+            ("lingers", "ok", 1, 60),
+            ("hangs", "timeout", 2, 8),
+        ):
             request = request_for(NAME, mode, deadline_s=deadline_s)
             request.request_id, pids = mode, tmp_path / mode
             request.task.columns = {"pids": str(pids)}
             (episode,) = await server.client.episodes(request)
-            assert (mode, episode.status, episode.reward) == (mode, status, 1.0 if status == "ok" else None)
+            assert (mode, episode.status, episode.reward) == (
+                mode,
+                status,
+                1.0 if status == "ok" else None,
+            )
             await gone(pids, count)
         request.request_id, request.limits.deadline_s, pids = "deleted", 600, tmp_path / "deleted"
         request.task.columns = {"pids": str(pids)}
@@ -137,9 +157,14 @@ async def test_program_leaves_no_process_or_session_behind(tmp_path: Path, monke
 
 
 async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
-    async with served(f"agent:sh -c 'printf %s \"$0\" >{tmp_path}/told' {{prompt}}", lambda _: "3") as server:
+    async with served(
+        f"agent:sh -c 'printf %s \"$0\" >{tmp_path}/told' {{prompt}}", lambda _: "3"
+    ) as server:
         episode = await play(server, "what; is $(it)?")
-        assert (episode.status, episode.detail) == ("error", "the model was not asked: nothing to train on")
+        assert (episode.status, episode.detail) == (
+            "error",
+            "the model was not asked: nothing to train on",
+        )
         assert (tmp_path / "told").read_text() == "what; is $(it)?"
         for prompt in ("nothing\0else", "x" * 200_000):
             episode = await play(server, prompt)
@@ -157,10 +182,19 @@ def agent_app(told: list[dict[str, Any]], release: asyncio.Event) -> FastAPI:
         if mode == "hangs":
             await release.wait()
         session = task["session"]
-        async with httpx.AsyncClient(headers={"x-api-key": session["api_key"]}, timeout=400) as client:
+        async with httpx.AsyncClient(
+            headers={"x-api-key": session["api_key"]}, timeout=400
+        ) as client:
             body = {"messages": task["messages"]}
-            (await client.post(f"{session['anthropic_base_url']}/v1/messages", json=body)).raise_for_status()
-        answers = {"ok": (200, b'{"right": 1}'), "nothing": (204, b""), "fails": (503, b"busy"), "refuses": (404, b"no")}
+            (
+                await client.post(f"{session['anthropic_base_url']}/v1/messages", json=body)
+            ).raise_for_status()
+        answers = {
+            "ok": (200, b'{"right": 1}'),
+            "nothing": (204, b""),
+            "fails": (503, b"busy"),
+            "refuses": (404, b"no"),
+        }
         status, content = answers.get(mode, (200, b"<html>"))
         return Response(content, status)
 
@@ -182,7 +216,10 @@ async def test_an_agent_behind_a_url() -> None:
     release = asyncio.Event()
     sock = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    async with served(f"agent:{url}/ok", lambda _: "3") as server, serving(agent_app(told, release), sock):
+    async with (
+        served(f"agent:{url}/ok", lambda _: "3") as server,
+        serving(agent_app(told, release), sock),
+    ):
         kind: Any = server.service.environment
         for mode, (status, reward, detail) in ANSWERS.items():
             kind._url = f"{url}/{mode}"

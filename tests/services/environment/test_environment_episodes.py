@@ -1,4 +1,5 @@
-"""Episodes over HTTP: TRL's environment classes, several turns, failures that are never a zero, repeated requests."""
+"""Episodes over HTTP: TRL's environment classes, several turns, failures that are never a zero,
+repeated requests."""
 
 import asyncio
 import json
@@ -45,7 +46,9 @@ async def test_a_class_written_for_trl_runs_unchanged() -> None:
         assert "get_reward" not in text
         sampled = sequence.token_ids[sequence.mask == 1].tolist()
         tokenizer = server.engine.tokenizer
-        assert sampled == letters(tokenizer, call("add", a=1, b=2)) + letters(tokenizer, "so it is 3")
+        assert sampled == letters(tokenizer, call("add", a=1, b=2)) + letters(
+            tokenizer, "so it is 3"
+        )
         assert "<tool_response>\n3\n</tool_response>" in sequence.text
         assert sequence.weight_versions == [(3, 0, len(sequence.token_ids))]
 
@@ -82,13 +85,22 @@ class Ungraded:
 
 
 TOLD = {
-    "unknown tool": (call("multiply", a=1, b=2), "error: there is no tool multiply; the tools are: add, broken"),
+    "unknown tool": (
+        call("multiply", a=1, b=2),
+        "error: there is no tool multiply; the tools are: add, broken",
+    ),
     "wrong arguments": (call("add", a=1), "error: add: missing a required argument: 'b'"),
-    "further argument": (call("add", a=1, b=2, c=3), "error: add: got an unexpected keyword argument 'c'"),
+    "further argument": (
+        call("add", a=1, b=2, c=3),
+        "error: add: got an unexpected keyword argument 'c'",
+    ),
     "tool raises": (call("broken"), "error: RuntimeError: out of order"),
     "private": (call("__init__"), "error: there is no tool __init__"),
     "reward": (call("get_reward"), "error: there is no tool get_reward"),
-    "no JSON": ('<tool_call>\n{"name": add}\n</tool_call>', "The tool call could not be read. the tool call is not JSON"),
+    "no JSON": (
+        '<tool_call>\n{"name": add}\n</tool_call>',
+        "The tool call could not be read. the tool call is not JSON",
+    ),
     "no name": ('<tool_call>\n{"arguments": {}}\n</tool_call>', "the tool call has no name"),
 }
 
@@ -109,7 +121,9 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize(("mode", "status", "detail"), [(mode, *rest) for mode, rest in LOST.items()], ids=LOST)
+@pytest.mark.parametrize(
+    ("mode", "status", "detail"), [(mode, *rest) for mode, rest in LOST.items()], ids=LOST
+)
 async def test_a_failure_has_a_name_and_no_reward(mode: str, status: str, detail: str) -> None:
     async with served(Faulty, lambda _: "done") as server:
         (episode,) = await server.client.episodes(request_for(NAMES[Faulty], mode))
@@ -144,17 +158,24 @@ async def test_a_tool_that_hangs_is_a_timeout_without_a_reward() -> None:
             (episode,) = await server.client.episodes(request_for(NAMES[Faulty], deadline_s=0.2))
         finally:
             Faulty.release.set()
-        assert (episode.status, episode.stop_reason, episode.reward) == ("timeout", "deadline", None)
+        assert (episode.status, episode.stop_reason, episode.reward) == (
+            "timeout",
+            "deadline",
+            None,
+        )
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"), [({"turns": 1}, "turns"), ({"tool_calls": 1}, "tool_calls"), ({"context": 700}, "context")]
+    ("limits", "reason"),
+    [({"turns": 1}, "turns"), ({"tool_calls": 1}, "tool_calls"), ({"context": 700}, "context")],
 )
 async def test_a_limit_is_a_stop_reason_with_a_reward(limits: dict[str, Any], reason: str) -> None:
     async with served(Calculator, lambda _: call("add", a=1, b=2)) as server:
         (episode,) = await server.client.episodes(request_for(NAMES[Calculator], **limits))
         assert (episode.status, episode.stop_reason, episode.reward) == ("ok", reason, 1.0)
-        assert episode.sequences[0].finish_reason == "length", "so algorithm.mask_truncated decides whether it is trained"
+        assert episode.sequences[0].finish_reason == "length", (
+            "so algorithm.mask_truncated decides whether it is trained"
+        )
 
 
 async def test_observation_of_ten_megabytes_ends_the_context() -> None:
@@ -166,7 +187,9 @@ async def test_observation_of_ten_megabytes_ends_the_context() -> None:
 async def test_a_request_sent_again_gets_the_same_episodes() -> None:
     async with served(Calculator, calculates) as server:
         request = request_for(NAMES[Calculator], n=2)
-        one, other = await asyncio.gather(server.client.episodes(request), server.client.episodes(request))
+        one, other = await asyncio.gather(
+            server.client.episodes(request), server.client.episodes(request)
+        )
         third = await server.client.episodes(request)
         assert codec.encode(one) == codec.encode(other) == codec.encode(third)
         assert len(server.engine.asked) == 4
@@ -221,22 +244,32 @@ class Graded(Guess):
         """Returns a reward for every turn, or an invalid value for some problems."""
         if self.wanted == "9":
             return [0.5]
-        return [0.25 * i for i in range(self.guesses)] if self.wanted != "8" else [math.nan] * self.guesses
+        return (
+            [0.25 * i for i in range(self.guesses)]
+            if self.wanted != "8"
+            else [math.nan] * self.guesses
+        )
 
 
 async def test_rewards_of_single_answers_are_on_their_turns_and_in_the_reward() -> None:
     async with served(Graded, lambda text: str(text.count("higher") + 1)) as server:
-        (episode,) = await server.client.episodes(request_for(f"python:{__name__}:Graded", truth="3"))
+        (episode,) = await server.client.episodes(
+            request_for(f"python:{__name__}:Graded", truth="3")
+        )
         (sequence,) = episode.sequences
         assert [turn.reward for turn in sequence.turns] == [0.0, 0.25, 0.5]
         assert episode.reward == 1.0 - 0.25 * 3 + 0.75
         assert episode.components == {"found": 1.0, "guesses": -0.75}
 
 
-@pytest.mark.parametrize(("truth", "reason"), [("9", "a number for each of the"), ("8", "a finite number")])
+@pytest.mark.parametrize(
+    ("truth", "reason"), [("9", "a number for each of the"), ("8", "a finite number")]
+)
 async def test_wrong_rewards_of_answers_are_an_error(truth: str, reason: str) -> None:
     async with served(Graded, lambda text: str(text.count("higher") + 1)) as server:
-        (episode,) = await server.client.episodes(request_for(f"python:{__name__}:Graded", truth=truth, turns=20))
+        (episode,) = await server.client.episodes(
+            request_for(f"python:{__name__}:Graded", truth=truth, turns=20)
+        )
         assert (episode.status, episode.reward) == ("error", None)
         assert "get_turn_rewards returned" in episode.detail
         assert reason in episode.detail
@@ -259,7 +292,10 @@ async def test_json_and_msgpack_carry_the_same() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "task.env": ({"task": {"env": "python:os:system", "prompt": "x"}}, "there is no such environment"),
+    "task.env": (
+        {"task": {"env": "python:os:system", "prompt": "x"}},
+        "there is no such environment",
+    ),
     "n": ({"n": 0}, "greater than 0"),
     "request_id": ({"request_id": "../x"}, "match"),
     "sampling.max_new_tokens": ({"sampling": {"max_new_tokens": 0}}, "greater than 0"),
@@ -272,7 +308,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 async def test_bad_requests_are_refused_with_the_field(field: str) -> None:
     async with served(Calculator, calculates) as server:
         change, reason = BAD[field]
-        answer = await server.http.post("/episodes", json=request_for(NAMES[Calculator]).model_dump() | change)
+        answer = await server.http.post(
+            "/episodes", json=request_for(NAMES[Calculator]).model_dump() | change
+        )
         assert answer.status_code == 422
         error = answer.json()["error"]
         assert error["field"] == field
@@ -350,6 +388,8 @@ async def test_the_built_in_tool_runs_programs_in_the_sandbox() -> None:
     replies = iter([*(call("python", code=code) for code, _ in asked), "done"])
     async with served("python", lambda _: next(replies)) as server:
         (episode,) = await server.client.episodes(request_for("python"))
-        assert (episode.status, episode.reward, episode.answer) == ("ok", None, "done"), episode.detail
+        assert (episode.status, episode.reward, episode.answer) == ("ok", None, "done"), (
+            episode.detail
+        )
         missing = [name for name, text in texts.items() if text not in episode.sequences[0].text]
         assert missing == [], episode.sequences[0].text

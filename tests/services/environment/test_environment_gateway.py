@@ -1,4 +1,5 @@
-"""The gateway's three APIs: a conversation with a tool in each, keys, streams, and calls to ended sessions."""
+"""The gateway's three APIs: a conversation with a tool in each, keys, streams, and calls to ended
+sessions."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -27,7 +28,9 @@ async def opened() -> AsyncIterator[tuple[Served, Session]]:
         yield server, server.service.open_session(request_for(NAME))
 
 
-async def post(server: Served, session: Session, path: str, body: Any, key: str | None = None) -> httpx.Response:
+async def post(
+    server: Served, session: Session, path: str, body: Any, key: str | None = None
+) -> httpx.Response:
     headers = {"authorization": f"Bearer {session.id if key is None else key}"}
     return await server.http.post(f"/sessions/{session.id}/v1/{path}", json=body, headers=headers)
 
@@ -37,39 +40,80 @@ def one_sequence(server: Served, session: Session) -> None:
     session.close()
     (sequence,) = session.sequences()
     tokenizer = server.engine.tokenizer
-    assert sequence.token_ids[sequence.mask == 1].tolist() == letters(tokenizer, CALL) + letters(tokenizer, "it is 3")
+    assert sequence.token_ids[sequence.mask == 1].tolist() == letters(tokenizer, CALL) + letters(
+        tokenizer, "it is 3"
+    )
     assert len(sequence.turns) == 2
 
 
 async def test_chat_completions_with_a_tool() -> None:
-    tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA},
+        }
+    ]
     async with opened() as (server, session):
         chat: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
-        first = (await post(server, session, "chat/completions", {"model": "m", "messages": chat, "tools": tools})).json()
+        first = (
+            await post(
+                server,
+                session,
+                "chat/completions",
+                {"model": "m", "messages": chat, "tools": tools},
+            )
+        ).json()
         (choice,) = first["choices"]
         assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
         assert choice["message"]["reasoning_content"] == "add them"
         (call,) = choice["message"]["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"a": 1, "b": 2}
-        chat += [choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": [{"type": "text", "text": "3"}]}]
+        chat += [
+            choice["message"],
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": [{"type": "text", "text": "3"}],
+            },
+        ]
         body = {"model": "m", "messages": chat, "tools": tools, "temperature": 0.1, "max_tokens": 2}
         second = (await post(server, session, "chat/completions", body)).json()
         assert second["choices"][0]["message"]["content"] == "it is 3"
         sampling = server.engine.asked[1]["sampling_params"]
-        assert (sampling["temperature"], sampling["max_new_tokens"]) == (1.0, 300), "the run's, not the program's"
+        assert (sampling["temperature"], sampling["max_new_tokens"]) == (1.0, 300), (
+            "the run's, not the program's"
+        )
         usage = second["usage"]
-        assert usage["total_tokens"] == usage["prompt_tokens"] + len(letters(server.engine.tokenizer, "it is 3"))
+        assert usage["total_tokens"] == usage["prompt_tokens"] + len(
+            letters(server.engine.tokenizer, "it is 3")
+        )
         one_sequence(server, session)
 
 
 async def test_responses_with_a_tool() -> None:
-    tools = [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}]
+    tools = [
+        {
+            "type": "function",
+            "name": "add",
+            "description": "Adds.",
+            "parameters": SCHEMA,
+            "strict": True,
+        }
+    ]
     async with opened() as (server, session):
-        begin: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}]
-        first = (await post(server, session, "responses", {"model": "m", "input": begin, "tools": tools})).json()
+        begin: list[dict[str, Any]] = [
+            {"role": "user", "content": [{"type": "input_text", "text": "1+2?"}]}
+        ]
+        first = (
+            await post(server, session, "responses", {"model": "m", "input": begin, "tools": tools})
+        ).json()
         thought, call = first["output"]
         assert (thought["type"], thought["content"][0]["text"]) == ("reasoning", "add them")
-        assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 1, "b": 2})
+        assert (call["type"], call["name"], json.loads(call["arguments"])) == (
+            "function_call",
+            "add",
+            {"a": 1, "b": 2},
+        )
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         body = {"model": "m", "input": [*begin, thought, call, result], "tools": tools}
         second = (await post(server, session, "responses", body)).json()
@@ -83,13 +127,22 @@ async def test_messages_with_a_tool() -> None:
     async with opened() as (server, session):
         chat: list[dict[str, Any]] = [{"role": "user", "content": "1+2?"}]
         body = {"model": "m", "max_tokens": 5, "messages": chat, "tools": tools}
-        answer = await server.http.post(f"/sessions/{session.id}/v1/messages", json=body, headers={"x-api-key": session.id})
+        answer = await server.http.post(
+            f"/sessions/{session.id}/v1/messages", json=body, headers={"x-api-key": session.id}
+        )
         first = answer.json()
         thought, call = first["content"]
         assert (first["stop_reason"], thought["type"]) == ("tool_use", "thinking")
         assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1, "b": 2})
-        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "3"}]}
-        chat += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": [result]}]
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call["id"],
+            "content": [{"type": "text", "text": "3"}],
+        }
+        chat += [
+            {"role": "assistant", "content": first["content"]},
+            {"role": "user", "content": [result]},
+        ]
         second = (await post(server, session, "messages", body | {"messages": chat})).json()
         assert (second["stop_reason"], second["content"][0]["text"]) == ("end_turn", "it is 3")
         one_sequence(server, session)
@@ -105,11 +158,19 @@ async def test_a_stream_is_written_from_the_whole_answer() -> None:
         chat = [{"role": "user", "content": "1+2?"}, {"role": "user", "content": "<tool_response>"}]
         read: dict[str, Callable[[list[dict[str, Any]]], str]] = {
             "chat/completions": lambda found: found[0]["choices"][0]["delta"]["content"],
-            "responses": lambda found: next(e["delta"] for e in found if e["type"] == "response.output_text.delta"),
-            "messages": lambda found: next(e["delta"]["text"] for e in found if e["type"] == "content_block_delta"),
+            "responses": lambda found: next(
+                e["delta"] for e in found if e["type"] == "response.output_text.delta"
+            ),
+            "messages": lambda found: next(
+                e["delta"]["text"] for e in found if e["type"] == "content_block_delta"
+            ),
         }
         for path, text in read.items():
-            body = {"model": "m", "stream": True, "input" if path == "responses" else "messages": chat}
+            body = {
+                "model": "m",
+                "stream": True,
+                "input" if path == "responses" else "messages": chat,
+            }
             answer = await post(server, session, path, body)
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert text(events(answer.text)) == "it is 3"
@@ -119,7 +180,10 @@ async def test_a_stream_is_written_from_the_whole_answer() -> None:
 async def test_a_retry_replays_the_answer() -> None:
     async with opened() as (server, session):
         body = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
-        answers = [(await post(server, session, "chat/completions", body)).json()["choices"] for _ in range(3)]
+        answers = [
+            (await post(server, session, "chat/completions", body)).json()["choices"]
+            for _ in range(3)
+        ]
         assert answers[0] == answers[1] == answers[2]
         assert len(server.engine.asked) == 1
         await post(server, session, "chat/completions", body | {"seed": 1})
@@ -132,7 +196,9 @@ async def test_a_forged_key_is_refused_before_anything_is_read(key: str | None) 
         headers = [(b"x-request-id", b"1")]
         if key is not None:
             headers.append((b"authorization", f"Bearer {key}".encode()))
-        answer = await server.http.post(f"/sessions/{session.id}/v1/messages", content=b"{", headers=headers)
+        answer = await server.http.post(
+            f"/sessions/{session.id}/v1/messages", content=b"{", headers=headers
+        )
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "unauthorized")
         assert server.engine.asked == []
 
@@ -141,7 +207,9 @@ async def test_unknown_and_ended_sessions_are_refused() -> None:
     async with opened() as (server, session):
         body = {"messages": [{"role": "user", "content": "x"}]}
         headers = {"authorization": "Bearer other"}
-        answer = await server.http.post("/sessions/other/v1/chat/completions", json=body, headers=headers)
+        answer = await server.http.post(
+            "/sessions/other/v1/chat/completions", json=body, headers=headers
+        )
         assert answer.status_code == 404
         server.service.close_session(session)
         answer = await post(server, session, "chat/completions", body)
@@ -155,14 +223,18 @@ async def test_a_reward_call_ends_the_session() -> None:
 
         async def reward(given: Any, key: str = session.id) -> int:
             headers = {"authorization": f"Bearer {key}"}
-            answer = await server.http.post(f"/sessions/{session.id}/reward", json=given, headers=headers)
+            answer = await server.http.post(
+                f"/sessions/{session.id}/reward", json=given, headers=headers
+            )
             return answer.status_code
 
         assert await reward(1.0, "forged") == 401
         wrong: list[Any] = ["high", None, [], {}, {"part": "x"}, {"part": [1.0]}]
         assert [await reward(given) for given in wrong] == [422] * 6
         assert not session.graded.is_set()
-        assert [await reward({"part": 1.0}) for _ in range(2)] == [200, 200], "a call sent again is the same call"
+        assert [await reward({"part": 1.0}) for _ in range(2)] == [200, 200], (
+            "a call sent again is the same call"
+        )
         assert await reward(0.5) == 409
         assert (await post(server, session, "chat/completions", body)).status_code == 410
         server.service.close_session(session)
@@ -171,7 +243,11 @@ async def test_a_reward_call_ends_the_session() -> None:
 
 BAD: dict[str, tuple[str, Any, str]] = {
     "no mapping": ("chat/completions", [1], "body"),
-    "several answers": ("chat/completions", {"n": 4, "messages": [{"role": "user", "content": "x"}]}, "n"),
+    "several answers": (
+        "chat/completions",
+        {"n": 4, "messages": [{"role": "user", "content": "x"}]},
+        "n",
+    ),
     "no messages": ("chat/completions", {}, "messages"),
     "no messages of Anthropic's": ("messages", {"messages": []}, "messages"),
     "an image": (
@@ -179,14 +255,22 @@ BAD: dict[str, tuple[str, Any, str]] = {
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         "messages[0].content[0].type",
     ),
-    "stored answers": ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    "stored answers": (
+        "responses",
+        {"input": "x", "previous_response_id": "resp_1"},
+        "previous_response_id",
+    ),
     "an item": ("responses", {"input": [{"type": "computer_call"}]}, "input[0].type"),
     "a tool": (
         "responses",
         {"input": "x", "tools": [{"type": "web_search"}]},
         "tools[0]",
     ),
-    "tools": ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}}, "tools"),
+    "tools": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "tools": {"a": 1}},
+        "tools",
+    ),
 }
 
 
@@ -199,13 +283,20 @@ async def test_bad_calls_name_the_field(kind: str) -> None:
         assert answer.json()["error"]["field"] == field
 
 
-async def test_with_a_token_of_the_run_programs_need_only_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_a_token_of_the_run_programs_need_only_their_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("API_TOKEN", "the-token-of-this-run")
     async with opened() as (server, session):
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert (await post(server, session, "chat/completions", body)).status_code == 200
         keyed = {"authorization": f"Bearer {session.id}"}
-        for method, path in (("POST", "/episodes"), ("GET", "/stats"), ("GET", "/sessions"), ("DELETE", "/episodes/r1")):
+        for method, path in (
+            ("POST", "/episodes"),
+            ("GET", "/stats"),
+            ("GET", "/sessions"),
+            ("DELETE", "/episodes/r1"),
+        ):
             answer = await server.http.request(method, path, headers=keyed, json={})
             assert answer.status_code == 401, "a session's key opens nothing else"
 
@@ -233,7 +324,13 @@ WHOLE: dict[str, dict[str, Any]] = {
                 "role": "assistant",
                 "content": None,
                 "reasoning_content": "add",
-                "tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+                "tool_calls": [
+                    {
+                        "id": "c",
+                        "type": "function",
+                        "function": {"name": "add", "arguments": '{"a": 1}'},
+                    }
+                ],
             },
             {"role": "tool", "tool_call_id": "c", "name": "add", "content": "3"},
         ],
@@ -244,8 +341,16 @@ WHOLE: dict[str, dict[str, Any]] = {
     "responses": {
         "instructions": "Calculate.",
         "input": [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1+2?"}]},
-            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "add"}]},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "1+2?"}],
+            },
+            {
+                "type": "reasoning",
+                "summary": [],
+                "content": [{"type": "reasoning_text", "text": "add"}],
+            },
             {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 1}'},
             {"type": "function_call_output", "call_id": "c", "output": "3"},
         ],
@@ -262,7 +367,10 @@ WHOLE: dict[str, dict[str, Any]] = {
                     {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}},
                 ],
             },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}],
+            },
         ],
         "tools": [{"name": "add", "description": "Adds.", "input_schema": SCHEMA}],
     },

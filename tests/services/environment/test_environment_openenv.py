@@ -1,4 +1,5 @@
-"""OpenEnv's protocol, spoken by test servers: an absent, full, lost or wrong server never gives a reward."""
+"""OpenEnv's protocol, spoken by test servers: an absent, full, lost or wrong server never gives a
+reward."""
 
 import asyncio
 import json
@@ -15,27 +16,40 @@ from services.environment.kinds import load_kind
 from services.http.app import listen
 from tests.support.environments import request_for, served
 
-TEXT = {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]}
+TEXT = {
+    "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},
+    "required": ["message"],
+}
 
 
 class Server:
     """Answers each kind of message as its test defines."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.told, self.open, self.schema, self.full = answers, list[Any](), 0, dict(TEXT), 0
+        self.answers, self.told, self.open, self.schema, self.full = (
+            answers,
+            list[Any](),
+            0,
+            dict(TEXT),
+            0,
+        )
 
     async def ws(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         if self.full:
             self.full -= 1
-            await socket.send_json({"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}})
+            await socket.send_json(
+                {"type": "error", "data": {"code": "CAPACITY_REACHED", "message": "full"}}
+            )
             await socket.close()
             return socket
         self.open += 1
         try:
             async for message in socket:
-                if message.type is WSMsgType.TEXT and not await self.answer(socket, json.loads(message.data)):
+                if message.type is WSMsgType.TEXT and not await self.answer(
+                    socket, json.loads(message.data)
+                ):
                     break
         finally:
             self.open -= 1
@@ -46,10 +60,15 @@ class Server:
         if kind == "close":
             return False
         if kind == "mcp":
-            await socket.send_json({"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}})
+            await socket.send_json(
+                {"type": "mcp", "data": {"jsonrpc": "2.0", "id": 1, "result": {"tools": []}}}
+            )
             return True
         self.told.append(message)
-        usual = {"type": "observation", "data": {"observation": {"text": "go on"}, "reward": 0.5, "done": kind == "step"}}
+        usual = {
+            "type": "observation",
+            "data": {"observation": {"text": "go on"}, "reward": 0.5, "done": kind == "step"},
+        }
         found = self.answers.get(kind, usual)
         if found == "end":
             return False
@@ -65,7 +84,13 @@ class Server:
 
 async def play(server: Server, **limits: Any) -> Episode:
     app = web.Application()
-    app.add_routes([web.get("/ws", server.ws), web.get("/schema", server.page), web.get("/health", server.page)])
+    app.add_routes(
+        [
+            web.get("/ws", server.ws),
+            web.get("/schema", server.page),
+            web.get("/health", server.page),
+        ]
+    )
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     sock = listen("127.0.0.1", 0)
@@ -74,7 +99,7 @@ async def play(server: Server, **limits: Any) -> Episode:
     try:
         async with served(name, lambda _: "3") as here:
             (episode,) = await here.client.episodes(request_for(name, **limits))
-            while server.open:  # noqa: ASYNC110 - the server notices the disconnect by itself
+            while server.open:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             return episode
     finally:
@@ -101,20 +126,38 @@ async def test_steps_without_a_reward_leave_the_answer_to_the_reward_functions()
 
 
 async def test_an_observation_of_ten_megabytes_is_a_limit() -> None:
-    episode = await play(Server(step=observed(observation={"text": "x" * 10_000_000}, reward=0.25, done=False)))
+    episode = await play(
+        Server(step=observed(observation={"text": "x" * 10_000_000}, reward=0.25, done=False))
+    )
     assert (episode.status, episode.stop_reason, episode.reward) == ("ok", "context", 0.25)
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "lost at reset": ({"reset": "end"}, "died", "ended the connection"),
     "lost at step": ({"step": "end"}, "died", "ended the connection"),
-    "no session": ({"reset": {"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no image"}}}, "died", "no image"),
-    "refused": ({"step": {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of order"}}}, "error", "order"),
+    "no session": (
+        {"reset": {"type": "error", "data": {"code": "FACTORY_ERROR", "message": "no image"}}},
+        "died",
+        "no image",
+    ),
+    "refused": (
+        {"step": {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "out of order"}}},
+        "error",
+        "order",
+    ),
     "no JSON": ({"reset": "<html>"}, "error", "answer is not JSON"),
     "no mapping": ({"reset": "[]"}, "error", "answered []"),
     "no observation": ({"step": {"type": "state", "data": {}}}, "error", "answered a step with"),
-    "no reward": ({"step": observed(observation={}, reward="much", done=True)}, "error", "the reward of a step is much"),
-    "NaN": ({"step": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'}, "error", "is nan"),
+    "no reward": (
+        {"step": observed(observation={}, reward="much", done=True)},
+        "error",
+        "the reward of a step is much",
+    ),
+    "NaN": (
+        {"step": '{"type": "observation", "data": {"observation": {}, "reward": NaN}}'},
+        "error",
+        "is nan",
+    ),
     "hangs": ({"step": "hang"}, "timeout", "it took longer"),
 }
 
@@ -144,7 +187,9 @@ async def test_a_command_that_ends_says_why() -> None:
         assert "ended with status 1 before it answered: no such app" in episode.detail
 
 
-@pytest.mark.parametrize(("name", "reason"), [("openenv:sh -c true", "has no {port}"), ("openenv:nowhere", "no program")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("openenv:sh -c true", "has no {port}"), ("openenv:nowhere", "no program")]
+)
 def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")

@@ -1,4 +1,5 @@
-"""The sequences and masks that sessions record, checked by hand: no answer is ever tokenised again."""
+"""The sequences and masks that sessions record, checked by hand: no answer is ever tokenised
+again."""
 
 import asyncio
 import json
@@ -11,13 +12,29 @@ from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError, InvalidInput
 from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence
 from services.environment.messages import parse_messages
-from services.environment.session import CallAnswer, LimitReached, Session, SessionClosed, request_key
+from services.environment.session import (
+    CallAnswer,
+    LimitReached,
+    Session,
+    SessionClosed,
+    request_key,
+)
 from services.environment.template import Template
-from tests.support.trap_models import CHATML, STRIPS, ScriptedEngine, letters, trap_session, trap_tokenizer
+from tests.support.trap_models import (
+    CHATML,
+    STRIPS,
+    ScriptedEngine,
+    letters,
+    trap_session,
+    trap_tokenizer,
+)
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.0}}\n</tool_call>'
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
 ]
 HEAD = f"<|im_start|>system\nTools:\n{json.dumps(TOOLS[0])}<|im_end|>\n"
 
@@ -27,25 +44,40 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def ask(
-    session: Session, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, key: str = ""
+    session: Session,
+    chat: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    key: str = "",
 ) -> CallAnswer:
     messages = parse_messages(chat)
     return await session.call(messages, tools or [], key or request_key(messages, tools or []))
 
 
 def sent_back(answer: CallAnswer, **changes: Any) -> dict[str, Any]:
-    """Returns the answer as a program sends it back in its next call: arguments as text, without thoughts."""
-    message = {name: value for name, value in answer.message.fields.items() if name != "reasoning_content"}
+    """Returns the answer as a program sends it back in its next call: arguments as text, without
+    thoughts."""
+    message = {
+        name: value for name, value in answer.message.fields.items() if name != "reasoning_content"
+    }
     if calls := message.get("tool_calls"):
         message["tool_calls"] = [
-            call | {"function": {"name": call["function"]["name"], "arguments": json.dumps(call["function"]["arguments"])}}
+            call
+            | {
+                "function": {
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
+                }
+            }
             for call in calls
         ]
     return message | changes
 
 
-def is_sequence(found: EpisodeSequence, prompt: list[int], parts: list[tuple[list[int], int]]) -> None:
-    """Asserts that a sequence consists of exactly these tokens: a prompt, followed by (tokens, mask) pairs."""
+def is_sequence(
+    found: EpisodeSequence, prompt: list[int], parts: list[tuple[list[int], int]]
+) -> None:
+    """Asserts that a sequence consists of exactly these tokens: a prompt, followed by (tokens,
+    mask) pairs."""
     assert found.prompt_ids.tolist() == prompt
     assert found.token_ids.tolist() == [token for ids, _ in parts for token in ids]
     assert found.mask.tolist() == [mask for ids, mask in parts for _ in ids]
@@ -54,7 +86,9 @@ def is_sequence(found: EpisodeSequence, prompt: list[int], parts: list[tuple[lis
     spans = [(turn.start, turn.end) for turn in found.turns]
     ends = np.cumsum([len(ids) for ids, _ in parts]).tolist()
     starts = [0, *ends[:-1]]
-    assert spans == [span for span, (_, mask) in zip(zip(starts, ends, strict=True), parts, strict=True) if mask]
+    assert spans == [
+        span for span, (_, mask) in zip(zip(starts, ends, strict=True), parts, strict=True) if mask
+    ]
     assert found.weight_versions[0][1] == 0
     assert found.weight_versions[-1][2] == len(found.token_ids)
 
@@ -68,8 +102,14 @@ async def test_second_turn_keeps_sampled_tokens_though_their_text_tokenises_diff
     prompt = tokenizer("<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n").input_ids
     between = tokenizer("\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n").input_ids
     (found,) = session.sequences()
-    is_sequence(found, prompt, [(letters(tokenizer, "abab"), 1), (between, 0), (letters(tokenizer, "ok"), 1)])
-    assert engine.asked[1] == [*prompt, *letters(tokenizer, "abab"), *between], "the engine continues what is trained"
+    is_sequence(
+        found,
+        prompt,
+        [(letters(tokenizer, "abab"), 1), (between, 0), (letters(tokenizer, "ok"), 1)],
+    )
+    assert engine.asked[1] == [*prompt, *letters(tokenizer, "abab"), *between], (
+        "the engine continues what is trained"
+    )
 
 
 async def test_the_separator_after_a_stop_token_is_kept_and_a_cut_answer_is_ended() -> None:
@@ -80,7 +120,9 @@ async def test_the_separator_after_a_stop_token_is_kept_and_a_cut_answer_is_ende
     assert first.finish_reason == "length"
     await ask(session, [user("x"), sent_back(first), user("y")])
     (found,) = session.sequences()
-    between = tokenizer("<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n").input_ids
+    between = tokenizer(
+        "<|im_end|>\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+    ).input_ids
     prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
     is_sequence(found, prompt, [(cut, 1), (between, 0), (letters(tokenizer, "ok"), 1)])
 
@@ -94,12 +136,22 @@ async def test_thoughts_that_the_template_strips_stay_in_the_sequence() -> None:
     (found,) = session.sequences()
     prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
     between = tokenizer("\n<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n").input_ids
-    is_sequence(found, prompt, [(letters(tokenizer, thought), 1), (between, 0), (letters(tokenizer, "done"), 1)])
+    is_sequence(
+        found,
+        prompt,
+        [(letters(tokenizer, thought), 1), (between, 0), (letters(tokenizer, "done"), 1)],
+    )
 
 
 @pytest.mark.parametrize(
     "arguments",
-    ['{"b": 2.0, "a": 1}', '{"b":2,"a":1}', ' {"a" : 1.0, "b" : 2}', '{"\\u0061": 1, "b": 2e0}', {"b": 2, "a": 1}],
+    [
+        '{"b": 2.0, "a": 1}',
+        '{"b":2,"a":1}',
+        ' {"a" : 1.0, "b" : 2}',
+        '{"\\u0061": 1, "b": 2e0}',
+        {"b": 2, "a": 1},
+    ],
 )
 async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     session, _, tokenizer = trap_session([CALL, "3"])
@@ -108,22 +160,39 @@ async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     assert first.message.calls[0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2.0}}
     call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
     result = {"role": "tool", "content": "3", "tool_call_id": "own"}
-    await ask(session, [*chat, {"role": "assistant", "content": None, "tool_calls": [call]}, result], TOOLS)
+    await ask(
+        session,
+        [*chat, {"role": "assistant", "content": None, "tool_calls": [call]}, result],
+        TOOLS,
+    )
     (found,) = session.sequences()
     prompt = tokenizer(f"{HEAD}<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n").input_ids
     response = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     is_sequence(
-        found, prompt, [(letters(tokenizer, CALL), 1), (tokenizer(response).input_ids, 0), (letters(tokenizer, "3"), 1)]
+        found,
+        prompt,
+        [
+            (letters(tokenizer, CALL), 1),
+            (tokenizer(response).input_ids, 0),
+            (letters(tokenizer, "3"), 1),
+        ],
     )
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1, "b": 3}', '{"a": 1}', '{"a": "1", "b": 2}', '{"a": true, "b": 2}', "{broken"])
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": 1, "b": 3}', '{"a": 1}', '{"a": "1", "b": 2}', '{"a": true, "b": 2}', "{broken"],
+)
 async def test_other_arguments_are_a_rewritten_history(arguments: str) -> None:
     session, engine, tokenizer = trap_session([CALL, "3"])
     await ask(session, [user("1+2")], TOOLS)
     call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
     result = {"role": "tool", "content": "3", "tool_call_id": "own"}
-    await ask(session, [user("1+2"), {"role": "assistant", "content": "", "tool_calls": [call]}, result], TOOLS)
+    await ask(
+        session,
+        [user("1+2"), {"role": "assistant", "content": "", "tool_calls": [call]}, result],
+        TOOLS,
+    )
     first, second = session.sequences()
     assert first.token_ids.tolist() == letters(tokenizer, CALL)
     assert second.prompt_ids.tolist() == engine.asked[1], "it is rendered as a whole"
@@ -156,7 +225,11 @@ async def test_a_call_that_failed_takes_none_of_the_episodes_tokens() -> None:
 
     answer = await ask(session, [user("x")])
 
-    assert (answer.message.content, answer.finish_reason, answer.sampled_tokens) == ("abab", "stop", 5)
+    assert (answer.message.content, answer.finish_reason, answer.sampled_tokens) == (
+        "abab",
+        "stop",
+        5,
+    )
 
 
 async def test_a_client_that_went_away_gets_its_answer_later() -> None:
@@ -194,7 +267,10 @@ async def test_an_answer_rewritten_in_the_middle_opens_a_new_sequence_never_a_sp
     session, engine, tokenizer = trap_session(["abab", "aba", "ok"])
     first = await ask(session, [user("x")])
     second = await ask(session, [user("x"), sent_back(first), user("y")])
-    await ask(session, [user("x"), sent_back(first), user("y"), sent_back(second, content="other"), user("z")])
+    await ask(
+        session,
+        [user("x"), sent_back(first), user("y"), sent_back(second, content="other"), user("z")],
+    )
     assert len(session.sequences()) == 2
     text = tokenizer.decode(engine.asked[2])
     assert engine.asked[2] == tokenizer(text).input_ids, "nothing sampled is in it"
@@ -203,19 +279,28 @@ async def test_an_answer_rewritten_in_the_middle_opens_a_new_sequence_never_a_sp
 async def test_forks_share_their_beginning_and_train_it_once() -> None:
     session, _, tokenizer = trap_session(["abab", "aba", "baba"])
     first = await ask(session, [user("x")])
-    await asyncio.gather(*(ask(session, [user("x"), sent_back(first), user(text)]) for text in ("y", "z")))
+    await asyncio.gather(
+        *(ask(session, [user("x"), sent_back(first), user(text)]) for text in ("y", "z"))
+    )
     one, other = session.sequences()
     prompt = tokenizer("<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n").input_ids
-    betweens = [tokenizer(f"\n<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n").input_ids for x in "yz"]
+    betweens = [
+        tokenizer(f"\n<|im_start|>user\n{x}<|im_end|>\n<|im_start|>assistant\n").input_ids
+        for x in "yz"
+    ]
     shared = letters(tokenizer, "abab")
     is_sequence(one, prompt, [(shared, 1), (betweens[0], 0), (letters(tokenizer, "aba"), 1)])
     is_sequence(other, [*prompt, *shared, *betweens[1]], [(letters(tokenizer, "baba"), 1)])
-    assert one.mask.sum() + other.mask.sum() == session.sampled_tokens, "every sampled token is trained once"
+    assert one.mask.sum() + other.mask.sum() == session.sampled_tokens, (
+        "every sampled token is trained once"
+    )
 
 
 async def test_parallel_calls_with_equal_answers_are_told_apart_by_their_ids() -> None:
     session, _, tokenizer = trap_session([CALL, CALL, "3"])
-    one, other = await asyncio.gather(*(ask(session, [user("1+2")], TOOLS, key) for key in ("a", "b")))
+    one, other = await asyncio.gather(
+        *(ask(session, [user("1+2")], TOOLS, key) for key in ("a", "b"))
+    )
     assert one.message.calls[0]["id"] != other.message.calls[0]["id"]
     result = {"role": "tool", "content": "3", "tool_call_id": other.message.calls[0]["id"]}
     await ask(session, [user("1+2"), sent_back(other), result], TOOLS)
@@ -229,12 +314,19 @@ async def test_several_results_of_tools_are_one_continuation() -> None:
     both = CALL + "\n" + CALL.replace("1", "7")
     session, _, tokenizer = trap_session([both, "ok"])
     first = await ask(session, [user("x")], TOOLS)
-    results = [{"role": "tool", "content": str(i), "tool_call_id": call["id"]} for i, call in enumerate(first.message.calls)]
+    results = [
+        {"role": "tool", "content": str(i), "tool_call_id": call["id"]}
+        for i, call in enumerate(first.message.calls)
+    ]
     await ask(session, [user("x"), sent_back(first), *results], TOOLS)
     (found,) = session.sequences()
     text = "".join(f"\n<tool_response>\n{i}\n</tool_response>" for i in range(2))
     between = tokenizer(f"\n<|im_start|>user{text}<|im_end|>\n<|im_start|>assistant\n").input_ids
-    assert found.token_ids.tolist() == [*letters(tokenizer, both), *between, *letters(tokenizer, "ok")]
+    assert found.token_ids.tolist() == [
+        *letters(tokenizer, both),
+        *between,
+        *letters(tokenizer, "ok"),
+    ]
 
 
 async def test_other_tools_are_another_sequence() -> None:
@@ -272,7 +364,9 @@ async def test_weight_versions_change_under_a_running_session() -> None:
         (EpisodeLimits(context=100), ["ok", "ok"], "context"),
     ],
 )
-async def test_a_limit_ends_the_session_with_its_name(limits: EpisodeLimits, script: list[str], reason: str) -> None:
+async def test_a_limit_ends_the_session_with_its_name(
+    limits: EpisodeLimits, script: list[str], reason: str
+) -> None:
     session, engine, _ = trap_session(script, limits=limits)
     first = await ask(session, [user("x")])
     with pytest.raises(LimitReached) as caught:
@@ -340,9 +434,18 @@ BAD: list[tuple[Any, str]] = [
     ([{"role": "wizard", "content": "x"}], "messages[0].role"),
     ([{"role": ["user"], "content": "x"}], "messages[0].role"),
     ([{"role": "user", "content": 3}], "messages[0].content"),
-    ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "messages[0].content[0]"),
-    ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}], "messages[1].tool_calls[0]"),
-    ([{"role": "user", "content": "x"}, {"role": "assistant", "content": "prefill"}], "messages[1].role"),
+    (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        "messages[0].content[0]",
+    ),
+    (
+        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}],
+        "messages[1].tool_calls[0]",
+    ),
+    (
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "prefill"}],
+        "messages[1].role",
+    ),
     ([{"role": "tool", "content": "x", "tool_call_id": 7}], "messages[0].tool_call_id"),
 ]
 
@@ -359,14 +462,18 @@ async def test_bad_messages_are_named(chat: Any, field: str) -> None:
 TEMPLATES = {
     "the model has none": None,
     "stop": CHATML.replace("<|im_end|>", "<|done|>"),
-    "depends on the messages before it": CHATML.replace("{% if add_gen", "{{ messages | length }}{% if add_gen"),
+    "depends on the messages before it": CHATML.replace(
+        "{% if add_gen", "{{ messages | length }}{% if add_gen"
+    ),
     "starts an answer": CHATML.rpartition("{% if add_generation_prompt %}")[0],
     "not the new messages": CHATML.replace("else message.content", "else message.content | upper"),
 }
 
 
 @pytest.mark.parametrize(("reason", "template"), TEMPLATES.items(), ids=TEMPLATES)
-def test_a_template_that_cannot_continue_is_refused_with_the_reason(reason: str, template: str | None) -> None:
+def test_a_template_that_cannot_continue_is_refused_with_the_reason(
+    reason: str, template: str | None
+) -> None:
     tokenizer = trap_tokenizer(template or CHATML)
     tokenizer.chat_template = template
     with pytest.raises(ConfigError, match=reason):

@@ -1,4 +1,5 @@
-"""Methods that hang: their threads are counted and replaced, and the server reports too many of them."""
+"""Methods that hang: their threads are counted and replaced, and the server reports too many of
+them."""
 
 import asyncio
 import sys
@@ -56,7 +57,9 @@ def released() -> Iterator[None]:
     Hangs.release.set()
 
 
-async def test_hung_call_keeps_its_thread_but_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hung_call_keeps_its_thread_but_frees_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     said, numbers = "done", iter(range(9))
 
     async with served(Hangs, lambda _: said, workers=2) as server:
@@ -82,9 +85,15 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(caplog: pytest.Log
                 await asyncio.sleep(0.01)
         stats = (await server.http.get("/stats")).json()
         assert (stats["hung_calls"], stats["hung_calls_limit"]) == (2, 2)
-        assert "Hangs: hang is still running although its episode has ended: 1 such calls" in caplog.text
+        assert (
+            "Hangs: hang is still running although its episode has ended: 1 such calls"
+            in caplog.text
+        )
         health = await server.http.get("/health")
-        assert (health.status_code, "2 calls of the environment are stuck" in health.json()["reason"]) == (503, True)
+        assert (
+            health.status_code,
+            "2 calls of the environment are stuck" in health.json()["reason"],
+        ) == (503, True)
         episode = await play()
         assert (episode.status, episode.reward) == ("died", None)
         assert "environment.workers" in episode.detail
@@ -94,8 +103,12 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(caplog: pytest.Log
         assert (await server.http.get("/health")).status_code == 200, "they ended after all"
 
 
-@pytest.mark.parametrize(("tool", "told"), [("leave", "SystemExit: enough"), ("exhaust", "StopIteration")])
-async def test_model_is_told_of_an_exception_that_would_end_more_than_the_call(tool: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "told"), [("leave", "SystemExit: enough"), ("exhaust", "StopIteration")]
+)
+async def test_model_is_told_of_an_exception_that_would_end_more_than_the_call(
+    tool: str, told: str
+) -> None:
     replies = iter([call(tool), "done"])
     async with served(Hangs, lambda _: next(replies)) as server:
         (episode,) = await server.client.episodes(request_for(NAME, deadline_s=60))

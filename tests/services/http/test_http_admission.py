@@ -1,4 +1,5 @@
-"""A service accepts a bounded load, refuses the rest cheaply, and stays observable and healthy meanwhile."""
+"""A service accepts a bounded load, refuses the rest cheaply, and stays observable and healthy
+meanwhile."""
 
 import asyncio
 import subprocess
@@ -39,7 +40,8 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """Yields the port of a real process that accepts four requests and four of the largest bodies at once."""
+    """Yields the port of a real process that accepts four requests and four of the largest bodies
+    at once."""
     found = free_port()
     process = subprocess.Popen([sys.executable, "-c", SERVICE, str(found)], cwd=ROOT)
     yield found
@@ -55,10 +57,17 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 
 @pytest.mark.integration
-async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visible(client: Client) -> None:
-    first = [asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=400)) for _ in range(4)]
+async def test_requests_beyond_the_limit_are_refused_and_the_service_stays_visible(
+    client: Client,
+) -> None:
+    first = [
+        asyncio.create_task(client.http.post("/hold", content=b"x" * 100, timeout=400))
+        for _ in range(4)
+    ]
     await held(client, "requests_in_progress", 4)
-    answers = await asyncio.gather(*(client.http.post("/hold", content=b"x" * 900, timeout=400) for _ in range(20)))
+    answers = await asyncio.gather(
+        *(client.http.post("/hold", content=b"x" * 900, timeout=400) for _ in range(20))
+    )
     assert {answer.status_code for answer in answers} == {503}
     error = answers[0].json()["error"]
     assert (error["code"], error["field"], error["value"]) == ("overloaded", "requests", "4")
@@ -84,7 +93,9 @@ async def test_refusal_does_not_wait_for_the_body(client: Client, port: int) -> 
     tasks = [asyncio.create_task(client.http.post("/hold", timeout=400)) for _ in range(4)]
     await held(client, "requests_in_progress", 4)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /hold HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\r\ncontent-length: 1000\r\n\r\n")
+    writer.write(
+        b"POST /hold HTTP/1.1\r\nhost: localhost\r\nx-request-id: a\r\ncontent-length: 1000\r\n\r\n"
+    )
     status = await asyncio.wait_for(reader.readline(), 400)
     assert status.split()[1] == b"503"
     writer.close()
@@ -94,7 +105,9 @@ async def test_refusal_does_not_wait_for_the_body(client: Client, port: int) -> 
 
 def in_process(app: FastAPI) -> httpx.AsyncClient:
     headers = {"x-request-id": "a"}
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing", headers=headers)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://thing", headers=headers
+    )
 
 
 @pytest.fixture
@@ -120,12 +133,14 @@ async def chunks(size: int) -> AsyncIterator[bytes]:
         yield b" " * 100
 
 
-async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(app: FastAPI, gate: asyncio.Event) -> None:
+async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(
+    app: FastAPI, gate: asyncio.Event
+) -> None:
     async with in_process(app) as http:
         tasks = [asyncio.create_task(http.post("/hold", content=b"x" * 1000)) for _ in range(3)]
         tasks.append(asyncio.create_task(http.post("/hold", content=chunks(600))))
         async with asyncio.timeout(400):
-            while app.state.load.body_bytes < 3600:  # noqa: ASYNC110 - the service has no event
+            while app.state.load.body_bytes < 3600:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for content in (b"x" * 401, chunks(500)):
             answer = await http.post("/hold", content=content)
@@ -133,7 +148,13 @@ async def test_bytes_of_bodies_are_bounded_by_length_and_as_they_stream_in(app: 
             assert answer.headers["retry-after"] == "1"
         small = asyncio.create_task(http.post("/hold", content=b"x" * 400))
         gate.set()
-        assert [(await task).json()["size"] for task in (*tasks, small)] == [1000, 1000, 1000, 600, 400]
+        assert [(await task).json()["size"] for task in (*tasks, small)] == [
+            1000,
+            1000,
+            1000,
+            600,
+            400,
+        ]
     assert app.state.load.stats() == {
         "request_limit": 100,
         "body_bytes_limit": 4000,

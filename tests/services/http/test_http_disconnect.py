@@ -1,4 +1,5 @@
-"""Work for a disconnected client, or in a stopping service, is cancelled; other work is finished."""
+"""Work for a disconnected client, or in a stopping service, is cancelled; other work is
+finished."""
 
 import asyncio
 
@@ -45,7 +46,10 @@ async def test_work_ends_with_its_result_or_its_error() -> None:
         raise InvalidInput("no")
 
     connection = Connection()
-    assert await cancel_on_disconnect(connection.request, asyncio.sleep(0, "done"), drain=True) == "done"
+    assert (
+        await cancel_on_disconnect(connection.request, asyncio.sleep(0, "done"), drain=True)
+        == "done"
+    )
     with pytest.raises(InvalidInput):
         await cancel_on_disconnect(connection.request, refuse())
 

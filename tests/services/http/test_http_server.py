@@ -63,7 +63,11 @@ def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, str]:
     assert answer.status_code == status
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
-    assert {"code", "message", "remedy"} <= set(error) <= {"code", "message", "field", "value", "remedy"}
+    assert (
+        {"code", "message", "remedy"}
+        <= set(error)
+        <= {"code", "message", "field", "value", "remedy"}
+    )
     assert all(isinstance(value, str) for value in error.values())
     assert error["code"] == code
     assert isinstance(error, dict)
@@ -75,7 +79,9 @@ async def test_errors_of_the_domain_keep_field_value_and_remedy(http: httpx.Asyn
     assert (error["field"], error["value"], error["remedy"]) == ("name", "x", "see the list")
 
 
-async def test_unknown_paths_and_methods(http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unknown_paths_and_methods(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     error_of(await http.get("/absent"), 404, "not_found")
     assert "Not Found · remedy: the calls are listed at /docs" in caplog.text
@@ -84,7 +90,9 @@ async def test_unknown_paths_and_methods(http: httpx.AsyncClient, caplog: pytest
     assert answer.headers["allow"] == "POST"
 
 
-async def test_crash_is_a_500_without_secrets_and_the_service_survives(http: httpx.AsyncClient) -> None:
+async def test_crash_is_a_500_without_secrets_and_the_service_survives(
+    http: httpx.AsyncClient,
+) -> None:
     error = error_of(await http.get("/things/crash"), 500, "internal")
     assert error["message"] == "internal error: RuntimeError"
     assert (await http.get("/health")).status_code == 200
@@ -107,7 +115,9 @@ async def test_crash_is_a_500_without_secrets_and_the_service_survives(http: htt
         ("", "body", None),
     ],
 )
-async def test_bad_bodies_are_named(http: httpx.AsyncClient, body: str, field: str, value: str | None) -> None:
+async def test_bad_bodies_are_named(
+    http: httpx.AsyncClient, body: str, field: str, value: str | None
+) -> None:
     error = error_of(await http.post("/work", content=body, headers=JSON), 422, "invalid_input")
     assert error["field"] == field
     if value is not None:
@@ -116,22 +126,31 @@ async def test_bad_bodies_are_named(http: httpx.AsyncClient, body: str, field: s
 
 
 async def test_several_problems_are_counted_and_long_values_cut(http: httpx.AsyncClient) -> None:
-    error = error_of(await http.post("/work", json={"number": "x" * 500, "items": []}), 422, "invalid_input")
+    error = error_of(
+        await http.post("/work", json={"number": "x" * 500, "items": []}), 422, "invalid_input"
+    )
     assert "(and 1 more)" in error["message"]
     assert len(error["value"]) <= 200
 
 
 @pytest.mark.parametrize("path", ["/work", "/raw"])
 @pytest.mark.parametrize("body", [b'{"number": "\xff", "items": [1]}', b"\xff\xfe", b'{"a": \xc3}'])
-async def test_a_body_that_is_not_utf8_is_refused(http: httpx.AsyncClient, path: str, body: bytes) -> None:
+async def test_a_body_that_is_not_utf8_is_refused(
+    http: httpx.AsyncClient, path: str, body: bytes
+) -> None:
     error = error_of(await http.post(path, content=body, headers=JSON), 422, "invalid_input")
     assert error["field"] == "body"
     assert "UTF-8" in error["remedy"]
 
 
 @pytest.mark.parametrize("body", [b"{", b'{"a": NaN}', b"[" * 900, b'{"a": -Infinity}'])
-async def test_a_body_read_by_hand_is_checked_the_same(http: httpx.AsyncClient, body: bytes) -> None:
-    assert error_of(await http.post("/raw", content=body, headers=JSON), 422, "invalid_input")["field"] == "body"
+async def test_a_body_read_by_hand_is_checked_the_same(
+    http: httpx.AsyncClient, body: bytes
+) -> None:
+    assert (
+        error_of(await http.post("/raw", content=body, headers=JSON), 422, "invalid_input")["field"]
+        == "body"
+    )
     assert (await http.post("/raw", content=b'{"a": 1}', headers=JSON)).json() == {"got": {"a": 1}}
 
 
@@ -147,28 +166,40 @@ async def test_bodies_over_the_limit_by_length_and_by_chunks(http: httpx.AsyncCl
         error = error_of(await http.post(path, content=b"x" * 1001, headers=JSON), 413, "too_large")
         assert (error["field"], error["value"]) == ("body", "1001")
         error_of(await http.post(path, content=chunks(30), headers=JSON), 413, "too_large")
-    assert (await http.post("/raw", content=b'"' + b"x" * 998 + b'"', headers=JSON)).status_code == 200
+    assert (
+        await http.post("/raw", content=b'"' + b"x" * 998 + b'"', headers=JSON)
+    ).status_code == 200
     error_of(await http.post("/raw", content=chunks(10), headers=JSON), 422, "invalid_input")
 
 
 async def test_health_states_why_the_service_is_unhealthy() -> None:
     reasons: list[str | None] = ["loads the data", None]
     app = make_app(not_ready=lambda: reasons[0])
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://thing"
+    ) as http:
         answer = await http.get("/health")
         assert (answer.status_code, answer.json()["status"]) == (503, "unhealthy")
         assert answer.json()["reason"] == "loads the data"
         reasons.pop(0)
-        assert (await http.get("/health")).json() == {"status": "healthy", "service": "thing-server"}
+        assert (await http.get("/health")).json() == {
+            "status": "healthy",
+            "service": "thing-server",
+        }
 
 
 async def test_health_is_503_from_the_first_sigterm_on() -> None:
     app = make_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://thing") as http:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://thing"
+    ) as http:
         assert (await http.get("/health")).status_code == 200
         Server(app, "127.0.0.1", 0).handle_exit(signal.SIGTERM, None)
         answer = await http.get("/health")
-        assert (answer.status_code, answer.json()["reason"]) == (503, "draining: the process is ending")
+        assert (answer.status_code, answer.json()["reason"]) == (
+            503,
+            "draining: the process is ending",
+        )
 
 
 async def test_metrics_count_by_route_never_by_path(http: httpx.AsyncClient) -> None:
@@ -197,7 +228,9 @@ async def test_flush_waits_for_what_it_calls_and_fails_with_it() -> None:
     for flush, status in ((slow, 200), (lambda: done.append("quick"), 200), (broken, 500)):
         transport = httpx.ASGITransport(make_app(flush=flush), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://thing") as http:
-            assert (await http.post("/flush", headers={"x-request-id": "flush-1"})).status_code == status
+            assert (
+                await http.post("/flush", headers={"x-request-id": "flush-1"})
+            ).status_code == status
     assert done == ["slow", "quick"]
 
 
@@ -233,7 +266,8 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_small_answers_are_sent_at_once() -> None:
-    """With Nagle's algorithm, every answer on a kept connection would wait 40 ms for an acknowledgement."""
+    """With Nagle's algorithm, every answer on a kept connection would wait 40 ms for an
+    acknowledgement."""
     with (
         listen("127.0.0.1", 0) as sock,
         socket.create_connection(sock.getsockname()),
@@ -268,7 +302,9 @@ serve(app, "127.0.0.1", int(sys.argv[1]))
 @contextmanager
 def slow_service() -> Iterator[tuple[subprocess.Popen[str], int]]:
     port = free_port()
-    process = subprocess.Popen([sys.executable, "-c", SLOW_SERVICE, str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_SERVICE, str(port)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     try:
         yield process, port
     finally:
@@ -287,7 +323,9 @@ async def test_sigterm_ends_the_service_and_finishes_the_request_in_flight() -> 
             process.send_signal(signal.SIGTERM)
             while (reason := await client.unhealthy_reason()) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            assert "draining" in reason or "Error" in reason  # the socket closes shortly after the signal
+            assert (
+                "draining" in reason or "Error" in reason
+            )  # the socket closes shortly after the signal
             assert (await in_flight).json() == {"status": "finished"}
         assert await asyncio.to_thread(process.wait, 400) == 0
 
@@ -310,9 +348,13 @@ async def test_requests_that_do_not_end_are_answered_when_the_service_ends(
 
         return StreamingResponse(parts())
 
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60, trust_env=False) as http:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=60, trust_env=False
+    ) as http:
         async with serving(app, sock):
-            calls = [asyncio.create_task(http.get(path)) for path in ("/forever", "/forever", "/part")]
+            calls = [
+                asyncio.create_task(http.get(path)) for path in ("/forever", "/forever", "/part")
+            ]
             while app.state.load.requests < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         *answers, cut = await asyncio.gather(*calls, return_exceptions=True)
@@ -333,11 +375,17 @@ async def test_a_streamed_body_over_the_limit_gets_413_over_a_real_socket() -> N
     with slow_service() as (_, port):
         async with Client("slow-server", f"http://127.0.0.1:{port}", deadline_s=400) as client:
             await client.request("GET", "/health")
-            error_of(await client.http.post("/work", content=chunks(), headers=JSON, timeout=60), 413, "too_large")
+            error_of(
+                await client.http.post("/work", content=chunks(), headers=JSON, timeout=60),
+                413,
+                "too_large",
+            )
             assert (await client.http.post("/work", json={"a": 1}, timeout=60)).json() == {"a": 1}
 
 
-async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(caplog: pytest.LogCaptureFixture) -> None:
+async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app = create_app("small")
 
     @app.post("/raw")
@@ -346,7 +394,9 @@ async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(capl
 
     caplog.set_level("INFO")
     sent: list[Message] = []
-    messages = iter(({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}))
+    messages = iter(
+        ({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
+    )
 
     async def receive() -> Message:
         return next(messages)
@@ -354,7 +404,14 @@ async def test_client_that_leaves_in_the_middle_of_its_body_causes_no_crash(capl
     async def send(message: Message) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/raw", "raw_path": b"/raw", "query_string": b"", "headers": []}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/raw",
+        "raw_path": b"/raw",
+        "query_string": b"",
+        "headers": [],
+    }
     scope["headers"] = [(b"content-type", b"application/json")]
     await app(scope, receive, send)
     assert sent[0]["status"] == 499

@@ -36,5 +36,7 @@ async def app(config: ReplaySection, tmp_path: Path) -> AsyncIterator[FastAPI]:
 async def client(app: FastAPI) -> AsyncIterator[ReplayClient]:
     """Returns the client that the system itself uses."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with ReplayClient("replay-buffer", "http://replay", transport=transport, deadline_s=30) as client:
+    async with ReplayClient(
+        "replay-buffer", "http://replay", transport=transport, deadline_s=30
+    ) as client:
         yield client

@@ -22,7 +22,9 @@ MSGPACK = {"content-type": codec.MSGPACK}
 def test_joined_groups_equal_the_wire_encoding(make_group: MakeGroup) -> None:
     groups = [make_group(f"g{i}", i) for i in range(20)]
     for some in ([], groups[:1], groups):
-        assert join([codec.encode(group) for group in some], evicted=3) == codec.encode_groups(some, evicted=3)
+        assert join([codec.encode(group) for group in some], evicted=3) == codec.encode_groups(
+            some, evicted=3
+        )
 
 
 async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: MakeGroup) -> None:
@@ -34,9 +36,16 @@ async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: Ma
     assert shown["completions"][0]["logprobs"] == [-1.5, -0.875, -0.25]
     assert shown == json.loads(json.dumps(codec.group_json(group)))
     (listed,) = (await client.request("GET", "/groups", params={"limit": 5})).json()["groups"]
-    assert (listed["id"], listed["state"], listed["mean_reward"], listed["completions"]) == (group.id, "fresh", 0.5, 2)
+    assert (listed["id"], listed["state"], listed["mean_reward"], listed["completions"]) == (
+        group.id,
+        "fresh",
+        0.5,
+        2,
+    )
     assert (await client.request("GET", "/groups", params={"offset": 1})).json() == {"groups": []}
-    taken = (await client.request("POST", "/groups/take", json={"count": 1, "request_id": "r"})).json()
+    taken = (
+        await client.request("POST", "/groups/take", json={"count": 1, "request_id": "r"})
+    ).json()
     assert (taken["groups"][0]["id"], taken["evicted"]) == (group.id, 0)
     await client.ack([group.id])
     sampled = (await client.request("POST", "/groups/sample", json={"count": 1})).json()
@@ -48,12 +57,27 @@ async def test_a_person_adds_and_reads_json(client: ReplayClient, make_group: Ma
 
 async def test_ancestor_calls(client: ReplayClient) -> None:
     empty = (await client.request("GET", "/stats")).json()
-    assert (empty["size"], empty["capacity"], empty["avg_reward"], empty["positive_ratio"]) == (0, 1000, 0.0, 0.0)
-    assert (await client.request("POST", "/sample", json={"batch_size": 4})).json() == {"experiences": []}
-    items = [{"prompt": f"p{i}", "response": "r", "reward": float(i), "ground_truth": "1"} for i in range(3)]
+    assert (empty["size"], empty["capacity"], empty["avg_reward"], empty["positive_ratio"]) == (
+        0,
+        1000,
+        0.0,
+        0.0,
+    )
+    assert (await client.request("POST", "/sample", json={"batch_size": 4})).json() == {
+        "experiences": []
+    }
+    items = [
+        {"prompt": f"p{i}", "response": "r", "reward": float(i), "ground_truth": "1"}
+        for i in range(3)
+    ]
     del items[0]["ground_truth"]
-    assert (await client.request("POST", "/add", json={"experiences": items})).json() == {"added": 3, "buffer_size": 3}
-    sampled = (await client.request("POST", "/sample", json={"batch_size": 4, "prioritized": False})).json()["experiences"]
+    assert (await client.request("POST", "/add", json={"experiences": items})).json() == {
+        "added": 3,
+        "buffer_size": 3,
+    }
+    sampled = (
+        await client.request("POST", "/sample", json={"batch_size": 4, "prioritized": False})
+    ).json()["experiences"]
     assert sorted(item["prompt"] for item in sampled) == ["p0", "p1", "p2"]
     assert set(sampled[0]) == {"prompt", "response", "reward", "ground_truth"}
     stats = (await client.request("GET", "/stats")).json()
@@ -62,7 +86,9 @@ async def test_ancestor_calls(client: ReplayClient) -> None:
     assert (await client.stats())["size"] == 0
 
 
-async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("a", rewards=(0.0, 1.0))])
     item = {"prompt": "lone", "response": "", "reward": 0.0}
     await client.request("POST", "/add", json={"experiences": [item]})
@@ -70,7 +96,9 @@ async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(client:
     for prioritized in rewards:
         for seed in range(100):
             body = {"batch_size": 1, "prioritized": prioritized, "seed": seed}
-            rewards[prioritized] += (await client.request("POST", "/sample", json=body)).json()["experiences"][0]["reward"]
+            rewards[prioritized] += (await client.request("POST", "/sample", json=body)).json()[
+                "experiences"
+            ][0]["reward"]
     assert 20 <= rewards[False] <= 47  # expected: a third
     assert 72 <= rewards[True] <= 97  # expected: 1.1 / 1.3
 
@@ -78,16 +106,21 @@ async def test_prioritized_sampling_of_the_ancestor_prefers_high_rewards(client:
 async def test_after_groups_of_any_size_are_gone_the_others_keep_their_completions(
     client: ReplayClient, make_group: MakeGroup
 ) -> None:
-    """The rewards say which completion is meant: 10.0 and 10.5 are the first and second of the group at position 1."""
+    """The rewards say which completion is meant: 10.0 and 10.5 are the first and second of the
+    group at position 1."""
     sizes = {"a": 2, "b": 5, "c": 3, "d": 4}
     groups = [
-        make_group(name, position=position, rewards=tuple(10.0 * position + i / 2 for i in range(size)))
+        make_group(
+            name, position=position, rewards=tuple(10.0 * position + i / 2 for i in range(size))
+        )
         for position, (name, size) in enumerate(sizes.items())
     ]
     expected = {c.reward: c.text for group in groups if group.id != "b" for c in group.completions}
 
     async def sampled() -> dict[float, str]:
-        found = (await client.request("POST", "/sample", json={"batch_size": 99})).json()["experiences"]
+        found = (await client.request("POST", "/sample", json={"batch_size": 99})).json()[
+            "experiences"
+        ]
         return {item["reward"]: item["response"] for item in found}
 
     await client.add(groups)
@@ -99,7 +132,9 @@ async def test_after_groups_of_any_size_are_gone_the_others_keep_their_completio
     assert await sampled() == expected
 
 
-async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_trap_lone_experiences_are_never_trained_on(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     items = [{"prompt": "p", "response": "r", "reward": 1.0}] * 5
     await client.request("POST", "/add", json={"experiences": items})
     assert (await client.take(TakeRequest(count=1, request_id="r"))).groups == []
@@ -109,13 +144,19 @@ async def test_trap_lone_experiences_are_never_trained_on(client: ReplayClient, 
     await client.ack([group.id for group in taken])
     reused = (await client.sample(SampleRequest(count=5))).groups
     assert [group.id for group in taken + reused] == ["a", "a"]
-    assert all(len(completion.logprobs) == len(completion.token_ids) > 0 for completion in reused[0].completions)
-    refused = await client.http.post("/groups", json={"groups": [{"id": "x", "prompt": "p", "completions": [items[0]]}]})
+    assert all(
+        len(completion.logprobs) == len(completion.token_ids) > 0
+        for completion in reused[0].completions
+    )
+    refused = await client.http.post(
+        "/groups", json={"groups": [{"id": "x", "prompt": "p", "completions": [items[0]]}]}
+    )
     assert refused.status_code == 422
 
 
 def broken(make_group: MakeGroup, where: str, value: object) -> dict[str, object]:
-    """Returns a good group as JSON, with one field of the group or of its first completion replaced."""
+    """Returns a good group as JSON, with one field of the group or of its first completion
+    replaced."""
     content = codec.group_json(make_group("a"))
     target = content if where in content else content["completions"][0]
     target[where] = value
@@ -148,7 +189,9 @@ def broken(make_group: MakeGroup, where: str, value: object) -> dict[str, object
         ("surprise", 1),
     ],
 )
-async def test_wrong_fields_are_named(client: ReplayClient, make_group: MakeGroup, where: str, value: object) -> None:
+async def test_wrong_fields_are_named(
+    client: ReplayClient, make_group: MakeGroup, where: str, value: object
+) -> None:
     response = await client.http.post("/groups", json=broken(make_group, where, value))
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (422, "invalid_input")
@@ -191,38 +234,54 @@ async def test_bodies_that_cannot_be_used(
 
 @pytest.mark.parametrize("array", ["logprobs", "reward"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-async def test_nan_and_infinity_are_refused(client: ReplayClient, make_group: MakeGroup, array: str, number: float) -> None:
+async def test_nan_and_infinity_are_refused(
+    client: ReplayClient, make_group: MakeGroup, array: str, number: float
+) -> None:
     group = make_group("a")
     if array == "logprobs":
         group.completions[1].logprobs = np.full(3, number, np.float32)
     else:
         group.completions[1].reward = number
-    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post(
+        "/groups", content=codec.encode_groups([group]), headers=MSGPACK
+    )
     assert response.status_code == 422
     assert response.json()["error"]["field"] == f"groups[0].completions[1].{array}"
     assert (await client.stats())["groups"] == 0
 
 
-@pytest.mark.parametrize("metadata", [{"x": b"\xff"}, {"x": float("nan")}, {"x": Ext(5, b"x")}, {b"x": 1}])
+@pytest.mark.parametrize(
+    "metadata", [{"x": b"\xff"}, {"x": float("nan")}, {"x": Ext(5, b"x")}, {b"x": 1}]
+)
 async def test_metadata_must_be_representable_as_json(
     client: ReplayClient, make_group: MakeGroup, metadata: dict[str, object]
 ) -> None:
     group = make_group("a")
     group.metadata = metadata
-    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post(
+        "/groups", content=codec.encode_groups([group]), headers=MSGPACK
+    )
     assert response.status_code == 422
-    extension = any(isinstance(value, Ext) for value in metadata.values())  # refused before unpacking
+    extension = any(
+        isinstance(value, Ext) for value in metadata.values()
+    )  # refused before unpacking
     assert response.json()["error"]["field"] == ("body" if extension else "groups[0].metadata")
 
 
-async def test_a_version_over_64_bits_is_refused(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_version_over_64_bits_is_refused(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     group = make_group("a", version=2**64 - 1)
-    response = await client.http.post("/groups", content=codec.encode_groups([group]), headers=MSGPACK)
+    response = await client.http.post(
+        "/groups", content=codec.encode_groups([group]), headers=MSGPACK
+    )
     assert response.status_code == 422
     assert (await client.stats())["groups"] == 0
 
 
-async def test_very_large_whole_numbers_in_arrays_are_refused(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_very_large_whole_numbers_in_arrays_are_refused(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     body = json.dumps(broken(make_group, "logprobs", [10**400, -1, -1]))
     response = await client.http.post("/groups", content=body, headers=JSON)
     assert response.status_code == 422
@@ -250,14 +309,18 @@ async def test_very_large_whole_numbers_in_arrays_are_refused(client: ReplayClie
         ("/sample", {"batch_size": None}),
     ],
 )
-async def test_wrong_requests_are_refused(client: ReplayClient, make_group: MakeGroup, path: str, body: object) -> None:
+async def test_wrong_requests_are_refused(
+    client: ReplayClient, make_group: MakeGroup, path: str, body: object
+) -> None:
     response = await client.http.post(path, content=json.dumps(body), headers=JSON)
     assert response.status_code == 422, response.text
     assert response.json()["error"]["field"]
     await client.add([make_group("a")])
 
 
-async def test_reward_that_is_not_finite_is_refused_for_lone_experiences(client: ReplayClient) -> None:
+async def test_reward_that_is_not_finite_is_refused_for_lone_experiences(
+    client: ReplayClient,
+) -> None:
     for number in ("NaN", "Infinity", "1e999", "1e308"):
         body = f'{{"experiences":[{{"prompt":"p","response":"r","reward":{number}}}]}}'
         response = await client.http.post("/add", content=body, headers=JSON)
@@ -265,7 +328,9 @@ async def test_reward_that_is_not_finite_is_refused_for_lone_experiences(client:
     assert (await client.stats())["avg_reward"] == 0.0
 
 
-async def test_answers_of_100_000_characters_are_kept(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_answers_of_100_000_characters_are_kept(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     group = make_group("long")
     group.completions[0].text = "é" * 100_000
     await client.add([group])
@@ -280,13 +345,19 @@ async def test_metrics_show_the_buffer(client: ReplayClient, make_group: MakeGro
     assert 'rlhf_replay_completions{state="fresh"} 4.0' in text
 
 
-async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_full_disk_is_named_and_changes_nothing(
+    app: FastAPI, client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("a")])
     worker = app.state.worker
     pages = worker.buffer.store.db.execute("PRAGMA page_count").fetchone()[0]
-    worker.buffer.store.db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite's own "database or disk is full"
+    worker.buffer.store.db.execute(
+        f"PRAGMA max_page_count = {pages}"
+    )  # SQLite's own "database or disk is full"
     big = make_group("big", tokens=50_000)
-    response = await client.http.post("/groups", content=codec.encode_groups([big]), headers=MSGPACK)
+    response = await client.http.post(
+        "/groups", content=codec.encode_groups([big]), headers=MSGPACK
+    )
     assert (response.status_code, response.json()["error"]["code"]) == (507, "disk_full")
     assert (await client.stats())["groups"] == 1
     worker.buffer.store.db.execute("PRAGMA max_page_count = 1000000")
@@ -295,15 +366,23 @@ async def test_a_full_disk_is_named_and_changes_nothing(app: FastAPI, client: Re
     assert {group.id for group in taken} == {"a", "big"}
 
 
-async def test_sqlite_error_is_reported(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_sqlite_error_is_reported(
+    app: FastAPI, client: ReplayClient, make_group: MakeGroup
+) -> None:
     app.state.worker.buffer.store.db.execute("PRAGMA query_only = 1")
-    response = await client.http.post("/groups", content=codec.encode_groups([make_group("a")]), headers=MSGPACK)
+    response = await client.http.post(
+        "/groups", content=codec.encode_groups([make_group("a")]), headers=MSGPACK
+    )
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (500, "storage_failed")
-    assert error["message"].endswith("nothing was changed: attempt to write a readonly database (SQLITE_READONLY)")
+    assert error["message"].endswith(
+        "nothing was changed: attempt to write a readonly database (SQLITE_READONLY)"
+    )
 
 
-async def test_flush_moves_everything_into_the_file(client: ReplayClient, make_group: MakeGroup, tmp_path: Path) -> None:
+async def test_flush_moves_everything_into_the_file(
+    client: ReplayClient, make_group: MakeGroup, tmp_path: Path
+) -> None:
     await client.add([make_group("a", tokens=10_000)])
     log = tmp_path / "replay" / "replay.db-wal"
     assert log.stat().st_size > 0

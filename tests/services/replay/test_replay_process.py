@@ -31,7 +31,15 @@ Start = Callable[[], subprocess.Popen[bytes]]
 
 
 def command(port: int, state_dir: Path) -> list[str]:
-    return [sys.executable, "-m", "services.replay", "--state_dir", str(state_dir), "--replay.port", str(port)]
+    return [
+        sys.executable,
+        "-m",
+        "services.replay",
+        "--state_dir",
+        str(state_dir),
+        "--replay.port",
+        str(port),
+    ]
 
 
 @pytest.fixture
@@ -44,12 +52,18 @@ def start(port: int, tmp_path: Path) -> Iterator[Start]:
     """Starts the service; ends every process it started."""
     started: list[subprocess.Popen[bytes]] = []
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SKYPILOT_", "RLHF_", "JOBGROUP_"))
     }
 
     def begin() -> subprocess.Popen[bytes]:
         with (tmp_path / "output.log").open("ab") as log:
-            started.append(subprocess.Popen(command(port, tmp_path), cwd=ROOT, env=environment, stdout=log, stderr=log))
+            started.append(
+                subprocess.Popen(
+                    command(port, tmp_path), cwd=ROOT, env=environment, stdout=log, stderr=log
+                )
+            )
         return started[-1]
 
     yield begin
@@ -63,14 +77,18 @@ def client_of(port: int) -> ReplayClient:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-async def test_kill_9_loses_nothing_acknowledged(start: Start, port: int, make_group: MakeGroup, seed: int) -> None:
+async def test_kill_9_loses_nothing_acknowledged(
+    start: Start, port: int, make_group: MakeGroup, seed: int
+) -> None:
     chance, acknowledged, done = random.Random(seed), [], False
 
     async def adder(name: str, client: ReplayClient) -> None:
         number = 0
         while not done:
             ids = [f"{name}-{number}-{i}" for i in range(3)]
-            await client.add([make_group(each, tokens=200) for each in ids])  # the client retries through the restart
+            await client.add(
+                [make_group(each, tokens=200) for each in ids]
+            )  # the client retries through the restart
             acknowledged.extend(ids)
             number += 1
 
@@ -86,21 +104,28 @@ async def test_kill_9_loses_nothing_acknowledged(start: Start, port: int, make_g
             process.kill()
             process.wait()
             process = start()
-            assert [group.id for group in (await client.take(request)).groups] == before, "the lease survives"
+            assert [group.id for group in (await client.take(request)).groups] == before, (
+                "the lease survives"
+            )
             taken += before
         async with asyncio.timeout(400):
-            while len(acknowledged) <= 20:  # noqa: ASYNC110 - progress of others
+            while len(acknowledged) <= 20:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         done = True
         await asyncio.gather(*adders)
         fresh = (await client.stats())["fresh"]
-        everything = taken + [group.id for group in (await client.take(TakeRequest(count=fresh, request_id="all"))).groups]
+        everything = taken + [
+            group.id
+            for group in (await client.take(TakeRequest(count=fresh, request_id="all"))).groups
+        ]
         assert len(everything) == len(set(everything)), "every group is handed out once"
         assert set(everything) == set(acknowledged)
         assert len(acknowledged) > 20
 
 
-async def test_counters_priorities_and_consumed_groups_survive(start: Start, port: int, make_group: MakeGroup) -> None:
+async def test_counters_priorities_and_consumed_groups_survive(
+    start: Start, port: int, make_group: MakeGroup
+) -> None:
     process = start()
     async with client_of(port) as client:
         await client.add([make_group("old", 0), make_group("a", 3), make_group("a", 3)])
@@ -114,10 +139,14 @@ async def test_counters_priorities_and_consumed_groups_survive(start: Start, por
         start()
         assert await client.stats() == before
         listed = (await client.request("GET", "/groups")).json()["groups"]
-        assert [(item["id"], item["state"], item["priority"]) for item in listed] == [("a", "consumed", 7.0)]
+        assert [(item["id"], item["state"], item["priority"]) for item in listed] == [
+            ("a", "consumed", 7.0)
+        ]
 
 
-async def test_a_client_that_disconnects_takes_no_groups_with_it(start: Start, port: int, make_group: MakeGroup) -> None:
+async def test_a_client_that_disconnects_takes_no_groups_with_it(
+    start: Start, port: int, make_group: MakeGroup
+) -> None:
     start()
     async with client_of(port) as client:
         await wait_healthy([client], 400)
@@ -177,7 +206,9 @@ def lose(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, overwrite, scribble, lose])
-def test_a_damaged_store_is_named_at_start(damage: Callable[[Path], None], tmp_path: Path, make_group: MakeGroup) -> None:
+def test_a_damaged_store_is_named_at_start(
+    damage: Callable[[Path], None], tmp_path: Path, make_group: MakeGroup
+) -> None:
     path = tmp_path / "replay" / "replay.db"
     stored(path, make_group)
     damage(path)
@@ -187,7 +218,10 @@ def test_a_damaged_store_is_named_at_start(damage: Callable[[Path], None], tmp_p
     assert error.value.value == str(path)
     reason = error.value.message.removeprefix("the replay store cannot be read: ")
     assert reason.isprintable(), "one line"
-    assert any(words in reason for words in ("malformed", "layout is 0", "not a database", "Page ", "is gone"))
+    assert any(
+        words in reason
+        for words in ("malformed", "layout is 0", "not a database", "Page ", "is gone")
+    )
 
 
 def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGroup) -> None:
@@ -201,7 +235,9 @@ def test_a_store_of_another_layout_is_refused(tmp_path: Path, make_group: MakeGr
     assert (error.value.field, error.value.value) == ("state_dir", str(path))
 
 
-def test_a_crash_while_the_file_is_made_leaves_no_damaged_store(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_a_crash_while_the_file_is_made_leaves_no_damaged_store(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
     path = tmp_path / "replay" / "replay.db"
     path.parent.mkdir()
     path.with_name("replay.db.new").write_bytes(b"half")
@@ -220,12 +256,16 @@ def test_a_store_in_use_is_refused(tmp_path: Path) -> None:
     first.close()
 
 
-def test_process_exits_with_2_on_a_damaged_store(port: int, tmp_path: Path, make_group: MakeGroup) -> None:
+def test_process_exits_with_2_on_a_damaged_store(
+    port: int, tmp_path: Path, make_group: MakeGroup
+) -> None:
     path = tmp_path / "replay" / "replay.db"
     stored(path, make_group)
     copy = shutil.copy(path, tmp_path / "copy.db")
     truncate(path)
-    ended = subprocess.run(command(port, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=400)
+    ended = subprocess.run(
+        command(port, tmp_path), cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
     assert ended.returncode == 2
     assert str(path) in ended.stderr
     assert "remedy" in ended.stderr
@@ -260,7 +300,9 @@ def test_changes_lost_with_a_damaged_log_are_counted_and_stop_the_start(
     path = killed(tmp_path, make_group)
     damage(path.with_name("replay.db-wal"))
     for _ in range(2):  # a second start reports it again
-        with pytest.raises(ConfigError, match=r"acknowledged changes are gone, with \d+ of 160 groups") as error:
+        with pytest.raises(
+            ConfigError, match=r"acknowledged changes are gone, with \d+ of 160 groups"
+        ) as error:
             ReplayBuffer(ReplaySection(), path)
     path.with_name("replay.db.count").unlink()  # the remedy in the error
     buffer = ReplayBuffer(ReplaySection(), path)
@@ -270,7 +312,9 @@ def test_changes_lost_with_a_damaged_log_are_counted_and_stop_the_start(
     ReplayBuffer(ReplaySection(), path).close()
 
 
-def test_kill_loses_no_count_and_a_removed_store_is_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_kill_loses_no_count_and_a_removed_store_is_not_missed(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
     path = killed(tmp_path, make_group)
     buffer = ReplayBuffer(ReplaySection(), path)
     assert buffer.stats()["fresh"] == 160

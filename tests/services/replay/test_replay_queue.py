@@ -1,4 +1,5 @@
-"""The queue of the replay buffer: groups are stored once, handed out exactly once, leased, acknowledged and evicted."""
+"""The queue of the replay buffer: groups are stored once, handed out exactly once, leased,
+acknowledged and evicted."""
 
 import asyncio
 import json
@@ -29,29 +30,51 @@ def ids(groups: list[Group]) -> list[str]:
     return [group.id for group in groups]
 
 
-async def test_a_group_comes_back_as_it_was_stored(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_group_comes_back_as_it_was_stored(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     group = make_group("a", version=3, position=7, rewards=(0.5, -1.0), tokens=5)
     group.metadata = {"kind": "sum", "levels": [1, 2.5]}
     await client.add([group])
     taken = (await client.take(take(1, "r"))).groups[0]
-    assert (taken.id, taken.prompt, taken.position, taken.metadata) == ("a", "1 + 1?", 7, group.metadata)
+    assert (taken.id, taken.prompt, taken.position, taken.metadata) == (
+        "a",
+        "1 + 1?",
+        7,
+        group.metadata,
+    )
     for stored, got in zip(group.completions, taken.completions, strict=True):
         np.testing.assert_array_equal(got.token_ids, stored.token_ids)
         np.testing.assert_array_equal(got.logprobs, stored.logprobs)
-        assert (got.reward, got.weight_versions, got.text) == (stored.reward, [(3, 0, 5)], stored.text)
+        assert (got.reward, got.weight_versions, got.text) == (
+            stored.reward,
+            [(3, 0, 5)],
+            stored.text,
+        )
 
 
-async def test_order_is_weight_version_then_position_then_id(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_order_is_weight_version_then_position_then_id(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     places = {"d": (2, 0), "c": (1, 5), "b": (1, 4), "a": (1, 5)}
-    await client.add([make_group(name, version, position) for name, (version, position) in places.items()])
+    await client.add(
+        [make_group(name, version, position) for name, (version, position) in places.items()]
+    )
     assert ids((await client.take(take(4, "r"))).groups) == ["b", "a", "c", "d"]
 
 
-async def test_adding_an_id_again_changes_nothing_and_is_counted(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_adding_an_id_again_changes_nothing_and_is_counted(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("a", rewards=(1.0, 1.0)), make_group("a")])
     await client.add([make_group("a", rewards=(0.0, 0.0))])
     stats = await client.stats()
-    assert (stats["groups"], stats["added"], stats["duplicates"], stats["avg_reward"]) == (1, 1, 2, 1.0)
+    assert (stats["groups"], stats["added"], stats["duplicates"], stats["avg_reward"]) == (
+        1,
+        1,
+        2,
+        1.0,
+    )
     assert len((await client.take(take(1, "r"))).groups) == 1
     await client.add([make_group("a")])
     assert (await client.take(take(1, "s"))).groups == []
@@ -65,14 +88,18 @@ async def test_take_is_all_or_nothing(client: ReplayClient, make_group: MakeGrou
     assert len((await client.take(take(3, "r"))).groups) == 3
 
 
-async def test_retry_with_the_same_request_id_gets_the_same_groups(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_retry_with_the_same_request_id_gets_the_same_groups(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group(name) for name in "abcd"])
     first = ids((await client.take(take(2, "r"))).groups)
     assert ids((await client.take(take(2, "r"))).groups) == first
     assert ids((await client.take(take(2, "s"))).groups) == ["c", "d"]
 
 
-async def test_request_id_of_another_request_is_refused(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_request_id_of_another_request_is_refused(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("a", version=1), make_group("b", version=1)])
     await client.take(take(2, "r"))
     with pytest.raises(ServiceError, match="request_id") as wrong_count:
@@ -82,7 +109,9 @@ async def test_request_id_of_another_request_is_refused(client: ReplayClient, ma
     assert wrong_count.value.status == 422
 
 
-async def test_every_group_goes_to_exactly_one_of_many_takers(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_every_group_goes_to_exactly_one_of_many_takers(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     async def taker(name: str) -> list[str]:
         got: list[str] = []
         for i in range(100):
@@ -99,14 +128,18 @@ async def test_every_group_goes_to_exactly_one_of_many_takers(client: ReplayClie
     adding = asyncio.gather(adder(0), adder(30))
     takers = await asyncio.gather(*(taker(name) for name in "wxyz"))
     await adding
-    everything = [name for got in takers for name in got] + ids((await client.take(take(1, "last"))).groups)
+    everything = [name for got in takers for name in got] + ids(
+        (await client.take(take(1, "last"))).groups
+    )
     assert len(everything) == len(set(everything))
     stats = await client.stats()
     assert stats["leased"] == len(everything)
     assert stats["leased"] + stats["fresh"] == 60
 
 
-async def test_a_waiting_take_gets_what_arrives(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_waiting_take_gets_what_arrives(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     waiting = asyncio.create_task(client.take(take(2, "r", wait_s=60)))
     await client.add([make_group("a")])
     await asyncio.sleep(0.05)
@@ -115,24 +148,34 @@ async def test_a_waiting_take_gets_what_arrives(client: ReplayClient, make_group
     assert ids((await asyncio.wait_for(waiting, 30)).groups) == ["a", "b"]
 
 
-async def test_old_groups_are_evicted_and_reported_once(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_old_groups_are_evicted_and_reported_once(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group(f"g{version}", version) for version in range(5)])
     taken = await client.take(take(2, "r", min_version=3))
     assert (ids(taken.groups), taken.evicted) == (["g3", "g4"], 3)
-    assert (await client.take(take(2, "r", min_version=3))).evicted == 3, "a retry gets the same answer"
+    assert (await client.take(take(2, "r", min_version=3))).evicted == 3, (
+        "a retry gets the same answer"
+    )
     await client.add([make_group("new", 9)])
     assert (await client.take(take(1, "s", min_version=3))).evicted == 0
     stats = await client.stats()
     assert (stats["evicted"], stats["groups"]) == (3, 3)
 
 
-async def test_failed_take_reports_evictions_only_to_its_retries(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_failed_take_reports_evictions_only_to_its_retries(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("old", 0)])
-    answers = [(await client.take(take(1, name, min_version=1))).evicted for name in ("r", "r", "s", "r")]
+    answers = [
+        (await client.take(take(1, name, min_version=1))).evicted for name in ("r", "r", "s", "r")
+    ]
     assert answers == [1, 1, 0, 1]
 
 
-async def test_a_late_retry_does_not_bring_an_evicted_group_back(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_a_late_retry_does_not_bring_an_evicted_group_back(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("old", 0)])
     await client.take(take(1, "r", min_version=1))
     await client.add([make_group("old", 0)])
@@ -145,13 +188,19 @@ class TestLease:
     def config(self) -> ReplaySection:
         return ReplaySection(capacity=100, lease_s=0.2)
 
-    async def test_an_expired_lease_makes_the_groups_fresh_again(self, client: ReplayClient, make_group: MakeGroup) -> None:
+    async def test_an_expired_lease_makes_the_groups_fresh_again(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
         await client.add([make_group("a"), make_group("b")])
         first = await client.take(take(2, "r"))
-        again = await client.take(take(2, "s", wait_s=60))  # nothing arrives: the expired lease itself wakes the call
+        again = await client.take(
+            take(2, "s", wait_s=60)
+        )  # nothing arrives: the expired lease itself wakes the call
         assert ids(again.groups) == ids(first.groups)
 
-    async def test_an_acknowledged_group_stays_consumed(self, client: ReplayClient, make_group: MakeGroup) -> None:
+    async def test_an_acknowledged_group_stays_consumed(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
         await client.add([make_group("a"), make_group("b")])
         await client.take(take(2, "r"))
         await client.ack(["a"])
@@ -159,7 +208,9 @@ class TestLease:
         assert (await client.stats())["consumed"] == 1
 
 
-async def test_reset_drops_groups_that_will_be_drawn_again(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_reset_drops_groups_that_will_be_drawn_again(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     """A resumed trainer trains on these prompts again, so reuse must not find them twice."""
     await client.add([make_group(name, position=position) for position, name in enumerate("abcd")])
     await client.take(take(3, "r"))
@@ -174,7 +225,9 @@ async def test_reset_drops_groups_that_will_be_drawn_again(client: ReplayClient,
     assert sorted(ids(again.groups)) == ["a", "b"]
 
 
-async def test_draws_of_lost_steps_do_not_count(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_draws_of_lost_steps_do_not_count(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group(name, position=position) for position, name in enumerate("ab")])
     await client.take(take(2, "r"))
     await client.ack(["a", "b"])
@@ -187,14 +240,18 @@ async def test_draws_of_lost_steps_do_not_count(client: ReplayClient, make_group
     for _ in range(2):  # the first answer may be lost, so the call is repeated
         await client.reset_fresh(from_position=7, step=4)
         listed = (await client.request("GET", "/groups")).json()["groups"]
-        assert [group["times_sampled"] for group in listed] == [2, 2], "of step 3, and the one by hand"
+        assert [group["times_sampled"] for group in listed] == [2, 2], (
+            "of step 3, and the one by hand"
+        )
     assert await drawn(4, "s4", 2) == 0
     assert await drawn(4, "s4 again", 3) == 2, "the draws of the lost steps 5 and 6 are free again"
     await client.reset_fresh(from_position=7)
     assert await drawn(4, "by hand", 3) == 0
 
 
-async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_ack_is_idempotent_and_names_an_unknown_id(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group("a"), make_group("b")])
     await client.take(take(2, "r"))
     await client.ack(["a"])
@@ -203,10 +260,14 @@ async def test_ack_is_idempotent_and_names_an_unknown_id(client: ReplayClient, m
         await client.ack(["b", "nobody"])
     assert error.value.status == 404
     stats = await client.stats()
-    assert (stats["consumed"], stats["leased"]) == (1, 1), "an ack with an unknown id changes nothing"
+    assert (stats["consumed"], stats["leased"]) == (1, 1), (
+        "an ack with an unknown id changes nothing"
+    )
 
 
-async def test_reset_drops_unacknowledged_groups(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_reset_drops_unacknowledged_groups(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await client.add([make_group(name) for name in "abc"])
     await client.take(take(2, "r"))
     await client.ack(["a"])
@@ -217,9 +278,13 @@ async def test_reset_drops_unacknowledged_groups(client: ReplayClient, make_grou
     assert ids((await client.take(take(1, "r"))).groups) == ["b"], "a dropped id may be added again"
 
 
-async def test_draining_ends_a_wait_without_losing_groups(app: FastAPI, client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_draining_ends_a_wait_without_losing_groups(
+    app: FastAPI, client: ReplayClient, make_group: MakeGroup
+) -> None:
     waiting = asyncio.create_task(
-        client.request("POST", "/groups/take", json=take(1, "r", wait_s=60).model_dump(), deadline_s=5)
+        client.request(
+            "POST", "/groups/take", json=take(1, "r", wait_s=60).model_dump(), deadline_s=5
+        )
     )
     await asyncio.sleep(0.1)
     app.state.draining = True
@@ -240,19 +305,29 @@ class TestCapacity:
         await client.take(take(1, f"take {group.id}"))
         await client.ack([group.id])
 
-    async def test_the_oldest_consumed_leave_first(self, client: ReplayClient, make_group: MakeGroup) -> None:
+    async def test_the_oldest_consumed_leave_first(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
         for name in "ab":
             await self.consume(client, make_group(name))
         await client.add([make_group("c")])
         await client.add([make_group("d")])
         listed = (await client.request("GET", "/groups")).json()["groups"]
-        assert [(item["id"], item["state"]) for item in listed] == [("b", "consumed"), ("c", "fresh"), ("d", "fresh")]
+        assert [(item["id"], item["state"]) for item in listed] == [
+            ("b", "consumed"),
+            ("c", "fresh"),
+            ("d", "fresh"),
+        ]
         assert (await client.stats())["removed"] == 1
-        await client.ack(["a"])  # a late acknowledgement is no error: the group was trained on and removed
+        await client.ack(
+            ["a"]
+        )  # a late acknowledgement is no error: the group was trained on and removed
         await client.add([make_group("a")])
         assert (await client.stats())["groups"] == 3, "a late retry of an add brings nothing back"
 
-    async def test_waiting_groups_push_back_and_nothing_is_lost(self, client: ReplayClient, make_group: MakeGroup) -> None:
+    async def test_waiting_groups_push_back_and_nothing_is_lost(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
         await client.add([make_group(name) for name in "abc"])
         response = await client.http.post("/groups", json={"groups": [person(make_group("d"))]})
         assert response.status_code == 503
@@ -264,7 +339,9 @@ class TestCapacity:
         await asyncio.wait_for(adding, 30)
         assert ids((await client.take(take(3, "s"))).groups) == ["b", "c", "d"]
 
-    async def test_one_request_over_capacity_is_refused(self, client: ReplayClient, make_group: MakeGroup) -> None:
+    async def test_one_request_over_capacity_is_refused(
+        self, client: ReplayClient, make_group: MakeGroup
+    ) -> None:
         with pytest.raises(ServiceError, match="capacity") as error:
             await client.add([make_group(name) for name in "abcd"])
         assert error.value.status == 413
@@ -283,12 +360,21 @@ def person(group: Group) -> dict[str, object]:
         "weight_versions": [[0, 0, 2]],
         "reward": 1,
     }
-    body = {"id": group.id, "prompt_id": "p", "prompt": "1+1?", "ground_truth": "2", "prompt_token_ids": [1, 2]}
+    body = {
+        "id": group.id,
+        "prompt_id": "p",
+        "prompt": "1+1?",
+        "ground_truth": "2",
+        "prompt_token_ids": [1, 2],
+    }
     return {**body, "completions": [completion]}
 
 
-def test_lease_counts_from_process_start_whatever_the_clocks_say(tmp_path: Path, make_group: MakeGroup) -> None:
-    """The new process's clock may be far behind the old one's, after a reboot or on another node."""
+def test_lease_counts_from_process_start_whatever_the_clocks_say(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
+    """The new process's clock may be far behind the old one's, after a reboot or on another
+    node."""
     path, now = tmp_path / "replay.db", 1e9
     config = ReplaySection(capacity=100, lease_s=600)
     buffer = ReplayBuffer(config, path, clock=lambda: now)
@@ -305,9 +391,13 @@ def test_lease_counts_from_process_start_whatever_the_clocks_say(tmp_path: Path,
     buffer.close()
 
 
-def test_a_retry_after_the_end_of_its_lease_is_a_new_request(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_a_retry_after_the_end_of_its_lease_is_a_new_request(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
     now = 0.0
-    buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db", clock=lambda: now)
+    buffer = ReplayBuffer(
+        ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db", clock=lambda: now
+    )
     buffer.add([make_group("a"), make_group("b")])
     assert buffer.take(take(2, "r")) is not None
     now = 601.0
@@ -323,13 +413,16 @@ def test_a_retry_after_the_end_of_its_lease_is_a_new_request(tmp_path: Path, mak
 
 
 def test_every_change_is_synced_to_the_disk(tmp_path: Path) -> None:
-    """SQLite syncs its log after each transaction only at the level FULL (2); no test here can cut the power."""
+    """SQLite syncs its log after each transaction only at the level FULL (2); no test here can cut
+    the power."""
     buffer = ReplayBuffer(ReplaySection(), tmp_path / "replay.db")
     assert buffer.store.db.execute("PRAGMA synchronous").fetchone() == (2,)
     buffer.close()
 
 
-def test_the_wall_clock_plays_no_role(tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wall_clock_plays_no_role(
+    tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wall clock may jump by a day when a node reaches its time server."""
     monkeypatch.setattr(time, "time", lambda: 0.0)
     buffer = ReplayBuffer(ReplaySection(capacity=100, lease_s=600), tmp_path / "replay.db")
@@ -366,14 +459,18 @@ async def test_foreign_calls_are_logged_with_their_caller(
         await client.request("POST", "/clear")
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     for what, line in zip(
-        ("1 groups were taken", "2 groups were dropped (reset_fresh)", "everything was forgotten"), told, strict=True
+        ("1 groups were taken", "2 groups were dropped (reset_fresh)", "everything was forgotten"),
+        told,
+        strict=True,
     ):
         assert what in line
         assert "by 127.0.0.1:123, run " in line
         assert "request strange-1" in line
 
 
-async def test_orders_of_dropped_groups_are_never_given_again(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_orders_of_dropped_groups_are_never_given_again(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     async def consume(name: str, position: int) -> None:
         await client.add([make_group(name, position=position)])
         await client.take(take(1, name))
@@ -390,9 +487,14 @@ async def test_orders_of_dropped_groups_are_never_given_again(client: ReplayClie
     assert [group["times_sampled"] for group in listed] == [0]
 
 
-def test_changes_counted_under_the_former_name_are_not_missed(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_changes_counted_under_the_former_name_are_not_missed(
+    tmp_path: Path, make_group: MakeGroup
+) -> None:
     path = tmp_path / "replay.db"
-    counts, former = path.with_name("replay.db.count"), "CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);\n" * 8
+    counts, former = (
+        path.with_name("replay.db.count"),
+        "CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);\n" * 8,
+    )
 
     def reopened() -> None:
         ReplayBuffer(ReplaySection(), path).close()
@@ -405,7 +507,9 @@ def test_changes_counted_under_the_former_name_are_not_missed(tmp_path: Path, ma
     with closing(sqlite3.connect(path)) as db, db:
         db.execute("UPDATE counters SET name = ? WHERE name = 'changes'", (former,))
     counts.write_text(json.dumps({former: 2, "added": 2}))
-    with pytest.raises(ConfigError, match="the last 1 of 2 acknowledged changes are gone, with 1 of 2 groups"):
+    with pytest.raises(
+        ConfigError, match="the last 1 of 2 acknowledged changes are gone, with 1 of 2 groups"
+    ):
         reopened()
     counts.write_text(json.dumps({former: 1, "added": 1}))
     for _ in range(2):  # the second time the new counts stand before the rest of the old ones

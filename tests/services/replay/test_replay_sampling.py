@@ -43,8 +43,16 @@ def test_probabilities_by_hand(priorities: Float64, exponent: float, expected: F
     ("chances", "count", "expected"),
     [
         (array(0.1, 0.2, 0.3, 0.4), 2, array(0.2, 0.4, 0.6, 0.8)),  # k·P(i)
-        (array(0.1, 0.1, 0.8), 2, array(0.5, 0.5, 1)),  # the third is certain; the other two share one place
-        (array(0.05, 0.05, 0.1, 0.8), 3, array(0.5, 0.5, 1, 1)),  # they become certain one after the other
+        (
+            array(0.1, 0.1, 0.8),
+            2,
+            array(0.5, 0.5, 1),
+        ),  # the third is certain; the other two share one place
+        (
+            array(0.05, 0.05, 0.1, 0.8),
+            3,
+            array(0.5, 0.5, 1, 1),
+        ),  # they become certain one after the other
         (array(0.5, 0.5, 0), 3, array(1, 1, 0)),  # at most as many as exist
         (array(), 3, array()),
     ],
@@ -56,9 +64,13 @@ def test_inclusion_by_hand(chances: Float64, count: int, expected: Float64) -> N
 def test_importance_weights_by_hand() -> None:
     # P = 0.1, 0.2, 0.3, 0.4 of N = 4: 1 / (N·P), whose mean over draws, Σ P / (N·P), is 1
     included, everyone = inclusion(array(0.1, 0.2, 0.3, 0.4), 2), np.arange(4)
-    np.testing.assert_allclose(importance_weights(included, everyone, 1.0), [2.5, 1.25, 5 / 6, 0.625], rtol=1e-12)
+    np.testing.assert_allclose(
+        importance_weights(included, everyone, 1.0), [2.5, 1.25, 5 / 6, 0.625], rtol=1e-12
+    )
     # P^-0.5 = 3.1623, 2.2361, 1.8257, 1.5811 over Σ P^0.5 = 1.9436
-    np.testing.assert_allclose(importance_weights(included, everyone, 0.5), [1.62701, 1.15047, 0.93935, 0.81350], rtol=1e-5)
+    np.testing.assert_allclose(
+        importance_weights(included, everyone, 0.5), [1.62701, 1.15047, 0.93935, 0.81350], rtol=1e-5
+    )
     np.testing.assert_allclose(importance_weights(included, everyone, 0.0), [1, 1, 1, 1])
     np.testing.assert_allclose(importance_weights(included, np.array([3, 1]), 1.0), [0.625, 1.25])
     np.testing.assert_allclose(importance_weights(array(1, 0, 1), np.array([2]), 0.7), [1])
@@ -66,8 +78,11 @@ def test_importance_weights_by_hand() -> None:
 
 @pytest.mark.parametrize("lowest", [1e-3, 1e-9, 1e-300, 5e-324, 0.0])
 @pytest.mark.parametrize("exponent", [0.4, 0.7, 1.0])
-def test_one_group_of_low_priority_takes_no_weight_from_the_others(lowest: float, exponent: float) -> None:
-    """Dividing by the buffer's largest weight gave the others a mean of 0.0185 (exponent 1, one such group in 40)."""
+def test_one_group_of_low_priority_takes_no_weight_from_the_others(
+    lowest: float, exponent: float
+) -> None:
+    """Dividing by the buffer's largest weight gave the others a mean of 0.0185 (exponent 1, one
+    such group in 40)."""
     priorities = np.append(np.random.default_rng(0).uniform(0.6, 1.0, 39), lowest)
     included = inclusion(probabilities(priorities, 0.6), 4)
     weights = importance_weights(included, np.arange(39), exponent)
@@ -75,7 +90,11 @@ def test_one_group_of_low_priority_takes_no_weight_from_the_others(lowest: float
     assert weights.mean() == pytest.approx(1, abs=0.04)
 
 
-@given(arrays(np.float64, st.integers(1, 60), elements=st.floats(1e-3, 1e3)), st.integers(1, 80), st.floats(0, 1))
+@given(
+    arrays(np.float64, st.integers(1, 60), elements=st.floats(1e-3, 1e3)),
+    st.integers(1, 80),
+    st.floats(0, 1),
+)
 def test_weights_are_one_on_average(priorities: Float64, count: int, exponent: float) -> None:
     included = inclusion(probabilities(priorities, 0.6), count)
     weights = importance_weights(included, np.arange(len(priorities)), exponent)
@@ -89,7 +108,9 @@ def test_weights_are_one_on_average(priorities: Float64, count: int, exponent: f
     st.floats(0, 2),
     st.integers(0, 2**32),
 )
-def test_a_sample_is_of_the_right_size_without_repetition(priorities: Float64, count: int, exponent: float, seed: int) -> None:
+def test_a_sample_is_of_the_right_size_without_repetition(
+    priorities: Float64, count: int, exponent: float, seed: int
+) -> None:
     chances = probabilities(priorities, exponent)
     included = inclusion(chances, count)
     possible = int((chances > 0).sum())
@@ -123,7 +144,9 @@ def test_index_forgets_removed_groups_and_keeps_the_order_of_the_rest() -> None:
     assert index.draw(9, 0, 70, 1, 0.6, 0.4)[0] == [7]
 
 
-def chances(rows: Rows, count: int, min_version: int, max_times: int, exponent: float) -> tuple[list[int], Float64]:
+def chances(
+    rows: Rows, count: int, min_version: int, max_times: int, exponent: float
+) -> tuple[list[int], Float64]:
     """Returns the eligible groups and the chance of each, by a scan over all groups."""
     eligible = [row for row in rows if row[1] >= min_version and row[3] < max_times]
     included = inclusion(probabilities(array(*(row[2] for row in eligible)), exponent), count)
@@ -156,22 +179,35 @@ def test_tree_draws_groups_with_the_chances_of_a_full_scan(count: int, largest: 
 
 _PRIORITIES = st.one_of(st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1e300]))
 _CHANGES = st.one_of(
-    st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 12), _PRIORITIES), min_size=1, max_size=90)),
+    st.tuples(
+        st.just("append"),
+        st.lists(st.tuples(st.integers(0, 12), _PRIORITIES), min_size=1, max_size=90),
+    ),
     st.tuples(st.just("drop"), st.integers(0, 400)),
     st.tuples(st.just("set"), st.lists(st.tuples(st.integers(0, 400), _PRIORITIES), max_size=20)),
-    st.tuples(st.just("draw"), st.tuples(st.integers(1, 3), st.integers(0, 14), st.sampled_from([1, 3]), st.floats(0, 1.5))),
+    st.tuples(
+        st.just("draw"),
+        st.tuples(
+            st.integers(1, 3), st.integers(0, 14), st.sampled_from([1, 3]), st.floats(0, 1.5)
+        ),
+    ),
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(_CHANGES, min_size=3, max_size=14), st.floats(0, 1), st.integers(0, 99))
-def test_index_equals_one_built_anew_after_any_changes(changes: list[Any], correction: float, seed: int) -> None:
-    """Groups are added, removed, rated and drawn in any order; rows, sizes of draws and weights stay the same."""
+def test_index_equals_one_built_anew_after_any_changes(
+    changes: list[Any], correction: float, seed: int
+) -> None:
+    """Groups are added, removed, rated and drawn in any order; rows, sizes of draws and weights
+    stay the same."""
     rows: dict[int, list[Any]] = {}
     index, order = ReuseIndex([]), 0
     for kind, change in [("append", [(v % 13, 1.0 + v) for v in range(70)]), *changes]:
         if kind == "append":
-            new = [(order + i, version, priority, 0) for i, (version, priority) in enumerate(change, 1)]
+            new = [
+                (order + i, version, priority, 0) for i, (version, priority) in enumerate(change, 1)
+            ]
             rows |= {row[0]: list(row) for row in new}
             order += len(new) + 2  # a gap, as after a resume
             index.append(new)
@@ -190,7 +226,9 @@ def test_index_equals_one_built_anew_after_any_changes(changes: list[Any], corre
             assert len(set(drawn)) == len(drawn) == min(count, np.count_nonzero(included))
             places = np.array([orders.index(number) for number in drawn], np.int64)
             if len(drawn):
-                np.testing.assert_allclose(weights, importance_weights(included, places, correction), rtol=1e-5)
+                np.testing.assert_allclose(
+                    weights, importance_weights(included, places, correction), rtol=1e-5
+                )
                 index.drawn(drawn)
             for number in drawn:
                 rows[number][3] += 1
@@ -229,13 +267,17 @@ def request(count: int, **more: float) -> SampleRequest:
     return SampleRequest.model_validate({"count": count, **more})
 
 
-async def test_sampling_over_http_by_the_numbers(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_sampling_over_http_by_the_numbers(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await consume(client, make_group, 4)
     await client.set_priorities({"g0": 1, "g1": 2, "g2": 3, "g3": 4, "nobody": 9})
     expected = {"g0": 2.5, "g1": 1.25, "g2": 5 / 6, "g3": 0.625}
     seen = set()
     for seed in range(30):
-        sampled = await client.sample(request(2, priority_exponent=1, importance_exponent=1, seed=seed))
+        sampled = await client.sample(
+            request(2, priority_exponent=1, importance_exponent=1, seed=seed)
+        )
         assert len({group.id for group in sampled.groups}) == 2
         for group, weight in zip(sampled.groups, sampled.weights, strict=True):
             assert weight == pytest.approx(expected[group.id], rel=1e-6)
@@ -245,11 +287,16 @@ async def test_sampling_over_http_by_the_numbers(client: ReplayClient, make_grou
 
 async def test_one_seed_draws_the_same_groups(client: ReplayClient, make_group: MakeGroup) -> None:
     await consume(client, make_group, 20)
-    draws = [[group.id for group in (await client.sample(request(5, seed=seed))).groups] for seed in (3, 3, 4)]
+    draws = [
+        [group.id for group in (await client.sample(request(5, seed=seed))).groups]
+        for seed in (3, 3, 4)
+    ]
     assert draws[0] == draws[1] != draws[2]
 
 
-async def test_only_eligible_groups_are_drawn_and_never_too_many(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_only_eligible_groups_are_drawn_and_never_too_many(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     assert (await client.sample(request(3))).groups == []
     await consume(client, make_group, 4)
     await client.add([make_group("fresh", version=9)])
@@ -261,7 +308,9 @@ async def test_only_eligible_groups_are_drawn_and_never_too_many(client: ReplayC
     assert len((await client.sample(request(9, max_times_sampled=2))).groups) == 2
 
 
-async def test_new_groups_get_the_largest_priority_seen(client: ReplayClient, make_group: MakeGroup) -> None:
+async def test_new_groups_get_the_largest_priority_seen(
+    client: ReplayClient, make_group: MakeGroup
+) -> None:
     await consume(client, make_group, 1)
     await client.set_priorities({"g0": 50.0})
     await client.set_priorities({"g0": 3.0})
@@ -269,7 +318,10 @@ async def test_new_groups_get_the_largest_priority_seen(client: ReplayClient, ma
     await client.set_priorities({"rated": 0.5})  # rated by the trainer before it is acknowledged
     await client.take(TakeRequest(count=2, request_id="r"))
     await client.ack(["new", "rated"])
-    listed = {item["id"]: item["priority"] for item in (await client.request("GET", "/groups")).json()["groups"]}
+    listed = {
+        item["id"]: item["priority"]
+        for item in (await client.request("GET", "/groups")).json()["groups"]
+    }
     assert listed == {"g0": 3.0, "new": 50.0, "rated": 0.5}
 
 
@@ -285,10 +337,14 @@ async def test_new_groups_get_the_largest_priority_seen(client: ReplayClient, ma
         ('{"ids":["\\ud800"],"priorities":[1]}', "surrogate"),
     ],
 )
-async def test_bad_priorities_are_refused(client: ReplayClient, make_group: MakeGroup, body: str, names: str) -> None:
+async def test_bad_priorities_are_refused(
+    client: ReplayClient, make_group: MakeGroup, body: str, names: str
+) -> None:
     await consume(client, make_group, 1)
     with pytest.raises(ServiceError) as error:
-        await client.request("POST", "/groups/priorities", content=body, headers={"content-type": "application/json"})
+        await client.request(
+            "POST", "/groups/priorities", content=body, headers={"content-type": "application/json"}
+        )
     assert error.value.status == 422
     assert names in str(error.value)
     assert len((await client.sample(request(1))).groups) == 1

@@ -22,12 +22,17 @@ GOOD = {"prompt": "2+3?", "response": "\\boxed{5}", "ground_truth": "5"}
 
 
 @asynccontextmanager
-async def served(config: RewardSection, max_body_bytes: int = 1 << 20) -> AsyncIterator[httpx.AsyncClient]:
+async def served(
+    config: RewardSection, max_body_bytes: int = 1 << 20
+) -> AsyncIterator[httpx.AsyncClient]:
     app = create_reward_app(config, max_body_bytes)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://reward") as http,
+    ):
         async with asyncio.timeout(400):
-            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110 - polls like a client
+            while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield http
 
@@ -48,7 +53,11 @@ async def test_legacy_bodies_get_the_legacy_fields(http: httpx.AsyncClient) -> N
         "correct": True,
     }
     assert one["components"] == {"math": 1.0}
-    many = (await http.post("/batch_reward", json={"items": [GOOD, {**GOOD, "ground_truth": "6"}, GOOD]})).json()
+    many = (
+        await http.post(
+            "/batch_reward", json={"items": [GOOD, {**GOOD, "ground_truth": "6"}, GOOD]}
+        )
+    ).json()
     assert set(many) == {"rewards", "mean_reward", "accuracy"}
     assert many["rewards"][0] == one
     assert [item["reward"] for item in many["rewards"]] == [1.0, 0.0, 1.0]
@@ -70,7 +79,9 @@ async def test_the_client_reads_null_rewards_and_their_status(http: httpx.AsyncC
 
 async def test_stats_and_metrics_count_by_status() -> None:
     async with served(RewardSection(math_timeout_s=0.3)) as http:
-        await http.post("/batch_reward", json={"items": [GOOD, GOOD, {**GOOD, "response": "?"}, HANG]})
+        await http.post(
+            "/batch_reward", json={"items": [GOOD, GOOD, {**GOOD, "response": "?"}, HANG]}
+        )
         stats = (await http.get("/stats")).json()
         assert stats["graded"] == {
             "ok": 2,
@@ -109,8 +120,18 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     ("/reward", {"json": [GOOD]}, 422, ""),
     ("/batch_reward", {"json": {"items": []}}, 422, "items"),
     ("/batch_reward", {"json": {"items": GOOD}}, 422, "items"),
-    ("/batch_reward", {"json": {"items": [GOOD, {**GOOD, "ground_truth": " "}]}}, 422, "items[1].ground_truth"),
-    ("/batch_reward", {"json": {"items": [GOOD, {**GOOD, "response": ["5"]}]}}, 422, "items.1.response"),
+    (
+        "/batch_reward",
+        {"json": {"items": [GOOD, {**GOOD, "ground_truth": " "}]}},
+        422,
+        "items[1].ground_truth",
+    ),
+    (
+        "/batch_reward",
+        {"json": {"items": [GOOD, {**GOOD, "response": ["5"]}]}},
+        422,
+        "items.1.response",
+    ),
     ("/batch_reward", {"json": {"items": [GOOD] * 4097}}, 413, "items"),
     ("/batch_reward", {"json": {"items": [{**GOOD, "response": "x" * 2_000_000}]}}, 413, "body"),
 ]
@@ -132,7 +153,15 @@ async def test_bad_input_is_named_and_the_service_lives(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_text_of_any_kind_is_graded(http: httpx.AsyncClient) -> None:
-    for text in ("x" * 100_000, "9" * 100_000, "\\boxed{" + "(" * 100_000, "\x00", "💥 \\boxed{💥}", "\\boxed{\x00}", "\u2028"):
+    for text in (
+        "x" * 100_000,
+        "9" * 100_000,
+        "\\boxed{" + "(" * 100_000,
+        "\x00",
+        "💥 \\boxed{💥}",
+        "\\boxed{\x00}",
+        "\u2028",
+    ):
         answer = await http.post("/reward", json={**GOOD, "response": text})
         assert answer.status_code == 200, answer.text
         assert not answer.json()["correct"]
@@ -140,9 +169,12 @@ async def test_text_of_any_kind_is_graded(http: httpx.AsyncClient) -> None:
 
 async def test_health_and_plain_answers_do_not_wait_while_every_worker_hangs() -> None:
     async with served(RewardSection(workers=2, math_timeout_s=1000)) as http:
-        hanging = [asyncio.create_task(http.post("/batch_reward", json={"items": [HANG] * 4})) for _ in range(3)]
+        hanging = [
+            asyncio.create_task(http.post("/batch_reward", json={"items": [HANG] * 4}))
+            for _ in range(3)
+        ]
         async with asyncio.timeout(400):
-            while (await http.get("/stats")).json()["unfinished"] < 12:  # noqa: ASYNC110 - as above
+            while (await http.get("/stats")).json()["unfinished"] < 12:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         for _ in range(20):
             assert (await http.get("/health")).json()["status"] == "healthy"
@@ -157,7 +189,10 @@ async def test_health_and_plain_answers_do_not_wait_while_every_worker_hangs() -
 async def test_health_says_why_before_the_graders_are_there() -> None:
     app = create_reward_app(RewardSection(), 1 << 20)
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://reward") as http,
+    ):
         answer = await http.get("/health")
     assert answer.status_code == 503
     assert "graders" in json.loads(answer.text)["reason"]

@@ -1,4 +1,5 @@
-"""Grading on a busy machine and beside hostile requests: turns, spare workers, and limits in CPU time."""
+"""Grading on a busy machine and beside hostile requests: turns, spare workers, and limits in CPU
+time."""
 
 import asyncio
 import os
@@ -27,7 +28,8 @@ async def _settled() -> None:
 
 
 async def served(turns: FairSlots, waves: list[list[str]]) -> list[str]:
-    """Returns the order in which calls get their turns; each call names its batch, and waves arrive in succession."""
+    """Returns the order in which calls get their turns; each call names its batch, and waves arrive
+    in succession."""
     order: list[str] = []
 
     async def call(batch: str) -> None:
@@ -102,7 +104,10 @@ class Recording(RewardFunction):
 async def test_items_of_two_requests_take_turns_in_threads_too() -> None:
     function = Recording()
     host = ThreadHost(function, None, 1, call_items=1)
-    requests = [[RewardItem(response=name, ground_truth="") for _ in range(count)] for name, count in (("a", 40), ("b", 3))]
+    requests = [
+        [RewardItem(response=name, ground_truth="") for _ in range(count)]
+        for name, count in (("a", 40), ("b", 3))
+    ]
     await asyncio.gather(*map(host.score, requests))
     assert max(i for i, name in enumerate(function.seen) if name == "b") <= 10
 
@@ -113,7 +118,9 @@ def item(answer: str, gold: str) -> RewardItem:
 
 def hard(i: int) -> RewardItem:
     """Returns a right answer that only a worker can compare."""
-    return item(f"\\sqrt{{{i + 2}}} + \\frac{{x+{i}}}{{2}}", f"\\frac{{x}}{{2}} + {i}/2 + ({i + 2})^{{1/2}}")
+    return item(
+        f"\\sqrt{{{i + 2}}} + \\frac{{x+{i}}}{{2}}", f"\\frac{{x}}{{2}} + {i}/2 + ({i + 2})^{{1/2}}"
+    )
 
 
 @contextmanager
@@ -138,7 +145,9 @@ async def grader() -> AsyncIterator[RewardScorer]:
 
 @pytest.mark.slow
 @pytest.mark.integration
-async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(grader: RewardScorer) -> None:
+async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(
+    grader: RewardScorer,
+) -> None:
     items = [hard(i) for i in range(40)]
     for i in range(10):
         items.insert(5 * i, item(BOMB, "5"))
@@ -152,9 +161,13 @@ async def test_no_honest_answer_is_lost_beside_hostile_ones_on_a_busy_machine(gr
 @pytest.mark.integration
 @pytest.mark.slow
 async def test_the_bombs_of_one_caller_do_not_hold_up_another(grader: RewardScorer) -> None:
-    """Twenty bombs arrive in one request or in twenty: another caller gets its answers while most bombs still wait."""
+    """Twenty bombs arrive in one request or in twenty: another caller gets its answers while most
+    bombs still wait."""
     for requests in (1, 20):
-        bombs = [asyncio.create_task(grader.score([item(BOMB, "5")] * (20 // requests))) for _ in range(requests)]
+        bombs = [
+            asyncio.create_task(grader.score([item(BOMB, "5")] * (20 // requests)))
+            for _ in range(requests)
+        ]
         await _settled()
         answers = await grader.score([hard(i) for i in range(3)])
         assert all(answer.correct for answer in answers)
@@ -206,7 +219,8 @@ async def test_start_cancelled_at_any_point_leaves_no_socket() -> None:
 @pytest.mark.integration
 @pytest.mark.slow
 def test_a_busy_machine_fails_no_program() -> None:
-    """Twenty-one processes share one processor, so a program gets a twentieth of a second in each second."""
+    """Twenty-one processes share one processor, so a program gets a twentieth of a second in each
+    second."""
     cases = [{"input": "", "output": "1"}]
     burn = "import time\nwhile time.process_time() < {}: pass\nprint(1)"
     allowed = os.sched_getaffinity(0)
@@ -214,7 +228,9 @@ def test_a_busy_machine_fails_no_program() -> None:
     try:
         os.sched_setaffinity(0, {min(allowed)})
         with busy_loops(20):
-            assert [result.status for result in short.results(burn.format(0.15), cases)] == ["passed"]
+            assert [result.status for result in short.results(burn.format(0.15), cases)] == [
+                "passed"
+            ]
             text = f"```python\n{burn.format(100)}\n```"
             [score] = tiny.scores([[{"role": "assistant", "content": text}]], test_cases=[cases])
             assert (score.value, score.status, score.answer) == (None, "timeout", "starved")
@@ -222,4 +238,6 @@ def test_a_busy_machine_fails_no_program() -> None:
     finally:
         os.sched_setaffinity(0, allowed)
     assert [result.status for result in tiny.results(burn.format(100), cases)] == ["timeout"]
-    assert [result.status for result in tiny.results("import time\ntime.sleep(100)", cases)] == ["timeout"]
+    assert [result.status for result in tiny.results("import time\ntime.sleep(100)", cases)] == [
+        "timeout"
+    ]

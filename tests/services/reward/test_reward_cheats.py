@@ -1,5 +1,5 @@
-# ruff: noqa: E501
-"""Free-form tests run outside the program's process, so a program that manipulates its own process passes none."""
+"""Free-form tests run outside the program's process, so a program that manipulates its own process
+passes none."""
 
 from typing import Any
 
@@ -30,7 +30,8 @@ HONEST = "from math import isclose\ndef f(x):\n    return 2 * x\n"
 ZERO = "def f(x): return 0\n"
 CHEATS = {
     "exec does nothing": "import builtins\nbuiltins.exec = lambda *a: None\n" + ZERO,
-    "eval and compile": "import builtins\nbuiltins.compile = lambda *a, **k: None\nbuiltins.eval = lambda *a: True\n" + ZERO,
+    "eval and compile": "import builtins\nbuiltins.compile = lambda *a, **k: None\nbuiltins.eval = lambda *a: True\n"
+    + ZERO,
     "AssertionError is another": "import builtins\nbuiltins.AssertionError = KeyError\n" + ZERO,
     "all builtins say yes": "import builtins\nfor n in ('all', 'any', 'isinstance', 'abs', 'sorted', 'bool', 'str'):\n"
     "    setattr(builtins, n, lambda *a: True)\n" + ZERO,
@@ -63,20 +64,26 @@ CHEATS = {
     "        a, b = (int(n, 16) for n in line.split()[0].split('-'))\n"
     "        try:\n            text.seek(a)\n            found = text.read(b - a)\n        except (OSError, OverflowError, ValueError): continue\n"
     "        if b''.join([b'ass', b'ert all(f(i)']) in found: return 2 * x\n    return 0",
-    "atexit": 'import atexit, os\natexit.register(lambda: os.write(3, b\'{"status": "done"}\'))\n' + ZERO,
+    "atexit": 'import atexit, os\natexit.register(lambda: os.write(3, b\'{"status": "done"}\'))\n'
+    + ZERO,
     "a result of its own": 'import os\nfor fd in (3, 4, 5):\n    try: os.write(fd, b\'{"status": "done"}\\n\')\n'
     "    except OSError: pass\n" + ZERO,
     "answers of its own": 'import os\ntry:\n    for i in range(99): os.write(5, b\'["ok", {"f": ["literal", true]}]\\n\')\n'
     "except OSError: pass\nos._exit(0)",
-    "an import of its own": 'import os\nos.write(5, b\'["ok", {"f": ["import", "os", "_exit"]}]\\n\')\n' + ZERO,
-    "a reference that is none": 'import os\nos.write(5, b\'["ok", {"f": ["local", 1]}]\\n["ok", {}]\\n\')\n' + ZERO,
+    "an import of its own": 'import os\nos.write(5, b\'["ok", {"f": ["import", "os", "_exit"]}]\\n\')\n'
+    + ZERO,
+    "a reference that is none": 'import os\nos.write(5, b\'["ok", {"f": ["local", 1]}]\\n["ok", {}]\\n\')\n'
+    + ZERO,
     "stopping the test": "import os, signal\nfor pid in range(2, 60):\n    if pid != os.getpid():\n"
     "        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGALRM):\n"
     "            try: os.kill(pid, s)\n            except OSError: pass\n" + ZERO,
     "the pipes of others": "import os, glob\nfor path in glob.glob('/proc/[0-9]*/fd/3'):\n"
-    '    try: os.write(os.open(path, os.O_WRONLY), b\'{"status": "done"}\')\n    except OSError: pass\n' + ZERO,
-    "json and pickle": "import json, pickle\njson.loads = lambda *a: ['ok']\npickle.loads = None\n" + ZERO,
-    "settrace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\n" + ZERO,
+    '    try: os.write(os.open(path, os.O_WRONLY), b\'{"status": "done"}\')\n    except OSError: pass\n'
+    + ZERO,
+    "json and pickle": "import json, pickle\njson.loads = lambda *a: ['ok']\npickle.loads = None\n"
+    + ZERO,
+    "settrace": "import sys\nsys.settrace(lambda *a: None)\nsys.setprofile(lambda *a: None)\n"
+    + ZERO,
     "signal handlers": "import os, signal\nsignal.signal(signal.SIGALRM, lambda *a: os._exit(0))\nsignal.setitimer(0, 0.01)\n"
     "import time\ndef f(x):\n    time.sleep(0.1)\n    return 0",
 }

@@ -1,4 +1,5 @@
-"""Configured functions of the reward-server: per task, weighted, and in workers that can be killed."""
+"""Configured functions of the reward-server: per task, weighted, and in workers that can be
+killed."""
 
 import asyncio
 import threading
@@ -14,7 +15,12 @@ from common.settings.config import load
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem, RewardResult
 from services.reward.app import create_reward_app
-from services.reward.functions import CompositeRewardFunction, FormatRewardFunction, MathRewardFunction, RewardFunction
+from services.reward.functions import (
+    CompositeRewardFunction,
+    FormatRewardFunction,
+    MathRewardFunction,
+    RewardFunction,
+)
 from services.reward.functions.base import prepare
 from services.reward.scorer import RewardScorer
 
@@ -41,7 +47,10 @@ async def test_functions_are_weighed_and_reported_by_name() -> None:
     async with RewardScorer(config) as scorer:
         await scorer.ready()
         thought, bare = await scorer.score(
-            [item("<think>\n\n</think>\\boxed{5} cat", keyword="cat"), item("\\boxed{6}", keyword="cat")]
+            [
+                item("<think>\n\n</think>\\boxed{5} cat", keyword="cat"),
+                item("\\boxed{6}", keyword="cat"),
+            ]
         )
     assert thought.components == {"math": 1.0, "format": 1.0, "keyword": 1.0}
     assert (thought.reward, thought.correct, thought.extracted_answer) == (1.25, True, "5")
@@ -53,9 +62,17 @@ async def test_a_task_has_its_own_functions() -> None:
     config = RewardSection(tasks={"words": [KEYWORD], "both": ["math", KEYWORD]})
     async with RewardScorer(config) as scorer:
         results = await scorer.score(
-            [item("5"), item("a cat", "", "words", keyword="cat"), item("5 cats", "5", "both", keyword="cat")]
+            [
+                item("5"),
+                item("a cat", "", "words", keyword="cat"),
+                item("5 cats", "5", "both", keyword="cat"),
+            ]
         )
-        assert [sorted(result.components) for result in results] == [["math"], ["keyword"], ["keyword", "math"]]
+        assert [sorted(result.components) for result in results] == [
+            ["math"],
+            ["keyword"],
+            ["keyword", "math"],
+        ]
         assert [result.reward for result in results] == [1.0, 1.0, 2.0]
         assert [result.correct for result in results] == [True, True, True]
         with pytest.raises(InvalidInput, match="no reward functions for this task") as caught:
@@ -75,7 +92,9 @@ async def test_a_task_is_ignored_where_no_task_is_named() -> None:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def moody() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=2)) as scorer:
+    async with RewardScorer(
+        RewardSection(functions=[MOODY, "math"], function_timeout_s=1, workers=2)
+    ) as scorer:
         yield scorer
 
 
@@ -84,13 +103,20 @@ async def moody() -> AsyncIterator[RewardScorer]:
 async def test_one_bad_item_never_harms_the_others(bad: str, moody: RewardScorer) -> None:
     results = await moody.score([item("5"), item(bad), item("5"), item("6")])
     status = {"hang": "timeout", "die": "died"}.get(bad, "error")
-    assert [outcome(result) for result in results] == [(1.5, "ok"), (None, status), (1.5, "ok"), (0.5, "ok")]
+    assert [outcome(result) for result in results] == [
+        (1.5, "ok"),
+        (None, status),
+        (1.5, "ok"),
+        (0.5, "ok"),
+    ]
     assert results[1].components["moody"] is None
     assert not results[1].correct
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_hang_is_bounded_and_large_batches_are_spread(moody: RewardScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_hang_is_bounded_and_large_batches_are_spread(
+    moody: RewardScorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.reward.hosts.CALL_ITEMS", 2)
     results = await moody.score([item("hang"), *[item("fine")] * 99])
     assert [result.reward for result in results] == [None, *[0.5] * 99]
@@ -132,14 +158,27 @@ def test_a_function_that_does_not_work_is_refused_at_the_start() -> None:
     [
         (["--reward.format_required", "a"], "format_required is set but not read"),
         (
-            ["--reward.functions", "format", "--reward.format_required", "a", "--reward.math_timeout_s", "2"],
+            [
+                "--reward.functions",
+                "format",
+                "--reward.format_required",
+                "a",
+                "--reward.math_timeout_s",
+                "2",
+            ],
             "math_timeout_s is set but",
         ),
         (["--reward.functions", "nothing"], "functions"),
-        (["--reward.functions", "format"], "format needs reward.format_required or reward.format_forbidden"),
+        (
+            ["--reward.functions", "format"],
+            "format needs reward.format_required or reward.format_forbidden",
+        ),
         (["--reward.weights", "format=2"], "which reward.functions does not have"),
         (["--reward.tasks", '{"a": []}'], "tasks"),
-        (["--reward.functions", "length", "--reward.length_soft_chars", "9000"], "length_soft_chars"),
+        (
+            ["--reward.functions", "length", "--reward.length_soft_chars", "9000"],
+            "length_soft_chars",
+        ),
     ],
 )
 def test_unused_or_unfit_settings_are_refused(argv: list[str], message: str) -> None:
@@ -154,7 +193,10 @@ def test_a_pattern_that_is_no_regular_expression_is_refused_by_the_name_of_its_s
 
 
 def test_settings_come_from_the_environment_too() -> None:
-    env = {"RLHF_REWARD__TASKS": '{"code": ["math", "length"]}', "RLHF_REWARD__WEIGHTS": '{"length": 0.1}'}
+    env = {
+        "RLHF_REWARD__TASKS": '{"code": ["math", "length"]}',
+        "RLHF_REWARD__WEIGHTS": '{"length": 0.1}',
+    }
     reward = load([], env).reward
     assert (reward.tasks, reward.weights, reward.function_names()) == (
         {"code": ["math", "length"]}, {"length": 0.1}, ["math", "length"]
@@ -187,16 +229,35 @@ async def maths() -> AsyncIterator[MathRewardFunction]:
 
 async def test_callers_own_objects_score_every_item_in_a_thread(maths: MathRewardFunction) -> None:
     own = Closure(0.25)
-    both = CompositeRewardFunction([maths, FormatRewardFunction(["boxed"])], [1.0, 0.5], name="both")
+    both = CompositeRewardFunction(
+        [maths, FormatRewardFunction(["boxed"])], [1.0, 0.5], name="both"
+    )
     app = create_reward_app(RewardSection(function_timeout_s=5), functions=[own, both])
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://reward") as http,
+    ):
         assert (await http.get("/health")).status_code == 200
         good = {"response": "\\boxed{5}", "ground_truth": "5"}
-        answer = (await http.post("/batch_reward", json={"items": [good, {**good, "response": "5", "task": "any"}]})).json()
-        assert [result["reward"] for result in answer["rewards"]] == [0.25 + 9 + 1.5, 0.25 + 1 + 1.0]
-        assert answer["rewards"][0]["components"] == {"closure": 9.25, "both": 1.5, "both/math": 1.0, "both/format": 1.0}
-        assert [result["correct"] for result in answer["rewards"]] == [True, True], "of the function that verifies"
+        answer = (
+            await http.post(
+                "/batch_reward", json={"items": [good, {**good, "response": "5", "task": "any"}]}
+            )
+        ).json()
+        assert [result["reward"] for result in answer["rewards"]] == [
+            0.25 + 9 + 1.5,
+            0.25 + 1 + 1.0,
+        ]
+        assert answer["rewards"][0]["components"] == {
+            "closure": 9.25,
+            "both": 1.5,
+            "both/math": 1.0,
+            "both/format": 1.0,
+        }
+        assert [result["correct"] for result in answer["rewards"]] == [True, True], (
+            "of the function that verifies"
+        )
         assert own.threads == {"reward-function"}
         try:
             late = (await http.post("/reward", json={**good, "response": "hang"})).json()
@@ -212,7 +273,9 @@ async def test_without_a_verifying_function_correct_is_a_reward_above_a_half() -
     assert [result.correct for result in results] == [True, False]
 
 
-async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> None:
+async def test_an_answer_cut_off_earns_nothing_from_any_function_when_stopping_is_required() -> (
+    None
+):
     async with RewardScorer(RewardSection(require_stop=True), functions=[Closure(1.0)]) as scorer:
         cut = RewardItem(response="x", ground_truth="", finish_reason="length")
         [result] = await scorer.score([cut])

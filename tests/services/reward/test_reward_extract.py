@@ -98,16 +98,36 @@ def test_no_text_makes_extraction_or_comparison_raise(text: str) -> None:
 
 @given(st.fractions(), st.fractions())
 def test_fractions_are_equal_exactly_when_they_are(a: Fraction, b: Fraction) -> None:
-    assert same_answer(f"\\frac{{{a.numerator}}}{{{a.denominator}}}", f"{b.numerator}/{b.denominator}") is (a == b)
+    assert same_answer(
+        f"\\frac{{{a.numerator}}}{{{a.denominator}}}", f"{b.numerator}/{b.denominator}"
+    ) is (a == b)
 
 
 @given(st.integers(), st.integers(-2, 2))
 def test_integers_are_equal_exactly_when_they_are(value: int, more: int) -> None:
-    assert same_answer(str(value), extract_answer(f"\\boxed{{\\${value + more:,}}}") or "") is (more == 0)
+    assert same_answer(str(value), extract_answer(f"\\boxed{{\\${value + more:,}}}") or "") is (
+        more == 0
+    )
 
 
 @pytest.mark.parametrize(
-    "piece", ["\\boxed{", "{", "}", "\\", "####", "#### a\n", "\\boxed{}", "<think>", "1,", "1 ", "-", "\\boxed {", "1.1", "$"]
+    "piece",
+    [
+        "\\boxed{",
+        "{",
+        "}",
+        "\\",
+        "####",
+        "#### a\n",
+        "\\boxed{}",
+        "<think>",
+        "1,",
+        "1 ",
+        "-",
+        "\\boxed {",
+        "1.1",
+        "$",
+    ],
 )
 def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
     """A quadratic algorithm would take minutes on a million characters."""
@@ -118,7 +138,9 @@ def test_long_repetitive_text_is_read_in_linear_time(piece: str) -> None:
     assert time.process_time() - start < 30
 
 
-@pytest.mark.parametrize("piece", ["1,", "1", "\\frac{1}", " ", "1 ", "a ", "ab ", "-", "\\,", "*", "1/", "\\(", "**a"])
+@pytest.mark.parametrize(
+    "piece", ["1,", "1", "\\frac{1}", " ", "1 ", "a ", "ab ", "-", "\\,", "*", "1/", "\\(", "**a"]
+)
 def test_answers_at_the_cap_are_compared_quickly(piece: str) -> None:
     start = time.process_time()
     text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]

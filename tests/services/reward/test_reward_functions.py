@@ -32,7 +32,13 @@ def chats(*texts: str) -> list[list[dict[str, str]]]:
 def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
     function = MathRewardFunction(timeout_s=1)
     texts = chats(
-        "\\boxed{\\frac{1}{2}}", "#### 1,080", "\\boxed{x+1}", "\\boxed{9^{9^{9^9}}}", "\\boxed{inf}", "none", "\\boxed{}"
+        "\\boxed{\\frac{1}{2}}",
+        "#### 1,080",
+        "\\boxed{x+1}",
+        "\\boxed{9^{9^{9^9}}}",
+        "\\boxed{inf}",
+        "none",
+        "\\boxed{}",
     )
     golds = ["0.5", "1080", "1+x", "5", "5", "18", "18"]
     try:
@@ -41,7 +47,15 @@ def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
         assert math.isnan(rewards[3]), "an error is not a zero"
         assert rewards[4:] == [0.0, 0.0, 0.0]
         scores = function.scores(texts, ground_truth=golds)
-        assert [score.status for score in scores] == ["ok", "ok", "ok", "timeout", "ok", "unparsable", "unparsable"]
+        assert [score.status for score in scores] == [
+            "ok",
+            "ok",
+            "ok",
+            "timeout",
+            "ok",
+            "unparsable",
+            "unparsable",
+        ]
         assert [score.answer for score in scores][:2] == ["\\frac{1}{2}", "1,080"]
     finally:
         function.close()
@@ -53,7 +67,12 @@ def test_math_in_a_script_is_exact_and_hangs_on_nothing() -> None:
 def test_math_names_what_is_missing() -> None:
     function = MathRewardFunction()
     try:
-        for columns in ({}, {"ground_truth": "5"}, {"ground_truth": ["5", "6"]}, {"ground_truth": [" "]}):
+        for columns in (
+            {},
+            {"ground_truth": "5"},
+            {"ground_truth": ["5", "6"]},
+            {"ground_truth": [" "]},
+        ):
             with pytest.raises(InvalidInput, match="ground_truth"):
                 function(chats("5"), **columns)
     finally:
@@ -92,7 +111,13 @@ def test_format_wants_every_required_and_no_forbidden_pattern() -> None:
 
 def test_length_falls_linearly_between_its_limits() -> None:
     function = LengthPenaltyFunction(soft_chars=10, hard_chars=20)
-    assert function(chats("", "x" * 10, "x" * 15, "x" * 20, "x" * 1000)) == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert function(chats("", "x" * 10, "x" * 15, "x" * 20, "x" * 1000)) == [
+        0.0,
+        0.0,
+        -0.5,
+        -1.0,
+        -1.0,
+    ]
     with pytest.raises(ConfigError):
         LengthPenaltyFunction(20, 20)
 
@@ -105,7 +130,9 @@ def test_repetition_is_the_share_of_repeated_ngrams() -> None:
         RepetitionPenaltyFunction(0)
 
 
-@pytest.mark.parametrize("text", ["哈" * 500, "我们再算一遍。" * 50, "abcdefgh" * 60, "そうです" * 60, "ไม่ใช่" * 50])
+@pytest.mark.parametrize(
+    "text", ["哈" * 500, "我们再算一遍。" * 50, "abcdefgh" * 60, "そうです" * 60, "ไม่ใช่" * 50]
+)
 def test_repetition_is_seen_in_text_without_spaces(text: str) -> None:
     assert RepetitionPenaltyFunction()(chats(text))[0] < -0.7
 
@@ -113,19 +140,30 @@ def test_repetition_is_seen_in_text_without_spaces(text: str) -> None:
 def test_text_without_repetition_has_no_penalty() -> None:
     characters = "".join(chr(0x4E00 + i) for i in range(500))
     words = " ".join(f"word{i}" for i in range(500))
-    formulas = " ".join(["so \\frac{a+b}{c}"] + [f"step {i}" for i in range(30)] + ["and \\frac{a+b}{c}"])
+    formulas = " ".join(
+        ["so \\frac{a+b}{c}"] + [f"step {i}" for i in range(30)] + ["and \\frac{a+b}{c}"]
+    )
     assert RepetitionPenaltyFunction()(chats(characters, words, formulas)) == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("pattern", ["a.*b.*c.*d.*e.*f", "(a*)*b", "(a|a)*b", "<think>.*</think>.*<answer>.*</answer>.*<x>"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["a.*b.*c.*d.*e.*f", "(a*)*b", "(a|a)*b", "<think>.*</think>.*<answer>.*</answer>.*<x>"],
+)
 def test_a_pattern_that_takes_too_long_fails_its_completion_alone(pattern: str) -> None:
-    hostile = {"a": "a" * 5000 + "c", "<": "<think></think><answer></answer>" * 1500, "(": "a" * 5000 + "c"}[pattern[0]]
+    hostile = {
+        "a": "a" * 5000 + "c",
+        "<": "<think></think><answer></answer>" * 1500,
+        "(": "a" * 5000 + "c",
+    }[pattern[0]]
     hostile = "abcde" * 10_000 if pattern.startswith("a.") else hostile
     before = time.process_time()
     first, second = FormatRewardFunction([pattern]).scores(chats("no", hostile))
     assert time.process_time() - before < 10
     assert first.value == 0.0
-    assert second.value == 0.0 or (second.status == "timeout" and "takes more than 1 CPU s" in second.reason)
+    assert second.value == 0.0 or (
+        second.status == "timeout" and "takes more than 1 CPU s" in second.reason
+    )
 
 
 class Fixed(RewardFunction):
@@ -143,13 +181,19 @@ class Fixed(RewardFunction):
 
 
 def test_a_composite_weighs_its_parts_and_reports_them() -> None:
-    function = CompositeRewardFunction([Fixed("a", 1.0, 2.0), Fixed("b", 0.5, math.nan)], [2.0, -1.0])
+    function = CompositeRewardFunction(
+        [Fixed("a", 1.0, 2.0), Fixed("b", 0.5, math.nan)], [2.0, -1.0]
+    )
     rewards = function(chats("x", "y"))
     assert rewards[0] == 1.5
     assert math.isnan(rewards[1]), "an error in one is an error, not a zero"
     first, second = function.scores(chats("x", "y"))
     assert (first.value, first.components) == (1.5, {"a": 1.0, "b": 0.5})
-    assert (second.value, second.status, second.components) == (None, "error", {"a": 2.0, "b": None})
+    assert (second.value, second.status, second.components) == (
+        None,
+        "error",
+        {"a": 2.0, "b": None},
+    )
     outer = CompositeRewardFunction([function, Fixed("c", 1.0, 1.0)])
     assert outer.scores(chats("x", "y"))[0].components == {
         "composite": 1.5, "composite/a": 1.0, "composite/b": 0.5, "c": 1.0
@@ -184,7 +228,9 @@ ODD: dict[str, tuple[Any, float | None]] = {
 @pytest.mark.parametrize("weight", [1.0, -1e30])
 def test_an_odd_value_is_an_error_of_its_item_alone(name: str, weight: float) -> None:
     value, number = ODD[name]
-    first, second = CompositeRewardFunction([Fixed("a", value, 0.5)], [weight]).scores(chats("x", "y"))
+    first, second = CompositeRewardFunction([Fixed("a", value, 0.5)], [weight]).scores(
+        chats("x", "y")
+    )
     assert (second.value, second.status) == (0.5 * weight, "ok")
     assert first.components == {"a": number}
     expected = None if number is None or abs(number * weight) > 3e38 else number * weight
@@ -220,7 +266,9 @@ def test_senseless_composite_is_refused() -> None:
 
 
 def test_custom_functions_get_the_columns() -> None:
-    assert KeywordReward()(chats("a cat", "a dog"), keyword=["cat", "cat"], ground_truth=["", ""]) == [1.0, 0.0]
+    assert KeywordReward()(
+        chats("a cat", "a dog"), keyword=["cat", "cat"], ground_truth=["", ""]
+    ) == [1.0, 0.0]
 
 
 class Own(RewardFunction):
@@ -250,7 +298,9 @@ async def _coroutine(completions: list[Any]) -> list[float]:
         (_coroutine, "own is a coroutine: define it with def, not async def"),
     ],
 )
-def test_scores_that_are_not_numbers_are_refused_with_a_message(function: Callable[..., Any], told: str) -> None:
+def test_scores_that_are_not_numbers_are_refused_with_a_message(
+    function: Callable[..., Any], told: str
+) -> None:
     with pytest.raises(WrongScores) as caught:
         Own(function).scores([[{"role": "assistant", "content": "1"}]] * 2)
     assert told in caught.value.message
@@ -261,4 +311,7 @@ def test_scores_may_be_of_any_kind_of_number_or_missing() -> None:
     scores = Own(lambda completions: np.array([1, 0], dtype=np.float32)).scores([[], []])
     assert [score.value for score in scores] == [1.0, 0.0]
     scores = Own(lambda completions: [True, None]).scores([[], []])
-    assert [(score.value, score.reason) for score in scores] == [(1.0, ""), (None, "None is not a number")]
+    assert [(score.value, score.reason) for score in scores] == [
+        (1.0, ""),
+        (None, "None is not a number"),
+    ]

@@ -31,8 +31,13 @@ async def test_golden_cases() -> None:
     cases = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
     assert len(cases) >= 300
     assert len({(case["response"], case["ground_truth"]) for case in cases}) == len(cases)
-    assert min(sum(case["correct"] for case in cases), sum(not case["correct"] for case in cases)) > 100
-    items = [RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases]
+    assert (
+        min(sum(case["correct"] for case in cases), sum(not case["correct"] for case in cases))
+        > 100
+    )
+    items = [
+        RewardItem(response=case["response"], ground_truth=case["ground_truth"]) for case in cases
+    ]
     async with RewardScorer(RewardSection(math_timeout_s=20)) as grader:
         results = await grader.score(items)
     wrong = [
@@ -47,7 +52,9 @@ async def test_golden_cases() -> None:
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
 @pytest.mark.parametrize("split", [pytest.param("train", marks=pytest.mark.slow), "test"])
-def test_real_gsm8k_golds_verify_against_themselves_and_gold_plus_one_never_does(split: str) -> None:
+def test_real_gsm8k_golds_verify_against_themselves_and_gold_plus_one_never_does(
+    split: str,
+) -> None:
     lines = (GSM8K / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     for line in lines:
         solution = json.loads(line)["answer"]
@@ -57,8 +64,14 @@ def test_real_gsm8k_golds_verify_against_themselves_and_gold_plus_one_never_does
         assert same_answer(gold, extract_answer(solution) or "") is True, solution
         for notation in NUMBER_NOTATIONS:
             for number in (str(value), f"{value:,}"):
-                assert same_answer(gold, extract_answer(notation.format(number)) or "") is True, (notation, number)
-            assert same_answer(gold, extract_answer(notation.format(value + 1)) or "") is False, (notation, value + 1)
+                assert same_answer(gold, extract_answer(notation.format(number)) or "") is True, (
+                    notation,
+                    number,
+                )
+            assert same_answer(gold, extract_answer(notation.format(value + 1)) or "") is False, (
+                notation,
+                value + 1,
+            )
 
 
 @pytest.mark.skipif(not MATH500.is_file(), reason="the MATH-500 file is not here")
@@ -69,7 +82,9 @@ async def test_real_math500_golds_verify_against_themselves_and_gold_plus_one_ne
         number = quantity(gold)
         more = str(number[0] + 1) if number and number[1] is None else f"{gold}+1"
         answers = [(row["solution"], True)]
-        answers += [(notation.format(said), said == gold) for notation in NOTATIONS for said in (gold, more)]
+        answers += [
+            (notation.format(said), said == gold) for notation in NOTATIONS for said in (gold, more)
+        ]
         items += [RewardItem(response=response, ground_truth=gold) for response, _ in answers]
         right += [correct for _, correct in answers]
     async with RewardScorer(RewardSection(math_timeout_s=30)) as grader:

@@ -78,7 +78,13 @@ HOSTILE = [
     "nan",
     "1/0",
 ]
-WRAPPED_HOSTILE = ["(" * 2000 + "1" + ")" * 2000, "9" * 100_000, "\\frac{1}{" * 20_000, "x" * 100_000, "\\boxed{" * 10_000]
+WRAPPED_HOSTILE = [
+    "(" * 2000 + "1" + ")" * 2000,
+    "9" * 100_000,
+    "\\frac{1}{" * 20_000,
+    "x" * 100_000,
+    "\\boxed{" * 10_000,
+]
 
 
 def boxed(answer: str, gold: str = "18") -> RewardItem:
@@ -86,11 +92,14 @@ def boxed(answer: str, gold: str = "18") -> RewardItem:
 
 
 def descendants() -> list[psutil.Process]:
-    """Returns the pools' processes under this process; other tests keep engines and routers running beside them."""
+    """Returns the pools' processes under this process; other tests keep engines and routers running
+    beside them."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it ended meanwhile
-            if process.status() != psutil.STATUS_ZOMBIE and any("reward/worker.py" in word for word in process.cmdline()):
+            if process.status() != psutil.STATUS_ZOMBIE and any(
+                "reward/worker.py" in word for word in process.cmdline()
+            ):
                 found.append(process)
     return found
 
@@ -124,8 +133,15 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
         await grader.ready()
         hostile = [boxed(text) for text in HOSTILE] + [boxed(text) for text in WRAPPED_HOSTILE]
         hostile += [RewardItem(response=text, ground_truth="18") for text in WRAPPED_HOSTILE]
-        good = [boxed("18"), boxed("x+1", "1+x"), boxed("\\sqrt{12}", "2\\sqrt{3}"), boxed("19")] * len(hostile)
-        items = [item for trio in zip(hostile, good[::2], good[1::2], strict=False) for item in trio]
+        good = [
+            boxed("18"),
+            boxed("x+1", "1+x"),
+            boxed("\\sqrt{12}", "2\\sqrt{3}"),
+            boxed("19"),
+        ] * len(hostile)
+        items = [
+            item for trio in zip(hostile, good[::2], good[1::2], strict=False) for item in trio
+        ]
         results = await grader.score(items)
     for item, result in zip(items, results, strict=True):
         assert result.ground_truth == item.ground_truth
@@ -133,15 +149,21 @@ async def test_hostile_answers_come_back_and_the_good_ones_beside_them_are_right
         assert not (result.status == "unparsable" and result.reward)
     for item, result in zip(items, results, strict=True):
         if item in good:
-            assert (result.status, result.correct) == ("ok", item.response != "\\boxed{19}"), item.response[:50]
+            assert (result.status, result.correct) == ("ok", item.response != "\\boxed{19}"), (
+                item.response[:50]
+            )
         else:
             assert not result.correct, item.response[:50]
     assert sum(result.status == "timeout" for result in results) >= 5
-    assert grader.stats()["graded"]["timeout"] == sum(result.status == "timeout" for result in results)
+    assert grader.stats()["graded"]["timeout"] == sum(
+        result.status == "timeout" for result in results
+    )
 
 
 @pytest.mark.parametrize(("require_stop", "reward"), [(True, 0.0), (False, 1.0)])
-async def test_a_cut_completion_earns_nothing_when_stopping_is_required(require_stop: bool, reward: float) -> None:
+async def test_a_cut_completion_earns_nothing_when_stopping_is_required(
+    require_stop: bool, reward: float
+) -> None:
     grader = RewardScorer(RewardSection(require_stop=require_stop))  # a number needs no worker
     item = RewardItem(response="\\boxed{18}", ground_truth="18", finish_reason="length")
     [result] = await grader.score([item])
@@ -155,7 +177,9 @@ async def test_too_many_items_are_refused() -> None:
         await RewardScorer(RewardSection()).score([boxed("18")] * (MAX_BATCH_ITEMS + 1))
 
 
-async def test_more_waiting_answers_than_the_queue_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_waiting_answers_than_the_queue_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("services.reward.hosts.QUEUE_LIMIT", 8)
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=30)) as grader:
         await grader.ready()
@@ -185,7 +209,9 @@ async def test_cancelling_frees_the_workers() -> None:
         assert all(result.correct for result in results)
 
 
-async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(grader: RewardScorer) -> None:
+async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
+    grader: RewardScorer,
+) -> None:
     await until(lambda: len(workers()) == 4)  # two of them are spares
     victims = workers()
     for victim in victims:
@@ -197,7 +223,9 @@ async def test_idle_workers_killed_from_outside_are_replaced_and_cost_no_answer(
     assert grader.stats()["worker_restarts"] >= 2
 
 
-async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_another_worker() -> None:
+async def test_an_answer_sent_to_workers_that_died_before_they_read_it_goes_to_another_worker() -> (
+    None
+):
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
         await until(lambda: sum(pool._idle.qsize() for pool in grader._pools) == 2)
@@ -237,7 +265,9 @@ async def test_a_worker_killed_while_it_grades_is_an_error_and_not_a_zero() -> N
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=100)) as grader:
         await grader.ready()
         task = asyncio.create_task(grader.score([boxed("9^{9^{9^9}}"), boxed("x+1", "1+x")]))
-        await until(lambda: any(sum(worker.cpu_times()[:2]) > 0.5 for worker in workers()))  # one worker is busy
+        await until(
+            lambda: any(sum(worker.cpu_times()[:2]) > 0.5 for worker in workers())
+        )  # one worker is busy
         for worker in workers():  # the busy one, and its spare
             worker.kill()
         died, good = await task
@@ -262,7 +292,8 @@ async def test_graders_lost_while_no_file_can_be_opened_are_replaced_afterwards(
     (pool,) = grader._pools
     resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
     try:
-        pool._missing.release()  # as if one had died; closing its connection would make room for another file
+        # as if one had died; closing its connection would make room for another file
+        pool._missing.release()
         await until(lambda: "no grader can be started" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -271,7 +302,9 @@ async def test_graders_lost_while_no_file_can_be_opened_are_replaced_afterwards(
     await until(lambda: pool._missing.locked())
 
 
-async def test_graders_that_never_start_fail_every_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_graders_that_never_start_fail_every_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     broken = tmp_path / "worker.py"
     broken.write_text("raise SystemExit('no math-verify here')\n")
     monkeypatch.setattr("services.reward.pool._SCRIPT", broken)
@@ -283,7 +316,9 @@ async def test_graders_that_never_start_fail_every_answer(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_grader_out_of_memory_is_an_error_and_harms_no_other_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("services.reward.functions.answers.MEMORY_MB", 256)
     async with RewardScorer(RewardSection(workers=1, math_timeout_s=60)) as grader:
         bomb, good = await grader.score([boxed("2^{1000000000}"), boxed("x+1", "1+x")])

@@ -1,4 +1,5 @@
-"""No answer matches two different ground truths; every honest answer is compared with all (minutes on two cores)."""
+"""No answer matches two different ground truths; every honest answer is compared with all (minutes
+on two cores)."""
 
 import json
 import logging
@@ -38,7 +39,8 @@ LEFT_OUT = (
     ("12", "\\text{C}"), ("200", "3 hours 20 minutes"), ("500", "\\$5"), ("\\frac{3}{2}", "90 minutes"),
     ("66", "5\\text{ feet }6\\text{ inches}"),
 )  # fmt: skip
-"""Pairs of ground truths, one of which states what answers may omit: a unit, an option, brackets."""
+"""Pairs of ground truths, one of which states what answers may omit: a unit, an option,
+brackets."""
 Pair = tuple[str, str]
 
 
@@ -62,16 +64,26 @@ def read(gold: str) -> list[object]:
 
 def test_no_answer_is_right_for_two_ground_truths_that_differ() -> None:
     rows = [json.loads(line) for line in NOTATIONS.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if row["kind"] != "computations"]  # their values are ground truths too
+    rows = [
+        row for row in rows if row["kind"] != "computations"
+    ]  # their values are ground truths too
     golds = {row["gold"] for row in rows}
     if MATH500.is_file():
-        golds |= {json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()}
+        golds |= {
+            json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()
+        }
     if GSM8K.is_file():
-        solutions = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+        solutions = [
+            json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()
+        ]
         golds |= {solution.rpartition("####")[2].strip() for solution in solutions}
-    answers = {(row["answer"], row["gold"]) for row in rows if row["correct"]} | {(gold, gold) for gold in golds}
+    answers = {(row["answer"], row["gold"]) for row in rows if row["correct"]} | {
+        (gold, gold) for gold in golds
+    }
     with get_context("spawn").Pool(2) as pool:
-        found = pool.starmap(matched, [(answer, sorted(golds)) for answer in sorted(answers)], chunksize=8)
+        found = pool.starmap(
+            matched, [(answer, sorted(golds)) for answer in sorted(answers)], chunksize=8
+        )
     pairs = {pair for each in found for pair in each if pair[0] != pair[1]}
 
     classes: dict[str, set[str]] = defaultdict(set)  # classes of equal ground truths
@@ -83,7 +95,10 @@ def test_no_answer_is_right_for_two_ground_truths_that_differ() -> None:
             classes[gold] = merged
 
     def left_out(a: str, b: str) -> bool:
-        return any((a in classes[x] | {x} and b == y) or (b in classes[x] | {x} and a == y) for x, y in LEFT_OUT)
+        return any(
+            (a in classes[x] | {x} and b == y) or (b in classes[x] | {x} and a == y)
+            for x, y in LEFT_OUT
+        )
 
     different = sorted((a, b) for a, b in pairs if b not in classes[a] and not left_out(a, b))
     assert not different, "\n".join(map(str, different))

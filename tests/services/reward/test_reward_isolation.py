@@ -14,7 +14,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left"
 
 
 @pytest.mark.parametrize("kind", ["bubblewrap", "none"])
-def test_the_environment_of_the_server_is_hidden(monkeypatch: pytest.MonkeyPatch, kind: SandboxKind) -> None:
+def test_the_environment_of_the_server_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, kind: SandboxKind
+) -> None:
     names = ("API_TOKEN", "HF_TOKEN", "JUDGE_API_KEY", "SOME_API_KEY")
     for name in names:
         monkeypatch.setenv(name, "a-very-secret-value")
@@ -29,7 +31,9 @@ def test_the_environment_of_the_server_is_hidden(monkeypatch: pytest.MonkeyPatch
     assert run(code, source).status == "passed"
 
 
-def test_program_sees_only_its_own_process_and_no_descriptor_of_the_server(code: CodeRewardFunction) -> None:
+def test_program_sees_only_its_own_process_and_no_descriptor_of_the_server(
+    code: CodeRewardFunction,
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         os.set_inheritable(listener.fileno(), True)
         source = (
@@ -42,7 +46,9 @@ def test_program_sees_only_its_own_process_and_no_descriptor_of_the_server(code:
         assert run(code, source).status == "passed"
 
 
-def test_links_sockets_clocks_and_limits_cannot_be_made_or_changed(code: CodeRewardFunction) -> None:
+def test_links_sockets_clocks_and_limits_cannot_be_made_or_changed(
+    code: CodeRewardFunction,
+) -> None:
     attempts = [
         "os.symlink('/proc/1/environ', '/dev/x')",
         "os.symlink('/etc/shadow', '/tmp/x')",
@@ -89,7 +95,8 @@ def test_the_parent_cannot_be_stopped_or_ended(code: CodeRewardFunction) -> None
 
 
 def test_nothing_can_be_written_anywhere(code: CodeRewardFunction) -> None:
-    """The root and /dev of bubblewrap are in unlimited memory, so a flood of (empty) files would fill the machine."""
+    """The root and /dev of bubblewrap are in unlimited memory, so a flood of (empty) files would
+    fill the machine."""
     source = (
         "import os\nwritten = []\n"
         "for folder, folders, _ in os.walk('/'):\n"
@@ -106,7 +113,16 @@ def test_the_files_of_the_host_cannot_be_read(code: CodeRewardFunction, tmp_path
     secret.write_text("here", encoding="utf-8")
     secret.chmod(0o644)
     home = Path.home()
-    paths = [str(secret), "/etc/passwd", "/etc/shadow", __file__, str(home), str(home / ".ssh"), "/var/log", "/run"]
+    paths = [
+        str(secret),
+        "/etc/passwd",
+        "/etc/shadow",
+        __file__,
+        str(home),
+        str(home / ".ssh"),
+        "/var/log",
+        "/run",
+    ]
     assert contained(code, [f"os.stat({path!r})" for path in paths]) == []
 
 

@@ -1,4 +1,5 @@
-"""The judge against a real HTTP server that imitates an OpenAI-compatible endpoint, working and failing."""
+"""The judge against a real HTTP server that imitates an OpenAI-compatible endpoint, working and
+failing."""
 
 import json
 import math
@@ -44,7 +45,10 @@ class Endpoint:
                 text = body["messages"][1]["content"]
                 with endpoint._lock:
                     endpoint.requests.append((self.path, dict(self.headers), body))
-                    times = sum(request["messages"][1]["content"] == text for _, _, request in endpoint.requests)
+                    times = sum(
+                        request["messages"][1]["content"] == text
+                        for _, _, request in endpoint.requests
+                    )
                 status, headers, content = endpoint.answer(text, times)
                 self.send_response(status)
                 for name, value in headers.items():
@@ -72,18 +76,24 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     made.server.server_close()
 
 
-def test_the_judge_sees_rubric_problem_reference_and_answer(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_sees_rubric_problem_reference_and_answer(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     judge = JudgeRewardFunction(endpoint.url + "/", "big", "Kindness counts.")
     assert judge(chats("five"), prompt=["2+3?"], ground_truth=["5"]) == [0.7]
     path, headers, body = endpoint.requests[0]
     assert path == "/v1/chat/completions"
-    assert {name.lower(): value for name, value in headers.items()}["authorization"] == "Bearer secret"
+    assert {name.lower(): value for name, value in headers.items()}[
+        "authorization"
+    ] == "Bearer secret"
     assert (body["model"], body["temperature"]) == ("big", 0)
     system, user = (message["content"] for message in body["messages"])
     assert system.startswith("Kindness counts.")
     assert "from 0 (worst) to 10 (best)" in system
-    assert all(part in user for part in ("2+3?", ">\n5\n</reference answer", ">\nfive\n</answer to grade"))
+    assert all(
+        part in user for part in ("2+3?", ">\n5\n</reference answer", ">\nfive\n</answer to grade")
+    )
     judge(chats("five"), prompt=[[{"role": "user", "content": "as a chat"}]])
     assert "as a chat" in endpoint.requests[1][2]["messages"][1]["content"]
     assert "reference" not in endpoint.requests[1][2]["messages"][1]["content"]
@@ -103,7 +113,9 @@ def test_bad_replies_and_overload_are_retried(endpoint: Endpoint) -> None:
     assert len(endpoint.requests) == 5
 
 
-def test_completion_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoint: Endpoint) -> None:
+def test_completion_that_cannot_be_judged_is_an_error_and_harms_no_other(
+    endpoint: Endpoint,
+) -> None:
     given_up = threading.Event()
 
     def answer(text: str, times: int) -> Reply:
@@ -117,8 +129,18 @@ def test_completion_that_cannot_be_judged_is_an_error_and_harms_no_other(endpoin
         scores = judge.scores(chats("good", "bad", "slow", "good"), prompt=["p"] * 4)
     finally:
         given_up.set()
-    assert [(score.value, score.status) for score in scores] == [(0.5, "ok"), (None, "error"), (None, "timeout"), (0.5, "ok")]
-    assert [score.reason for score in scores] == ["", "no score from 0 to 10 in: Score: 11", "no answer within 3 s", ""]
+    assert [(score.value, score.status) for score in scores] == [
+        (0.5, "ok"),
+        (None, "error"),
+        (None, "timeout"),
+        (0.5, "ok"),
+    ]
+    assert [score.reason for score in scores] == [
+        "",
+        "no score from 0 to 10 in: Score: 11",
+        "no answer within 3 s",
+        "",
+    ]
     assert math.isnan(judge(chats("bad"), prompt=["p"])[0])
 
 
@@ -132,7 +154,9 @@ INJECTIONS = [
 
 
 @pytest.mark.parametrize("injection", INJECTIONS)
-def test_a_completion_closes_no_tag_and_adds_no_reference(endpoint: Endpoint, injection: str) -> None:
+def test_a_completion_closes_no_tag_and_adds_no_reference(
+    endpoint: Endpoint, injection: str
+) -> None:
     judge = JudgeRewardFunction(endpoint.url, "big")
     for prompt, gold, text in (
         ("p", "5", injection),
@@ -142,7 +166,9 @@ def test_a_completion_closes_no_tag_and_adds_no_reference(endpoint: Endpoint, in
     ):
         judge(chats(text), prompt=[prompt], ground_truth=[gold])
         sent = endpoint.requests[-1][2]["messages"][1]["content"]
-        tags = re.findall(r"</?\s*(?:problem|reference answer|answer to grade)[^>]*>", sent, re.IGNORECASE)
+        tags = re.findall(
+            r"</?\s*(?:problem|reference answer|answer to grade)[^>]*>", sent, re.IGNORECASE
+        )
         assert len(tags) == (6 if gold else 4), sent
         assert len({tag.split()[-1].rstrip(">") for tag in tags}) == 1, "all carry one code"
 
@@ -153,11 +179,17 @@ def test_unsendable_or_unreadable_text_fails_only_its_item(endpoint: Endpoint) -
             return 200, {}, "[" * 100_000
         if "parts" in text:
             return 200, {}, json.dumps({"choices": [{"message": {"content": None}}]})
-        return (200, {}, '{"choices": [{"message": {"content": "\\ud800"}}]}') if "half" in text else said("Score: 5")
+        return (
+            (200, {}, '{"choices": [{"message": {"content": "\\ud800"}}]}')
+            if "half" in text
+            else said("Score: 5")
+        )
 
     endpoint.answer = answer
     judge = JudgeRewardFunction(endpoint.url, "big", retries=0)
-    scores = judge.scores(chats("good", "nested", "half", "parts", "\ud800", "good"), prompt=["p"] * 5 + ["\udfff"])
+    scores = judge.scores(
+        chats("good", "nested", "half", "parts", "\ud800", "good"), prompt=["p"] * 5 + ["\udfff"]
+    )
     assert [score.value for score in scores] == [0.5, None, None, None, 0.5, 0.5]
 
 
@@ -226,12 +258,21 @@ def test_settings_without_a_valid_judge_are_refused() -> None:
 
 
 @pytest.mark.integration
-async def test_the_judge_in_the_reward_server(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_judge_in_the_reward_server(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("services.reward.functions.judge._MAX_BACKOFF_S", 0.0)
     endpoint.answer = lambda text, times: said("Score: 9" if "good" in text else "?")
-    config = RewardSection(functions=["math", "judge"], weights={"judge": 0.5}, judge_url=endpoint.url, judge_model="big")
+    config = RewardSection(
+        functions=["math", "judge"],
+        weights={"judge": 0.5},
+        judge_url=endpoint.url,
+        judge_model="big",
+    )
     async with RewardScorer(config) as scorer:
-        items = [RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")]
+        items = [
+            RewardItem(prompt="p", response=text, ground_truth="5") for text in ("good 5", "bad 5")
+        ]
         good, bad = await scorer.score(items)
     assert (good.reward, good.correct, good.components) == (1.45, True, {"math": 1.0, "judge": 0.9})
     assert (bad.reward, bad.status, bad.components) == (None, "error", {"math": 1.0, "judge": None})

@@ -1,4 +1,5 @@
-"""RewardModelFunction with a tiny generated model: batching, chat template, precision, the reward-server."""
+"""RewardModelFunction with a tiny generated model: batching, chat template, precision, the
+reward-server."""
 
 import asyncio
 import math
@@ -40,16 +41,22 @@ def make_model(directory: Path, tokenizer: Any, labels: int) -> Path:
 
 @pytest.fixture(scope="module")
 def model(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("scores"), AutoTokenizer.from_pretrained(base_model), 1)
+    return make_model(
+        tmp_path_factory.mktemp("scores"), AutoTokenizer.from_pretrained(base_model), 1
+    )
 
 
 def by_hand(model: Path, prompt: str, text: str) -> float:
     """Computes the logit of one chat with plain transformers, without padding."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    network = LlamaForSequenceClassification.from_pretrained(model, pad_token_id=tokenizer.eos_token_id, dtype=torch.float32)
+    network = LlamaForSequenceClassification.from_pretrained(
+        model, pad_token_id=tokenizer.eos_token_id, dtype=torch.float32
+    )
     chat = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
     ids = tokenizer(
-        tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False, return_tensors="pt"
+        tokenizer.apply_chat_template(chat, tokenize=False),
+        add_special_tokens=False,
+        return_tensors="pt",
     ).input_ids
     with torch.inference_mode():
         return float(network(input_ids=ids).logits[0, 0])
@@ -60,7 +67,9 @@ def test_scores_are_the_models_logits_whatever_the_batch(model: Path) -> None:
     assert len(set(expected)) == 4
     for batch_size in (1, 3, 8):
         function = RewardModelFunction(str(model), batch_size, device="cpu")
-        assert function(chats(TEXTS), prompt=PROMPTS, ground_truth=[""] * 4) == pytest.approx(expected, abs=1e-5)
+        assert function(chats(TEXTS), prompt=PROMPTS, ground_truth=[""] * 4) == pytest.approx(
+            expected, abs=1e-5
+        )
     function = RewardModelFunction(str(model), device="cpu")
     as_chat = [{"role": "user", "content": PROMPTS[0]}]
     assert function(chats(TEXTS[:1]), prompt=[as_chat]) == pytest.approx(expected[:1], abs=1e-5)
@@ -86,12 +95,17 @@ def test_chat_over_the_limit_has_no_score(model: Path) -> None:
     short, long = function(chats(["5", "x" * 2000]), prompt=["p", "p"])
     assert math.isfinite(short)
     assert math.isnan(long)
-    assert function.scores(chats(["x" * 2000]), prompt=["p"])[0].reason == "the chat is longer than 60 tokens"
+    assert (
+        function.scores(chats(["x" * 2000]), prompt=["p"])[0].reason
+        == "the chat is longer than 60 tokens"
+    )
     with pytest.raises(InvalidInput, match="prompt"):
         function(chats(["5"]))
 
 
-def test_two_classes_give_a_probability_and_three_are_refused(base_model: Path, tmp_path: Path) -> None:
+def test_two_classes_give_a_probability_and_three_are_refused(
+    base_model: Path, tmp_path: Path
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     tokenizer.chat_template = None
     two = RewardModelFunction(str(make_model(tmp_path / "two", tokenizer, 2)), device="cpu")
@@ -120,7 +134,9 @@ async def test_a_reward_model_in_the_reward_server(model: Path) -> None:
         assert scorer.not_ready() is not None
         await scorer.ready()
         texts = ["\\boxed{5}", "x" * 4000]
-        fits, long = await scorer.score([RewardItem(prompt="2+3?", response=text, ground_truth="5") for text in texts])
+        fits, long = await scorer.score(
+            [RewardItem(prompt="2+3?", response=text, ground_truth="5") for text in texts]
+        )
     expected = by_hand(model, "2+3?", texts[0])
     assert fits.components["reward_model"] == pytest.approx(expected, abs=1e-5)
     assert fits.reward == pytest.approx(1 + 10 * expected, abs=1e-4)
@@ -136,13 +152,18 @@ async def test_health_says_why_a_reward_model_does_not_load(tmp_path: Path) -> N
     (tmp_path / "nothing" / "config.json").write_text('{"model_type": "unheard-of"}')
     async with RewardScorer(config) as scorer:
         async with asyncio.timeout(120):
-            while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110 - /health polls the same way
+            while "cannot be loaded" not in str(scorer.not_ready()):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
 
-def test_assigned_but_unusable_gpus_end_the_start(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_assigned_but_unusable_gpus_end_the_start(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
     monkeypatch.setenv("SKYPILOT_NUM_GPUS_PER_NODE", "2")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config = RewardSection(functions=["reward_model"], reward_model_name=str(model))
-    with pytest.raises(ConfigError, match=r"torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 2: .*reward\.functions"):
+    with pytest.raises(
+        ConfigError,
+        match=r"torch finds no GPU, but SKYPILOT_NUM_GPUS_PER_NODE is 2: .*reward\.functions",
+    ):
         RewardScorer(config)

@@ -1,4 +1,5 @@
-"""Notations that state the same answer, graded in this process, and the choice of a response's final answer."""
+"""Notations that state the same answer, graded in this process, and the choice of a response's
+final answer."""
 
 import json
 import random
@@ -17,7 +18,13 @@ from tests.support.paths import ROOT, SHARED_DATA
 
 NOTATIONS = ROOT / "tests" / "golden" / "notations.jsonl"
 GSM8K, MATH500 = SHARED_DATA / "gsm8k", SHARED_DATA / "math500" / "test.jsonl"
-FORMS = ("\\boxed{{{}}}", "#### {}", "The answer is {}.", "The answer is ${}$.", "So it must be:\n\n#### **${}$**")
+FORMS = (
+    "\\boxed{{{}}}",
+    "#### {}",
+    "The answer is {}.",
+    "The answer is ${}$.",
+    "So it must be:\n\n#### **${}$**",
+)
 
 
 def graded(gold: str, response: str) -> str:
@@ -39,7 +46,11 @@ def test_notations() -> None:
     assert min(sum(row["correct"] is right for row in rows) for right in (True, False)) >= 300
     assert len({(row["gold"], row["answer"]) for row in rows}) == len(rows)
     found = [(row, boxed(row["gold"], row["answer"])) for row in rows]
-    wrong = [(row["kind"], row["gold"], row["answer"], said) for row, said in found if (said == "right") != row["correct"]]
+    wrong = [
+        (row["kind"], row["gold"], row["answer"], said)
+        for row, said in found
+        if (said == "right") != row["correct"]
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 
@@ -54,7 +65,10 @@ def test_equality_is_symmetric_and_every_gold_is_its_own_answer() -> None:
     ]
     assert not one_way, "\n".join(map(str, one_way))
     other = [
-        (gold, form) for gold in {row["gold"] for row in rows} for form in FORMS if graded(gold, form.format(gold)) != "right"
+        (gold, form)
+        for gold in {row["gold"] for row in rows}
+        for form in FORMS
+        if graded(gold, form.format(gold)) != "right"
     ]
     assert not other, "\n".join(map(str, other))
 
@@ -64,11 +78,21 @@ def test_numbers_in_random_notations() -> None:
     rng = random.Random(1)
     ways = ("{0:,}", "{0}.0", "{0:e}", "+{0}", "{0} dollars", "\\${0}", "{0}\\%", "{0}^\\circ", "x = {0}",
             "{0} \\text{{ cm}}^2", "\\text{{{0}}}", "{0}\\,\\mathrm{{km/h}}", "√{2} = {0}")  # fmt: skip
-    computations = ("\\frac{{{1}}}{{2}}", "{1}/2", "\\frac{{{1}}}2", "2·{0}/2", "√{2}", "{0} + 0", "1 + {3}")
+    computations = (
+        "\\frac{{{1}}}{{2}}",
+        "{1}/2",
+        "\\frac{{{1}}}2",
+        "2·{0}/2",
+        "√{2}",
+        "{0} + 0",
+        "1 + {3}",
+    )
     for _ in range(300):
         number, way = rng.randint(2, 9_000), rng.choice(ways + computations)
         shown = way.format(number, 2 * number, number * number, number - 1)
-        assert boxed(str(number), shown) == ("unevaluated" if way in computations else "right"), shown
+        assert boxed(str(number), shown) == ("unevaluated" if way in computations else "right"), (
+            shown
+        )
         assert boxed(str(number + 1), shown) == "wrong", shown
 
 
@@ -91,10 +115,29 @@ def test_numbers_in_random_notations() -> None:
                 "46:2",
             ],
         ),
-        ("23", ["5 + 18 apples", "\\$5 + \\$18", "46/2 apples", "x = 5 + 18", "(B) 5+18", "\\{5+18\\}", "5+18 \\approx 23"]),
         (
             "23",
-            ["23x^0", "5 + 18 + 0x", "\\int_0^{23} 1 dx", "\\sum_{i=1}^{23} 1", "2.3 \\times 10", "\\frac{-46}{-2}", "23+0i"],
+            [
+                "5 + 18 apples",
+                "\\$5 + \\$18",
+                "46/2 apples",
+                "x = 5 + 18",
+                "(B) 5+18",
+                "\\{5+18\\}",
+                "5+18 \\approx 23",
+            ],
+        ),
+        (
+            "23",
+            [
+                "23x^0",
+                "5 + 18 + 0x",
+                "\\int_0^{23} 1 dx",
+                "\\sum_{i=1}^{23} 1",
+                "2.3 \\times 10",
+                "\\frac{-46}{-2}",
+                "23+0i",
+            ],
         ),
         (
             "\\frac{7}{12}",
@@ -104,18 +147,36 @@ def test_numbers_in_random_notations() -> None:
         ("(1, \\sqrt{2})", ["(3-2, \\sqrt2)", "(2/2, \\sqrt{2})"]),
         ("[1, 4)", ["[1, 8/2)", "1 \\le x < 2^2"]),
         ("3, 5", ["5, 6/2", "\\{2+1, 5\\}", "x=3 or x=\\sqrt{25}"]),
-        ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", ["\\begin{pmatrix} 1 \\\\ 1+1 \\end{pmatrix}"]),
+        (
+            "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}",
+            ["\\begin{pmatrix} 1 \\\\ 1+1 \\end{pmatrix}"],
+        ),
         ("x=5", ["x = 10/2", "10/2"]),
     ],
 )
 def test_computation_is_not_a_number(gold: str, answers: list[str]) -> None:
-    assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(answers, "unevaluated")
+    assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(
+        answers, "unevaluated"
+    )
 
 
 @pytest.mark.parametrize(
     ("gold", "answers"),
     [
-        ("23", ["5+18=23", "23 = 5 + 18", "x = 46/2 = 23", "2.3 \\times 10^1", "2.3e1", "23/1", "23.0", "23\\%", "(B) 23"]),
+        (
+            "23",
+            [
+                "5+18=23",
+                "23 = 5 + 18",
+                "x = 46/2 = 23",
+                "2.3 \\times 10^1",
+                "2.3e1",
+                "23/1",
+                "23.0",
+                "23\\%",
+                "(B) 23",
+            ],
+        ),
         ("0.5", ["\\frac12", "1/2", "½", ".5", "5 \\times 10^{-1}", "\\frac{5}{10^1}"]),
         ("-0.75", ["-\\frac{3}{4}", "\\frac{-3}{4}", "3/-4", "-3/4", "-.75"]),
         ("1500", ["1.5 \\times 10^3", "-(-1500) = 1500", "1,500", "1.5 thousand", "125 dozen"]),
@@ -131,7 +192,9 @@ def test_computation_is_not_a_number(gold: str, answers: list[str]) -> None:
         ("301!!", ["301 \\cdot 299!!"]),
     ],
 )
-def test_a_number_is_right_in_any_notation_and_a_gold_that_is_a_computation_in_any_form(gold: str, answers: list[str]) -> None:
+def test_a_number_is_right_in_any_notation_and_a_gold_that_is_a_computation_in_any_form(
+    gold: str, answers: list[str]
+) -> None:
     assert {answer: boxed(gold, answer) for answer in answers} == dict.fromkeys(answers, "right")
 
 
@@ -190,7 +253,19 @@ def test_final_answer_is_found_in_a_response(response: str, answer: str) -> None
 
 @pytest.mark.parametrize(
     "answer",
-    ["7|8", "5→10", "5 ☃ 3", "5 below zero", "5 or more", "5 is wrong", "5 blorp", "7 ⇒ 8", "7 ⊕ 1", "5 squared", "18 maybe"],
+    [
+        "7|8",
+        "5→10",
+        "5 ☃ 3",
+        "5 below zero",
+        "5 or more",
+        "5 is wrong",
+        "5 blorp",
+        "7 ⇒ 8",
+        "7 ⊕ 1",
+        "5 squared",
+        "18 maybe",
+    ],
 )
 def test_answer_that_is_not_understood_is_unparsable_and_never_shortened(answer: str) -> None:
     assert boxed(answer[0], answer) == "unparsable"
@@ -199,7 +274,25 @@ def test_answer_that_is_not_understood_is_unparsable_and_never_shortened(answer:
 
 @pytest.mark.parametrize(
     "piece",
-    ["(", "x_", "1 cm ", "\\frac", "√", "2^", "\\text{a}", "1,", "x=", "±", "\\{", "a b ", "1<", "\\sin", "[1,", "-", "é"],
+    [
+        "(",
+        "x_",
+        "1 cm ",
+        "\\frac",
+        "√",
+        "2^",
+        "\\text{a}",
+        "1,",
+        "x=",
+        "±",
+        "\\{",
+        "a b ",
+        "1<",
+        "\\sin",
+        "[1,",
+        "-",
+        "é",
+    ],
 )
 def test_long_answers_are_read_in_bounded_time(piece: str) -> None:
     started = time.process_time()
@@ -212,17 +305,36 @@ def test_long_answers_are_read_in_bounded_time(piece: str) -> None:
 
 @pytest.mark.skipif(not MATH500.is_file(), reason="the MATH-500 file is not here")
 def test_real_math500_golds_are_their_own_answers_in_every_form_and_no_others() -> None:
-    golds = sorted({json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()})
-    wrong = [(gold, form) for gold in golds for form in FORMS if graded(gold, form.format(gold)) != "right"]
+    golds = sorted(
+        {json.loads(line)["answer"] for line in MATH500.read_text(encoding="utf-8").splitlines()}
+    )
+    wrong = [
+        (gold, form)
+        for gold in golds
+        for form in FORMS
+        if graded(gold, form.format(gold)) != "right"
+    ]
     assert not wrong, "\n".join(map(str, wrong))
     pairs = random.Random(0).sample(list(combinations(golds, 2)), 3000)
     equal = {pair for pair in pairs if "right" in (boxed(*pair), boxed(*reversed(pair)))}
-    true = {("(-2,1)", "-2,1"), ("-2,1", "1,-2"), ("10,\\!080", "10080"), ("15", "15\\mbox{ cm}^2"), ("5", "x=5")}
+    true = {
+        ("(-2,1)", "-2,1"),
+        ("-2,1", "1,-2"),
+        ("10,\\!080", "10080"),
+        ("15", "15\\mbox{ cm}^2"),
+        ("5", "x=5"),
+    }
     unlike = [
-        pair for pair in equal - true if "circ" not in pair[1] and pair[1].replace("{", "").replace(" ", "") not in pair[0]
+        pair
+        for pair in equal - true
+        if "circ" not in pair[1] and pair[1].replace("{", "").replace(" ", "") not in pair[0]
     ]
     assert len(equal) < 12, equal
-    assert not [pair for pair in unlike if pair not in {("2 \\sqrt{5}", "2\\sqrt{5}"), ("\\frac14", "\\frac{1}{4}")}]
+    assert not [
+        pair
+        for pair in unlike
+        if pair not in {("2 \\sqrt{5}", "2\\sqrt{5}"), ("\\frac14", "\\frac{1}{4}")}
+    ]
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the GSM8K files are not here")
@@ -230,6 +342,15 @@ def test_real_gsm8k_golds_in_percent_and_in_a_sentence() -> None:
     for line in (GSM8K / "test.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         gold = gold_answer(row["answer"]) or ""
-        for form in ("\\boxed{{{}\\%}}", "#### {}%", "The answer is {}%.", "The answer is {}.", "The answer is {} percent."):
+        for form in (
+            "\\boxed{{{}\\%}}",
+            "#### {}%",
+            "The answer is {}%.",
+            "The answer is {}.",
+            "The answer is {} percent.",
+        ):
             assert graded(gold, form.format(gold)) == "right", (gold, form)
-            assert graded(gold, form.format(int(gold.replace(",", "")) + 1)) == "wrong", (gold, form)
+            assert graded(gold, form.format(int(gold.replace(",", "")) + 1)) == "wrong", (
+                gold,
+                form,
+            )

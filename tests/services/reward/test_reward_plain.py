@@ -1,4 +1,5 @@
-"""Plain functions as reward functions: arguments, async functions, None, duplicate names, and logging."""
+"""Plain functions as reward functions: arguments, async functions, None, duplicate names, and
+logging."""
 
 import functools
 from typing import Any
@@ -39,7 +40,9 @@ def test_a_function_gets_the_arguments_that_it_names() -> None:
         return [len(text) for text in completions]
 
     assert values(PlainFunction(exact).scores(CHATS, **COLUMNS)) == [(3, "ok"), (5, "ok")]
-    PlainFunction(lambda completions, answer: [float(text) for text in answer]).scores(CHATS, **COLUMNS)  # of a loader
+    PlainFunction(lambda completions, answer: [float(text) for text in answer]).scores(
+        CHATS, **COLUMNS
+    )  # of a loader
     seen: dict[str, Any] = {}
     PlainFunction(lambda **everything: seen.update(everything) or [0, 0]).scores(CHATS, **COLUMNS)
     assert seen == {**COLUMNS, "prompts": ["a?", "b?"], "completions": ["one", "three"]}
@@ -85,11 +88,17 @@ def test_async_functions_share_a_loop_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda completions, solution: [], r"needs the argument solution; there are completions, ground_truth, level"),
+        (
+            lambda completions, solution: [],
+            r"needs the argument solution; there are completions, ground_truth, level",
+        ),
         (lambda completions: [1.0], r"returned 1 scores for 2 completions"),
         (lambda completions: None, r"returned None"),
         (lambda completions: {"a": 1}, r"returned a dict"),
-        (lambda completions, log_extra: log_extra("x", [1]) or [1, 1], r"gave log_extra 1 values of x for 2 completions"),
+        (
+            lambda completions, log_extra: log_extra("x", [1]) or [1, 1],
+            r"gave log_extra 1 values of x for 2 completions",
+        ),
     ],
 )
 def test_error_of_a_function_is_reported(function: Any, message: str) -> None:
@@ -103,7 +112,9 @@ def test_value_that_is_not_a_number_is_no_score() -> None:
 
 
 def test_functions_log() -> None:
-    def logs(completions: list[str], trainer_state: Any, log_metric: Any, log_extra: Any, **_: Any) -> list[float]:
+    def logs(
+        completions: list[str], trainer_state: Any, log_metric: Any, log_extra: Any, **_: Any
+    ) -> list[float]:
         assert trainer_state is log.state
         log_metric("mean", 4)
         log_extra("length", [len(text) for text in completions])
@@ -129,7 +140,14 @@ def test_names() -> None:
 
 @pytest.mark.integration
 async def test_a_plain_function_by_its_import_path_grades_on_a_cluster() -> None:
-    async with RewardScorer(RewardSection(functions=["tests.support.own_rewards:plain_length"], workers=1)) as scorer:
-        found = await scorer.score([RewardItem(response=text, ground_truth="") for text in ("four", "")])
-    assert [(result.reward, result.status) for result in found] == [(4.0, "ok"), (None, "inapplicable")]
+    async with RewardScorer(
+        RewardSection(functions=["tests.support.own_rewards:plain_length"], workers=1)
+    ) as scorer:
+        found = await scorer.score(
+            [RewardItem(response=text, ground_truth="") for text in ("four", "")]
+        )
+    assert [(result.reward, result.status) for result in found] == [
+        (4.0, "ok"),
+        (None, "inapplicable"),
+    ]
     assert found[0].components == {"plain_length": 4.0}

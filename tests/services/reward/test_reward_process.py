@@ -1,4 +1,5 @@
-"""The real `python -m services.reward`: hung graders, clients that disconnect, and no process left behind."""
+"""The real `python -m services.reward`: hung graders, clients that disconnect, and no process left
+behind."""
 
 import signal
 import socket
@@ -66,7 +67,9 @@ class Server:
     def start_hanging_request(self) -> socket.socket:
         body = httpx.Request("POST", "http://x", json={"items": [HANG] * 10}).read()
         client = socket.create_connection((self.http.base_url.host, self.http.base_url.port or 0))
-        head = "POST /batch_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /batch_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         head += f"Content-Length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
         until(lambda: self.unfinished() == 10)
@@ -100,7 +103,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_sigterm_leaves_no_process(start: Start) -> None:
     server = start(1.0)
-    answer = server.http.post("/batch_reward", json={"items": [{"response": "\\boxed{1+x}", "ground_truth": "x+1"}]})
+    answer = server.http.post(
+        "/batch_reward", json={"items": [{"response": "\\boxed{1+x}", "ground_truth": "x+1"}]}
+    )
     assert [result["reward"] for result in answer.json()["rewards"]] == [1.0]
     assert len(server.graders) >= 3
     server.process.send_signal(signal.SIGTERM)
@@ -108,7 +113,9 @@ def test_sigterm_leaves_no_process(start: Start) -> None:
     until(lambda: not server.left())
 
 
-def test_a_client_that_hangs_up_frees_its_graders_and_kill_9_leaves_no_process_even_when_graders_hang(start: Start) -> None:
+def test_a_client_that_hangs_up_frees_its_graders_and_kill_9_leaves_no_process_even_when_graders_hang(
+    start: Start,
+) -> None:
     server = start(1000.0)
     server.start_hanging_request().close()
     until(lambda: server.unfinished() == 0)
@@ -124,7 +131,15 @@ def test_a_client_that_hangs_up_frees_its_graders_and_kill_9_leaves_no_process_e
 
 def test_custom_functions_run_in_the_real_server_and_leave_no_process(start: Start) -> None:
     own = "tests.support.own_rewards:Moody"
-    server = start(1.0, "--reward.functions", f"math,{own}", "--reward.function_timeout_s", "1", "--reward.weights", f"{own}=2")
+    server = start(
+        1.0,
+        "--reward.functions",
+        f"math,{own}",
+        "--reward.function_timeout_s",
+        "1",
+        "--reward.weights",
+        f"{own}=2",
+    )
     server.note_graders()
     items = [{"response": text, "ground_truth": "5"} for text in ("5", "hang", "die", "6")]
     answer = server.http.post("/batch_reward", json={"items": items}).json()
@@ -136,7 +151,15 @@ def test_custom_functions_run_in_the_real_server_and_leave_no_process(start: Sta
 
 
 def test_a_function_that_does_not_exist_ends_the_start_with_its_name(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.reward", "--state_dir", str(tmp_path), "--reward.functions", "no.such:Thing"]
+    command = [
+        sys.executable,
+        "-m",
+        "services.reward",
+        "--state_dir",
+        str(tmp_path),
+        "--reward.functions",
+        "no.such:Thing",
+    ]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert ended.returncode == 2
     assert "no.such:Thing" in ended.stderr

@@ -1,4 +1,5 @@
-"""CodeRewardFunction runs harmless programs, compares test cases of every kind and gives the right scores."""
+"""CodeRewardFunction runs harmless programs, compares test cases of every kind and gives the right
+scores."""
 
 import os
 import subprocess
@@ -62,22 +63,43 @@ def statuses(code: CodeRewardFunction, source: str, cases: Any) -> list[str]:
         ("```python\n" + "x" * 100_001 + "\n```", None),
         (f"{F}\nUsage:\n```python\nprint(f(2))\n```", "def f(x):\n    return x\n"),
         (f"{F}\n```python\nresult = f(2)\nassert result == 2\n```", "def f(x):\n    return x\n"),
-        (f"{F}\n```python\nfor i in range(3):\n    print(f(i))\n```\n```python\nf(3)\n```", "def f(x):\n    return x\n"),
+        (
+            f"{F}\n```python\nfor i in range(3):\n    print(f(i))\n```\n```python\nf(3)\n```",
+            "def f(x):\n    return x\n",
+        ),
         (f"{F}\nOutput:\n```\n[1, 2]\n```", "def f(x):\n    return x\n"),
         (f"{F}\nOutput:\n```python\n2\n```", "def f(x):\n    return x\n"),
         (f"{F}\n```python\n>>> f(2)\n2\n```", "def f(x):\n    return x\n"),
         (f"{F}\n```\n$ python f.py\nf = 2\n```", "def f(x):\n    return x\n"),
         (f"{F}\n```python\ndef test_f():\n    assert f(1) == 1\n```", "def f(x):\n    return x\n"),
-        (f"{F}\nBetter:\n```python\ndef f(x):\n    return 2 * x\n```", "def f(x):\n    return 2 * x\n"),
-        (f"{F}\n```python\ndef g(x):\n    return f(x) + 1\n```", "def f(x):\n    return x\n\ndef g(x):\n    return f(x) + 1\n"),
-        (f"{F}\n```python\nprint(f(int(input())))\n```", "def f(x):\n    return x\n\nprint(f(int(input())))\n"),
-        ("```python\nimport sys\nprint(sys.stdin.read())\n```\n```\n5\n```", "import sys\nprint(sys.stdin.read())\n"),
+        (
+            f"{F}\nBetter:\n```python\ndef f(x):\n    return 2 * x\n```",
+            "def f(x):\n    return 2 * x\n",
+        ),
+        (
+            f"{F}\n```python\ndef g(x):\n    return f(x) + 1\n```",
+            "def f(x):\n    return x\n\ndef g(x):\n    return f(x) + 1\n",
+        ),
+        (
+            f"{F}\n```python\nprint(f(int(input())))\n```",
+            "def f(x):\n    return x\n\nprint(f(int(input())))\n",
+        ),
+        (
+            "```python\nimport sys\nprint(sys.stdin.read())\n```\n```\n5\n```",
+            "import sys\nprint(sys.stdin.read())\n",
+        ),
         ("```\ndef f(): pass\n```\n```\n5 apples\n```", "def f(): pass\n"),
-        ("1. Try:\n\n    ```python\n    def f(x):\n        return x\n    ```\n", "def f(x):\n    return x\n"),
+        (
+            "1. Try:\n\n    ```python\n    def f(x):\n        return x\n    ```\n",
+            "def f(x):\n    return x\n",
+        ),
         ("\t```python\n\tdef f(x):\n\t\treturn x\n\t```\n", "def f(x):\n\treturn x\n"),
         ("~~~~ python\na = 1\n~~~\n~~~~\n", "a = 1\n~~~\n"),
         ("~~~\na = 1\n```\n~~~\n", "a = 1\n```\n"),
-        ('```python\ndef f():\n    """\n        ```\n    """\n```\n', 'def f():\n    """\n        ```\n    """\n'),
+        (
+            '```python\ndef f():\n    """\n        ```\n    """\n```\n',
+            'def f():\n    """\n        ```\n    """\n',
+        ),
         ("```{.python}\na = 1\n```", "a = 1\n"),
         ("```Python3.11\na = 1\n```", "a = 1\n"),
     ],
@@ -87,11 +109,20 @@ def test_the_program_is_found_among_code_blocks(response: str, program: str | No
 
 
 def test_program_that_reads_input_is_not_chosen_for_calls() -> None:
-    assert extract_program(f"{F}\n```python\nprint(f(int(input())))\n```", reads_input=False) == "def f(x):\n    return x\n"
+    assert (
+        extract_program(f"{F}\n```python\nprint(f(int(input())))\n```", reads_input=False)
+        == "def f(x):\n    return x\n"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["```\n" * 50_000, "```python\n" * 50_000, " " * 500_000, "```python\ndef a(): b()\n```\n" * 15_000]
+    "text",
+    [
+        "```\n" * 50_000,
+        "```python\n" * 50_000,
+        " " * 500_000,
+        "```python\ndef a(): b()\n```\n" * 15_000,
+    ],
 )
 def test_the_program_is_found_in_bounded_time(text: str) -> None:
     before = time.process_time()
@@ -111,7 +142,10 @@ def test_standard_input_and_output(code: CodeRewardFunction) -> None:
     assert statuses(code, "a, b = map(int, input().split())\nprint(a + b)", cases) == [
         "passed", "passed", "passed", "wrong", "error", "error"
     ]  # fmt: skip
-    assert code.results("raise ValueError('no')", [{"input": "", "output": ""}])[0].detail == "ValueError: no"
+    assert (
+        code.results("raise ValueError('no')", [{"input": "", "output": ""}])[0].detail
+        == "ValueError: no"
+    )
 
 
 def test_results_of_calls_are_compared(code: CodeRewardFunction) -> None:
@@ -126,7 +160,16 @@ def test_results_of_calls_are_compared(code: CodeRewardFunction) -> None:
         {"function": "h", "args": [1], "output": 1},
         {"function": "f", "args": [], "output": None},
     ]
-    assert statuses(code, source, cases) == ["passed", "passed", "passed", "wrong", "wrong", "wrong", "error", "error"]
+    assert statuses(code, source, cases) == [
+        "passed",
+        "passed",
+        "passed",
+        "wrong",
+        "wrong",
+        "wrong",
+        "error",
+        "error",
+    ]
 
 
 def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
@@ -139,9 +182,24 @@ def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
         " 'reversed': reversed(a[::-1]), 'bytes': b'123', 'text': '123', 'dict': d}[kind]\n"
         "def g():\n    return {(1, 'a'), (2, 'b')}\ndef h(): return [range(2), (i for i in 'ab')]\nexit()"
     )
-    right = ["range", "tuple", "deque", "generator", "map", "set", "frozen", "keys", "values", "array", "zip", "reversed"]
+    right = [
+        "range",
+        "tuple",
+        "deque",
+        "generator",
+        "map",
+        "set",
+        "frozen",
+        "keys",
+        "values",
+        "array",
+        "zip",
+        "reversed",
+    ]
     wrong = ["bytes", "text", "dict"]
-    cases: list[Any] = [{"function": "f", "args": [kind], "output": [1, 2, 3]} for kind in right + wrong]
+    cases: list[Any] = [
+        {"function": "f", "args": [kind], "output": [1, 2, 3]} for kind in right + wrong
+    ]
     assert statuses(code, source, cases) == ["passed"] * len(right) + ["wrong"] * len(wrong)
     others = [
         {"function": "f", "args": ["range"], "output": [1, 2, 4]},
@@ -153,7 +211,16 @@ def test_any_iterable_may_stand_for_a_list(code: CodeRewardFunction) -> None:
         "assert f('keys') == {1, 2, 3}",
         "assert list(f('generator')) == [1, 2, 3]",
     ]
-    assert statuses(code, source, others) == ["wrong", "wrong", "passed", "passed", "passed", "wrong", "passed", "passed"]
+    assert statuses(code, source, others) == [
+        "wrong",
+        "wrong",
+        "passed",
+        "passed",
+        "passed",
+        "wrong",
+        "passed",
+        "passed",
+    ]
 
 
 def test_assert_lines(code: CodeRewardFunction) -> None:
@@ -212,13 +279,29 @@ def test_harmless_programs_run(code: CodeRewardFunction, name: str) -> None:
 
 def test_large_input_and_much_output_pass_through(code: CodeRewardFunction) -> None:
     text = "\n".join(map(str, range(200_000)))
-    assert statuses(code, "import sys\nprint(len(sys.stdin.read()))", [{"input": text, "output": str(len(text))}]) == ["passed"]
-    assert statuses(code, "print('x' * 60_000)", [{"input": text, "output": "x" * 60_000}]) == ["passed"]
+    assert statuses(
+        code,
+        "import sys\nprint(len(sys.stdin.read()))",
+        [{"input": text, "output": str(len(text))}],
+    ) == ["passed"]
+    assert statuses(code, "print('x' * 60_000)", [{"input": text, "output": "x" * 60_000}]) == [
+        "passed"
+    ]
 
 
 def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
-    cases = [[{"input": "1", "output": "1"}, {"input": "2", "output": "0"}, {"input": "3", "output": "3"}]] * 3
-    chats = [block("print(input())"), block("print([0, 1, 0, 3][int(input())])"), [{"role": "assistant", "content": "no"}]]
+    cases = [
+        [
+            {"input": "1", "output": "1"},
+            {"input": "2", "output": "0"},
+            {"input": "3", "output": "3"},
+        ]
+    ] * 3
+    chats = [
+        block("print(input())"),
+        block("print([0, 1, 0, 3][int(input())])"),
+        [{"role": "assistant", "content": "no"}],
+    ]
     whole = code_function(timeout=3, slots=1)
     assert code(chats, test_cases=cases) == [pytest.approx(2 / 3), 1.0, 0.0]
     scores = whole.scores(chats, test_cases=cases)
@@ -232,7 +315,9 @@ def test_partial_credit_and_all_or_nothing(code: CodeRewardFunction) -> None:
 def test_the_time_of_all_cases_is_bounded_too() -> None:
     code = code_function(timeout=0.2, partial_credit=True)
     results = code.results("while True: pass", [{"input": "", "output": ""}] * 20)
-    assert [result.status for result in results[:5]] == ["timeout"] * 5  # five times the limit of one case
+    assert [result.status for result in results[:5]] == [
+        "timeout"
+    ] * 5  # five times the limit of one case
     assert [result.status for result in results[6:]] == ["skipped"] * 14
 
 
@@ -275,7 +360,9 @@ def test_many_threads_share_the_slots(code: CodeRewardFunction) -> None:
     assert found == [1.0] * 16
 
 
-def test_without_bubblewrap_code_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_code_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("pyseccomp")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
@@ -301,8 +388,13 @@ def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("code")
 def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
-    with tempfile.TemporaryDirectory(prefix="rlhf-math-test-", ignore_cleanup_errors=True) as folder:
-        made = subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", f"{folder}/venv"], capture_output=True)
+    with tempfile.TemporaryDirectory(
+        prefix="rlhf-math-test-", ignore_cleanup_errors=True
+    ) as folder:
+        made = subprocess.run(
+            ["/usr/bin/python3", "-m", "venv", "--without-pip", f"{folder}/venv"],
+            capture_output=True,
+        )
         packages = list(Path(folder).glob("venv/lib/python3*/site-packages"))
         if made.returncode != 0 or not packages:
             pytest.skip("there is no system Python that makes environments")
@@ -327,7 +419,8 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
 def test_sandbox_contains_without_features_that_some_machines_lack(
     variant: command.Variant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A container with a masked /proc cannot mount one; with a read-only /proc/sys, it cannot disable namespaces."""
+    """A container with a masked /proc cannot mount one; with a read-only /proc/sys, it cannot
+    disable namespaces."""
     monkeypatch.setattr(run, "VARIANTS", (variant,))
     CodeRewardFunction()  # the constructor tries to break out of the sandbox
 
@@ -340,7 +433,11 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
     def failing(*arguments: Any) -> list[str]:
         calls.append(1)
         words = whole(*arguments)
-        return words if len(calls) % 2 == 0 else [words[0], "--ro-bind", "/nowhere", "/nowhere", *words[1:]]
+        return (
+            words
+            if len(calls) % 2 == 0
+            else [words[0], "--ro-bind", "/nowhere", "/nowhere", *words[1:]]
+        )
 
     monkeypatch.setattr(run, "bwrap_command", failing)
     cases = [[{"input": "", "output": "1"}]]
@@ -354,24 +451,43 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
 def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
     code = CodeRewardFunction(timeout=0.5, sandbox="none", slots=2)
     cases = [[{"input": "", "output": "1"}]] * 3
-    assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [1.0, 0.0, 0.0]
-    assert load(["--reward.functions", "code", "--reward.code_sandbox", "none"], {}).reward.code_sandbox == "none"
+    assert code([block("print(1)"), block("while True: pass"), block("1/0")], test_cases=cases) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
+    assert (
+        load(
+            ["--reward.functions", "code", "--reward.code_sandbox", "none"], {}
+        ).reward.code_sandbox
+        == "none"
+    )
     with pytest.raises(ConfigError, match="code_sandbox is set but not read"):
         load(["--reward.code_sandbox", "none"], {})
 
 
 @pytest.fixture
 async def http(code: CodeRewardFunction) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_reward_app(RewardSection(tasks={"code": ["code"]}, code_timeout_s=0.5, code_slots=2))
+    app = create_reward_app(
+        RewardSection(tasks={"code": ["code"]}, code_timeout_s=0.5, code_slots=2)
+    )
     transport = httpx.ASGITransport(app)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://reward") as client:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://reward") as client,
+    ):
         yield client
 
 
 async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.AsyncClient) -> None:
     program = block("print(int(input()) + 1)")[0]["content"]
     cases = [{"input": "1", "output": "2"}, {"input": "5", "output": "6"}]
-    item = {"response": program, "ground_truth": "", "task": "code", "columns": {"test_cases": cases}}
+    item = {
+        "response": program,
+        "ground_truth": "",
+        "task": "code",
+        "columns": {"test_cases": cases},
+    }
     items = [
         item,
         {"response": "\\boxed{5}", "ground_truth": "5"},
@@ -379,8 +495,16 @@ async def test_the_reward_server_scores_code_and_math_in_one_batch(http: httpx.A
     ]
     answer = (await http.post("/batch_reward", json={"items": items})).json()
     assert [result["reward"] for result in answer["rewards"]] == [1.0, 1.0, 0.0]
-    assert [result["extracted_answer"] for result in answer["rewards"]] == ["passed, passed", "5", "timeout, skipped"]
-    assert [sorted(result["components"]) for result in answer["rewards"]] == [["code"], ["math"], ["code"]]
+    assert [result["extracted_answer"] for result in answer["rewards"]] == [
+        "passed, passed",
+        "5",
+        "timeout, skipped",
+    ]
+    assert [sorted(result["components"]) for result in answer["rewards"]] == [
+        ["code"],
+        ["math"],
+        ["code"],
+    ]
     refused = await http.post("/batch_reward", json={"items": [item, {**item, "columns": {}}]})
     assert refused.status_code == 422
     assert refused.json()["error"]["field"] == "items[1].columns.test_cases"

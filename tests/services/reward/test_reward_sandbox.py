@@ -1,4 +1,5 @@
-"""Hostile programs: their resources are bounded, none fakes a verdict, and none harms the next program."""
+"""Hostile programs: their resources are bounded, none fakes a verdict, and none harms the next
+program."""
 
 import contextlib
 import os
@@ -34,17 +35,25 @@ ENDLESS = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_program_is_killed(code: CodeRewardFunction, name: str) -> None:
     result = run(code, ENDLESS[name], "")
-    assert result.status == "timeout" or name == "at exit", result  # "at exit" never runs: the process is gone
+    assert result.status == "timeout" or name == "at exit", (
+        result
+    )  # "at exit" never runs: the process is gone
 
 
 HUNGRY = {
     "a memory bomb": ("x = []\nwhile True: x.append(bytearray(1 << 20))", {"memory"}),
     "one huge allocation": ("bytearray(1 << 40)", {"memory"}),
     "a huge integer": ("1 << (1 << 40)", {"memory", "error"}),
-    "anonymous shared memory": ("import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(100)]", {"error", "memory"}),
+    "anonymous shared memory": (
+        "import mmap\nx = [mmap.mmap(-1, 1 << 26) for _ in range(100)]",
+        {"error", "memory"},
+    ),
     "endless output": ("while True: print('x' * 1000)", {"output"}),
     "a gigabyte of output": ("import sys\nsys.stdout.write('x' * (1 << 27))", {"output", "memory"}),
-    "endless output to standard error": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", {"timeout"}),
+    "endless output to standard error": (
+        "import sys\nwhile True: sys.stderr.write('x' * 1000)",
+        {"timeout"},
+    ),
     "deep recursion": (
         "import sys\nsys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)",
         {"memory", "died", "timeout", "error"},
@@ -53,7 +62,10 @@ HUNGRY = {
     "no Python at all": ("What a nice day!", {"error"}),
     "writing into the result pipe": ("import os\nwhile True: os.write(3, b'x' * 1000)", {"output"}),
     "a segmentation fault": ("import ctypes; ctypes.string_at(0)", {"died"}),
-    "killing everything": ("import os\ntry: os.kill(-1, 9)\nfinally: os.kill(os.getpid(), 9)", {"died"}),
+    "killing everything": (
+        "import os\ntry: os.kill(-1, 9)\nfinally: os.kill(os.getpid(), 9)",
+        {"died"},
+    ),
 }
 
 
@@ -64,7 +76,8 @@ def test_program_that_uses_too_much_fails(code: CodeRewardFunction, name: str) -
 
 
 def test_the_memory_of_a_program_is_bounded_in_all(code: CodeRewardFunction) -> None:
-    """Address space is limited per process: only one process is allowed, and memory that no process owns is denied."""
+    """Address space is limited per process: only one process is allowed, and memory that no process
+    owns is denied."""
     attempts = [
         "os.fork()",
         "os.forkpty()",
@@ -148,7 +161,11 @@ def test_a_program_cannot_fake_the_result_of_a_call(code: CodeRewardFunction) ->
         'import os\nos.write(3, b\'{"status": "done", "value": ["int", "4x"]}\')\nos._exit(0)',
         "import os\nos.write(3, b'[]')\nos._exit(0)",
     ]
-    tests = ["assert f(2) == 4", {"function": "f", "args": [2], "output": 4}, "assert f(2) == 4 and True"]
+    tests = [
+        "assert f(2) == 4",
+        {"function": "f", "args": [2], "output": 4},
+        "assert f(2) == 4 and True",
+    ]
     for source in fakes:
         results = code.results(source, tests)
         assert "passed" not in {result.status for result in results}, source
@@ -175,10 +192,13 @@ def test_hostile_programs_beside_good_ones_change_no_verdict() -> None:
 
 @pytest.mark.slow
 def test_eighty_programs_at_once_share_eight_slots_and_none_fails() -> None:
-    """Zombies count against a user's process limit: with one user for all slots, a third of the programs failed."""
+    """Zombies count against a user's process limit: with one user for all slots, a third of the
+    programs failed."""
     code = code_function(timeout=20, slots=8)
     chats = [[{"role": "assistant", "content": f"```\nprint({i})\n```"}] for i in range(80)]
-    assert code(chats, test_cases=[[{"input": "", "output": str(i)}] for i in range(80)]) == [1.0] * 80
+    assert (
+        code(chats, test_cases=[[{"input": "", "output": str(i)}] for i in range(80)]) == [1.0] * 80
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give every slot a user of its own")

@@ -19,7 +19,9 @@ def boxed(answer: str, gold: str = "18") -> RewardItem:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def grader() -> AsyncIterator[RewardScorer]:
-    async with RewardScorer(RewardSection(workers=2, math_timeout_s=0.3)) as started:  # no good answer needs a worker
+    async with RewardScorer(
+        RewardSection(workers=2, math_timeout_s=0.3)
+    ) as started:  # no good answer needs a worker
         yield started
 
 
@@ -37,9 +39,17 @@ async def test_a_hostile_gold_is_an_error_and_not_a_zero(grader: RewardScorer) -
 async def test_batch_means_are_over_the_graded_ones(grader: RewardScorer) -> None:
     hang = boxed("9^{9^{9^9}}")
     mixed = await grader.score_batch([boxed("18"), hang, boxed("19")])
-    assert ([item.reward for item in mixed.rewards], mixed.mean_reward, mixed.accuracy) == ([1.0, None, 0.0], 0.5, 0.5)
+    assert ([item.reward for item in mixed.rewards], mixed.mean_reward, mixed.accuracy) == (
+        [1.0, None, 0.0],
+        0.5,
+        0.5,
+    )
     none = await grader.score_batch([hang])
-    assert ([item.reward for item in none.rewards], none.mean_reward, none.accuracy) == ([None], 0.0, 0.0)
+    assert ([item.reward for item in none.rewards], none.mean_reward, none.accuracy) == (
+        [None],
+        0.0,
+        0.0,
+    )
 
 
 async def test_no_answer_is_unparsable_and_graded_zero(grader: RewardScorer) -> None:

@@ -1,4 +1,5 @@
-"""A rollout node that follows LoRA adapters, as a real process, loads the newest before traffic, even after a crash."""
+"""A rollout node that follows LoRA adapters, as a real process, loads the newest before traffic,
+even after a crash."""
 
 import asyncio
 import sys
@@ -23,7 +24,9 @@ from trainer.weights.publisher import Publisher, WeightBoard, write_version
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(sys.platform != "linux", reason="the node gets a loopback address of its own"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="the node gets a loopback address of its own"
+    ),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
 ]
 PROMPT = [5, 6, 7]
@@ -34,7 +37,9 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.model = write_model(directory / "model", 0)
-        self.adapters = [write_adapter(directory / f"adapter{seed}", self.model, seed) for seed in range(4)]
+        self.adapters = [
+            write_adapter(directory / f"adapter{seed}", self.model, seed) for seed in range(4)
+        ]
         self.board = WeightBoard(directory / "published")
         self.nodes = [Node(0, 1, directory, self.model)]
         self.fenced: list[WorkerReport] = []
@@ -44,7 +49,11 @@ class Cluster:
         source = self.adapters[version]
         tensors = load_file(source / "adapter_model.safetensors")
         directory = self.board.directory
-        self.board.announce(write_version(tensors.items(), [source / "adapter_config.json"], directory, run_id, version))
+        self.board.announce(
+            write_version(
+                tensors.items(), [source / "adapter_config.json"], directory, run_id, version
+            )
+        )
 
     def reports(self) -> list[object]:
         return list(self.board.workers())
@@ -58,7 +67,9 @@ class Cluster:
 async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     made = Cluster(tmp_path)
     address = names(1)[f"{TRAINER}-0.{GROUP}"].address
-    with BackgroundServer(create_trainer_app(made.board, Metrics("trainer")), address, TRAINER_PORT):
+    with BackgroundServer(
+        create_trainer_app(made.board, Metrics("trainer")), address, TRAINER_PORT
+    ):
         try:
             yield made
         finally:
@@ -69,16 +80,23 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 async def check(cluster: Cluster, rollout: RolloutClient, run_id: str, version: int) -> None:
     """Checks that a request through the router that names this adapter is answered with it."""
     rollout.adapter = (adapter_name(run_id, version), version)
-    [completion] = await rollout.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
+    [completion] = await rollout.generate(
+        PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[]
+    )
     assert completion.weight_versions == [(version, 0, len(completion.token_ids))]
-    right = expected_logprobs(cluster.model, cluster.adapters[version], PROMPT, completion.token_ids.tolist())
+    right = expected_logprobs(
+        cluster.model, cluster.adapters[version], PROMPT, completion.token_ids.tolist()
+    )
     np.testing.assert_allclose(completion.logprobs, right, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cluster) -> None:
     [node] = cluster.nodes
-    async with RolloutClient("router", node.router_url, deadline_s=60) as rollout, EngineClient("e", node.engine_url) as engine:
+    async with (
+        RolloutClient("router", node.router_url, deadline_s=60) as rollout,
+        EngineClient("e", node.engine_url) as engine,
+    ):
         for version in (0, 1, 2):
             cluster.publish("a", version)
             await until(lambda v=version: cluster.serves("a", v), f"adapter {version}", cluster)  # type: ignore[misc, arg-type]
@@ -89,7 +107,11 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
             await rollout.generate(PROMPT, n=1, max_new_tokens=8, temperature=1, stop_token_ids=[])
         starts = node.status()["engine_starts"]
         node.engine().kill()
-        await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", cluster)  # type: ignore[arg-type]
+        await until(
+            lambda: node.status()["engine_starts"] == starts + 1,
+            "engine started again",
+            cluster,  # type: ignore[arg-type]
+        )
         await until(lambda: cluster.serves("a", 2), "adapter 2 again", cluster)  # type: ignore[arg-type]
         command = node.engine().cmdline()
         assert command[command.index("--model-path") + 1] == str(cluster.model)
@@ -103,7 +125,9 @@ async def test_a_node_follows_adapters_through_a_crash_and_a_new_run(cluster: Cl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True])
-async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluster: Cluster, shared: bool) -> None:
+async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(
+    cluster: Cluster, shared: bool
+) -> None:
     [node] = cluster.nodes
     await until(node.healthy, "node healthy", cluster)  # type: ignore[arg-type]
     source = cluster.adapters[1]
@@ -113,7 +137,10 @@ async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluste
         cluster.fenced.append(worker)
 
     publisher = Publisher(cluster.board, static, "p", 60, fence, print, shared=shared)
-    async with RolloutClient("router", node.router_url, deadline_s=60) as rollout, EngineClient("e", node.engine_url) as engine:
+    async with (
+        RolloutClient("router", node.router_url, deadline_s=60) as rollout,
+        EngineClient("e", node.engine_url) as engine,
+    ):
         naming = AdapterPublisher(publisher, rollout, "p")
         for version in (1, 2, 3):
             tensors = load_file(cluster.adapters[version] / "adapter_model.safetensors")
@@ -122,10 +149,15 @@ async def test_the_publisher_brings_adapters_by_http_and_by_a_shared_disk(cluste
             await check(cluster, rollout, "p", version)
         place = Path((await engine.adapters())[adapter_name("p", 3)])
         assert (place.parent == cluster.board.directory.absolute()) == shared
-        # A restarted engine that no longer finds the directory fetches the files again before it gets traffic.
+        # A restarted engine that no longer finds the directory fetches the files again before it
+        # gets traffic.
         starts = node.status()["engine_starts"]
         node.engine().kill()
-        await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", cluster)  # type: ignore[arg-type]
+        await until(
+            lambda: node.status()["engine_starts"] == starts + 1,
+            "engine started again",
+            cluster,  # type: ignore[arg-type]
+        )
         await until(lambda: cluster.serves("p", 3), "adapter 3 again", cluster)  # type: ignore[arg-type]
         await check(cluster, rollout, "p", 3)
     assert not cluster.fenced

@@ -1,7 +1,9 @@
-"""SGLang and the trainer take turns on one GPU: the calls follow SGLang's source, as SGLang needs a GPU to run them.
+"""SGLang and the trainer take turns on one GPU: the calls follow SGLang's source, as SGLang needs a
+GPU to run them.
 
-Its scheduler shows that a release needs a paused or idle engine. Resuming a kind of memory that was not released, or
-resuming it twice, ends the process. Weights come back without values. Both calls answer `null`.
+Its scheduler shows that a release needs a paused or idle engine. Resuming a kind of memory that was
+not released, or resuming it twice, ends the process. Weights come back without values. Both calls
+answer `null`.
 """
 
 from collections.abc import AsyncIterator
@@ -45,11 +47,15 @@ def sglang() -> StrictSGLang:
 
 @pytest.fixture
 async def client(sglang: StrictSGLang) -> AsyncIterator[EngineClient]:
-    async with EngineClient("engine", "http://e", transport=httpx.ASGITransport(sglang.app), deadline_s=1) as client:
+    async with EngineClient(
+        "engine", "http://e", transport=httpx.ASGITransport(sglang.app), deadline_s=1
+    ) as client:
         yield client
 
 
-async def test_two_turns_as_recorded(client: EngineClient, sglang: StrictSGLang, tmp_path: Path) -> None:
+async def test_two_turns_as_recorded(
+    client: EngineClient, sglang: StrictSGLang, tmp_path: Path
+) -> None:
     memory = released_memory(load(["--rollout.colocate", "true"], {}))
     for version in ("1", "2"):
         sglang.recorded.clear()
@@ -67,22 +73,34 @@ async def test_two_turns_as_recorded(client: EngineClient, sglang: StrictSGLang,
         assert (sglang.ended, sglang.offloaded) == ("", set())
 
 
-async def test_awake_engine_is_loaded_as_usual(client: EngineClient, sglang: StrictSGLang, tmp_path: Path) -> None:
+async def test_awake_engine_is_loaded_as_usual(
+    client: EngineClient, sglang: StrictSGLang, tmp_path: Path
+) -> None:
     await client.load(tmp_path, "1", LIMIT_S)
     paths = [call["call"] for call in changes(sglang)]
     assert paths == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
 
 
-async def test_an_adapter_leaves_the_base_model_where_it_is(client: EngineClient, sglang: StrictSGLang, tmp_path: Path) -> None:
+async def test_an_adapter_leaves_the_base_model_where_it_is(
+    client: EngineClient, sglang: StrictSGLang, tmp_path: Path
+) -> None:
     memory = released_memory(load(["--rollout.colocate", "true", "--lora.rank", "4"], {}))
     await client.sleep(memory, LIMIT_S)
-    await client.load_adapter(tmp_path, WeightManifest(version=1, run_id="run", kind="adapter"), 2, LIMIT_S)
-    adapter = {"call": "/load_lora_adapter", "lora_name": adapter_name("run", 1), "lora_path": str(tmp_path)}
+    await client.load_adapter(
+        tmp_path, WeightManifest(version=1, run_id="run", kind="adapter"), 2, LIMIT_S
+    )
+    adapter = {
+        "call": "/load_lora_adapter",
+        "lora_name": adapter_name("run", 1),
+        "lora_path": str(tmp_path),
+    }
     assert changes(sglang) == [PAUSE, released("kv_cache"), resumed("kv_cache"), CONTINUE, adapter]
     assert sglang.ended == ""
 
 
-@pytest.mark.parametrize("step", ["release_memory_occupation", "resume_memory_occupation", "update_weights_from_disk"])
+@pytest.mark.parametrize(
+    "step", ["release_memory_occupation", "resume_memory_occupation", "update_weights_from_disk"]
+)
 async def test_a_refused_step_is_not_repeated_and_does_not_continue(
     client: EngineClient, sglang: StrictSGLang, tmp_path: Path, step: str
 ) -> None:
@@ -105,10 +123,14 @@ def test_the_engine_is_started_with_the_memory_saver(tmp_path: Path) -> None:
     python.touch()
     words = ["--rollout.engine_python", str(python)]
     apart = engine_command(load(words, {}), Topology(), "m", "default")
-    together = engine_command(load([*words, "--rollout.colocate", "true"], {}), Topology(), "m", "default")
+    together = engine_command(
+        load([*words, "--rollout.colocate", "true"], {}), Topology(), "m", "default"
+    )
     assert [word for word in together if word not in apart] == ["--enable-memory-saver"]
     assert released_memory(load([], {})) == []
-    merged = load(["--rollout.colocate", "true", "--lora.rank", "4", "--lora.publish", "merged"], {})
+    merged = load(
+        ["--rollout.colocate", "true", "--lora.rank", "4", "--lora.publish", "merged"], {}
+    )
     assert released_memory(merged) == ["kv_cache", "weights"]
 
 

@@ -1,4 +1,5 @@
-"""The agent's decisions, without processes: traffic, fencing, restarts, router plans and command lines."""
+"""The agent's decisions, without processes: traffic, fencing, restarts, router plans and command
+lines."""
 
 import sys
 from pathlib import Path
@@ -138,10 +139,17 @@ def worker(url: str, healthy: bool = True, name: str = "id-1") -> dict[str, Any]
         ([worker("http://me:1", healthy=False)], True, [], False),
         ([], False, [], True),
         ([worker("http://other:1")], False, [], True),
-        ([worker("http://me:1"), worker("http://me:1", False, "id-2")], False, ["remove id-1", "remove id-2"], False),
+        (
+            [worker("http://me:1"), worker("http://me:1", False, "id-2")],
+            False,
+            ["remove id-1", "remove id-2"],
+            False,
+        ),
     ],
 )
-async def test_plan_of_router_calls(workers: list[dict[str, Any]], wanted: bool, calls: list[str], done: bool) -> None:
+async def test_plan_of_router_calls(
+    workers: list[dict[str, Any]], wanted: bool, calls: list[str], done: bool
+) -> None:
     router, made = FastAPI(), list[str]()
     router.get("/workers")(lambda: {"workers": workers})
 
@@ -164,17 +172,25 @@ def pairs(command: list[str]) -> dict[str, str]:
 
 
 def two_nodes(rank: int) -> Topology:
-    hosts = parse_hosts("rollout-server-0.g=127.0.3.1,rollout-server-1.g=127.0.3.2:50,ppo-trainer-0.g=127.0.3.3")
+    hosts = parse_hosts(
+        "rollout-server-0.g=127.0.3.1,rollout-server-1.g=127.0.3.2:50,ppo-trainer-0.g=127.0.3.3"
+    )
     return Topology("g", rank, 2, ("127.0.3.1", "127.0.3.2"), local_hosts=hosts)
 
 
 def test_sglang_command_line(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.touch()
-    rollout = RolloutSection(engine_python=str(python), tensor_parallel_size=2, engine_args=["--dtype", "float32", "--x"])
+    rollout = RolloutSection(
+        engine_python=str(python), tensor_parallel_size=2, engine_args=["--dtype", "float32", "--x"]
+    )
     command = engine_command(Config(rollout=rollout, seed=3), two_nodes(1), "/w/v000012", "12")
     assert command[:3] == [str(python), "-m", "sglang.launch_server"]
-    assert command[-3:] == ["--dtype", "float32", "--x"]  # last, so that the operator's own arguments win
+    assert command[-3:] == [
+        "--dtype",
+        "float32",
+        "--x",
+    ]  # last, so that the operator's own arguments win
     options = pairs(command)
     assert options["--model-path"] == "/w/v000012"
     assert options["--weight-version"] == "12"
@@ -185,10 +201,14 @@ def test_sglang_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ["sglang", "embedded"])
 @pytest.mark.parametrize("fp32_head", [True, False])
-def test_trainer_and_engine_make_logits_alike(fp32_head: bool, engine: Literal["sglang", "embedded"], tmp_path: Path) -> None:
+def test_trainer_and_engine_make_logits_alike(
+    fp32_head: bool, engine: Literal["sglang", "embedded"], tmp_path: Path
+) -> None:
     (tmp_path / "python").touch()
     rollout = RolloutSection(engine=engine, engine_python=str(tmp_path / "python"))
-    command = engine_command(Config(rollout=rollout, model=ModelSection(fp32_head=fp32_head)), Topology(), "m", "default")
+    command = engine_command(
+        Config(rollout=rollout, model=ModelSection(fp32_head=fp32_head)), Topology(), "m", "default"
+    )
     assert ("--enable-fp32-lm-head" in command) is fp32_head
 
 
@@ -217,14 +237,20 @@ def test_router_command_line() -> None:
 
 
 @pytest.mark.parametrize("name", ["sglang-router", "smg"])
-def test_a_router_that_is_not_installed_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_that_is_not_installed_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     config = Config(rollout=RolloutSection.model_validate({"router": name}))
-    with pytest.raises(ConfigError, match=rf"rollout\.router · value: {name} · remedy: install it with .*pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"rollout\.router · value: {name} · remedy: install it with .*pip install",
+    ):
         router_command(config, two_nodes(0))
 
 
 def test_power_of_two_is_refused() -> None:
-    """Both routers exit at the start with this policy unless they are given two engines; ours register later."""
+    """Both routers exit at the start with this policy unless they are given two engines; ours
+    register later."""
     with pytest.raises(ConfigError, match=r"rollout\.router_policy"):
         load(["--rollout.router_policy", "power_of_two"], {})

@@ -1,4 +1,5 @@
-"""Deltas between weight versions save bytes; if a delta is wrong in any way, the node fetches the whole file."""
+"""Deltas between weight versions save bytes; if a delta is wrong in any way, the node fetches the
+whole file."""
 
 import logging
 import shutil
@@ -28,7 +29,8 @@ FILE, DELTA = "model.safetensors", "model.safetensors.delta"
 
 
 class Trainer:
-    """Publishes a model whose weights change a little with every version, and records the nodes' requests."""
+    """Publishes a model whose weights change a little with every version, and records the nodes'
+    requests."""
 
     def __init__(self, directory: Path) -> None:
         self.board, self.paths, self.bytes = WeightBoard(directory / "weights"), list[str](), 0
@@ -41,9 +43,13 @@ class Trainer:
         for name, tensor in self.weights.items():
             moved = torch.rand(tensor.shape) < changed
             self.weights[name] = (
-                torch.where(moved, tensor * 1.01, tensor) if changed < 1 else torch.randn(tensor.shape).bfloat16()
+                torch.where(moved, tensor * 1.01, tensor)
+                if changed < 1
+                else torch.randn(tensor.shape).bfloat16()
             )
-        manifest = write_version(self.weights.items(), [], self.board.directory, "run", version, self.board.latest())
+        manifest = write_version(
+            self.weights.items(), [], self.board.directory, "run", version, self.board.latest()
+        )
         if self.shared:
             manifest.directory = str(self.board.directory / f"v{version:06d}")
         self.board.announce(manifest)
@@ -53,7 +59,9 @@ class Trainer:
         return self.board.directory / f"v{version:06d}" / name
 
     async def send(self, request: httpx.Request) -> httpx.Response:
-        response = await httpx.ASGITransport(create_trainer_app(self.board, Metrics("x"))).handle_async_request(request)
+        response = await httpx.ASGITransport(
+            create_trainer_app(self.board, Metrics("x"))
+        ).handle_async_request(request)
         self.paths.append(request.url.path.rpartition("/")[2])
         self.bytes += int(response.headers["content-length"])
         return response
@@ -116,7 +124,11 @@ async def test_weights_that_all_change_have_no_delta(trainer: Trainer, rows: int
 
 @pytest.mark.parametrize("damage", ["delta", "base", "manifest", "other base"])
 async def test_a_wrong_delta_is_never_loaded(
-    trainer: Trainer, client: TrainerClient, store: WeightStore, damage: str, caplog: pytest.LogCaptureFixture
+    trainer: Trainer,
+    client: TrainerClient,
+    store: WeightStore,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     base = await store.fetch(trainer.publish(1, 1.0), client)
     manifest = trainer.publish(2, 0.02)
@@ -160,9 +172,18 @@ async def test_a_shared_directory_is_read_in_place_until_there_are_deltas(
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), size=st.integers(0, 5000), changes=st.integers(0, 400), seed=st.integers(0, 2**32 - 1))
+@given(
+    data=st.data(),
+    size=st.integers(0, 5000),
+    changes=st.integers(0, 400),
+    seed=st.integers(0, 2**32 - 1),
+)
 def test_any_file_comes_back_from_its_delta(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, size: int, changes: int, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    size: int,
+    changes: int,
+    seed: int,
 ) -> None:
     directory, rng = tmp_path_factory.mktemp("delta"), np.random.default_rng(seed)
     old, new, delta, made = (directory / name for name in ("old", "new", "delta", "made"))
@@ -172,14 +193,19 @@ def test_any_file_comes_back_from_its_delta(
         content[rng.integers(0, size, changes)] = rng.integers(0, 256, changes)
     new.write_bytes(content.tobytes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.weights.deltas._WORDS", data.draw(st.sampled_from([1, 7, 300, 2000]), "words of a block"))
+        patch.setattr(
+            "common.weights.deltas._WORDS",
+            data.draw(st.sampled_from([1, 7, 300, 2000]), "words of a block"),
+        )
         patch.setattr("common.weights.deltas._LARGEST", 0)
         assert write_delta(old, new, delta) == delta.stat().st_size
         assert apply_delta(old, delta, made) == checksum(new)
         assert made.read_bytes() == new.read_bytes()
         if delta.stat().st_size:
             made.unlink()
-            delta.write_bytes(delta.read_bytes()[: data.draw(st.integers(0, delta.stat().st_size - 1), "cut at")])
+            delta.write_bytes(
+                delta.read_bytes()[: data.draw(st.integers(0, delta.stat().st_size - 1), "cut at")]
+            )
             with pytest.raises(BadDelta):
                 apply_delta(old, delta, made)
 
@@ -187,7 +213,8 @@ def test_any_file_comes_back_from_its_delta(
 async def test_large_files_are_written_over_those_of_the_version_that_was_removed(
     trainer: Trainer, client: TrainerClient, store: WeightStore
 ) -> None:
-    """On both sides, for whole files and deltas of any size; a file still in use is never overwritten."""
+    """On both sides, for whole files and deltas of any size; a file still in use is never
+    overwritten."""
     trainer.weights["c"] = torch.randn(2000, 500).bfloat16()
     inodes, linked, held = [set[int](), set[int]()], store.directory / "kept", None
     for version, changed in enumerate([1.0, 1.0, 1.0, 1.0, 0.02, 0.02, 1.0, 1.0, 0.02], 1):
@@ -206,8 +233,14 @@ async def test_large_files_are_written_over_those_of_the_version_that_was_remove
     assert held is not None
     assert (checksum(held / FILE), checksum(linked)) == (sum_held, sum_linked)
     assert len(inodes[0]) == 4  # three versions and the spare
-    assert len(inodes[1]) == 5  # two versions, the spare, the held version and the one with another name
-    assert {name for name, _ in safetensors.torch.load_file(trainer.file(9)).items()} == {"a", "b", "c"}
+    assert (
+        len(inodes[1]) == 5
+    )  # two versions, the spare, the held version and the one with another name
+    assert {name for name, _ in safetensors.torch.load_file(trainer.file(9)).items()} == {
+        "a",
+        "b",
+        "c",
+    }
 
 
 async def test_the_spare_of_a_shared_directory_is_never_written_over(trainer: Trainer) -> None:
@@ -222,19 +255,31 @@ async def test_the_spare_of_a_shared_directory_is_never_written_over(trainer: Tr
         assert reader.read() == before
 
 
-_DTYPES = [getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")]
+_DTYPES = [
+    getattr(torch, name)
+    for name in ("float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8", "bool")
+]
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(_DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=6
+    )
+)
 def test_the_files_are_what_the_library_reads(
     tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, list[int]]]
 ) -> None:
-    tensors = {f'"{i}"é': (100 * torch.rand(shape)).to(dtype) for i, (dtype, shape) in enumerate(kinds)}
+    tensors = {
+        f'"{i}"é': (100 * torch.rand(shape)).to(dtype) for i, (dtype, shape) in enumerate(kinds)
+    }
     path = tmp_path_factory.mktemp("files") / FILE
     with path.open("xb") as stream:
         written = write_tensors(tensors, stream)
     assert written == checksum(path)
     found = safetensors.torch.load_file(path)
     assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in tensors.items()
+    )

@@ -1,4 +1,5 @@
-"""The end of `python -m services.rollout`: its exit status, its last output, and no process left behind."""
+"""The end of `python -m services.rollout`: its exit status, its last output, and no process left
+behind."""
 
 import os
 import signal
@@ -22,15 +23,26 @@ pytestmark = pytest.mark.integration
 PORTS = ("ROUTER_PORT", "ENGINE_PORT", "AGENT_PORT", "ROUTER_METRICS_PORT")
 
 
-def start(tmp_path: Path, engine: str | None, ports: list[int], **more: str) -> subprocess.Popen[str]:
-    """Starts a node whose `sglang` is a shell script or is missing, with `more` in its environment."""
+def start(
+    tmp_path: Path, engine: str | None, ports: list[int], **more: str
+) -> subprocess.Popen[str]:
+    """Starts a node whose `sglang` is a shell script or is missing, with `more` in its
+    environment."""
     script = tmp_path / "python"
     if engine is not None:
         script.write_text(f"#!/bin/sh\n{engine}\n")
         script.chmod(0o755)
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("RLHF_", "SKYPILOT_", "JOBGROUP", "RUN_C"))}
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("RLHF_", "SKYPILOT_", "JOBGROUP", "RUN_C"))
+    }
     numbers = {f"RLHF_ROLLOUT__{name}": str(port) for name, port in zip(PORTS, ports, strict=False)}
-    settings = {"STATE_DIR": str(tmp_path / "state"), "MODEL_NAME": "m", "RLHF_ROLLOUT__ENGINE_PYTHON": str(script)}
+    settings = {
+        "STATE_DIR": str(tmp_path / "state"),
+        "MODEL_NAME": "m",
+        "RLHF_ROLLOUT__ENGINE_PYTHON": str(script),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", "services.rollout"],
         env=clean | numbers | settings | {"RLHF_TRAINER__PORT": str(ports[4])} | more,
@@ -47,7 +59,9 @@ def ports() -> list[int]:
     return [free_port() for _ in range(5)]
 
 
-def test_engine_that_never_starts_ends_the_node_with_its_last_words(tmp_path: Path, ports: list[int]) -> None:
+def test_engine_that_never_starts_ends_the_node_with_its_last_words(
+    tmp_path: Path, ports: list[int]
+) -> None:
     engine = 'echo "CUDA out of memory; health generation: $SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"; exit 3'
     with start(tmp_path, engine, ports) as node:
         _, errors = node.communicate(timeout=400)
@@ -80,29 +94,44 @@ http.server.ThreadingHTTPServer(address, Engine).serve_forever()
 
 
 @pytest.mark.slow
-def test_engine_that_dies_of_every_first_request_ends_the_node_with_its_last_words(tmp_path: Path, ports: list[int]) -> None:
+def test_engine_that_dies_of_every_first_request_ends_the_node_with_its_last_words(
+    tmp_path: Path, ports: list[int]
+) -> None:
     code = tmp_path / "engine.py"
     code.write_text(CRASHING)
     with start(tmp_path, f'exec {sys.executable} {code} "$@"', ports) as node:
         _, errors = node.communicate(timeout=400)
     assert node.returncode == 1
     last = errors[errors.rindex("error: ") :]
-    assert "engine crashed 5 times in a row, most recently: the process ended with status 70" in last
+    assert (
+        "engine crashed 5 times in a row, most recently: the process ended with status 70" in last
+    )
     assert "the engine's thread died: of its first request" in last
 
 
 @pytest.mark.slow
-def test_a_model_that_the_engine_cannot_run_ends_the_node_at_its_first_start(tmp_path: Path, ports: list[int]) -> None:
+def test_a_model_that_the_engine_cannot_run_ends_the_node_at_its_first_start(
+    tmp_path: Path, ports: list[int]
+) -> None:
     """With the status of a wrong setting, so that the job group does not restart it."""
     model = tmp_path / "model"
     write_model(model, seed=0)
-    BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=300)).save_pretrained(model)
-    settings = {"MODEL_NAME": str(model), "RLHF_ROLLOUT__ENGINE": "embedded", "RLHF_ROLLOUT__DEVICE": "cpu"}
+    BloomForCausalLM(
+        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=300)
+    ).save_pretrained(model)
+    settings = {
+        "MODEL_NAME": str(model),
+        "RLHF_ROLLOUT__ENGINE": "embedded",
+        "RLHF_ROLLOUT__DEVICE": "cpu",
+    }
     with start(tmp_path, None, ports, SKYPILOT_JOBGROUP_NAME="group", **settings) as node:
         _, errors = node.communicate(timeout=400)
     assert node.returncode == WRONG_SETTING
     last = errors[errors.rindex("error: ") :]
-    assert "engine rejects its settings: the embedded engine cannot run this model: ValueError: " in last
+    assert (
+        "engine rejects its settings: the embedded engine cannot run this model: ValueError: "
+        in last
+    )
     assert "rollout.engine sglang" in last
 
 
@@ -117,7 +146,9 @@ def test_missing_sglang_ends_the_start_with_status_2(tmp_path: Path, ports: list
 def test_sigterm_while_the_engine_loads_ends_everything(tmp_path: Path, ports: list[int]) -> None:
     with start(tmp_path, "sleep 600 & sleep 600", ports) as node:
         limit = time.monotonic() + 400
-        while len(family := psutil.Process(node.pid).children(recursive=True)) < 6:  # 2 starters, router, shell, 2 sleeps
+        while (
+            len(family := psutil.Process(node.pid).children(recursive=True)) < 6
+        ):  # 2 starters, router, shell, 2 sleeps
             assert node.poll() is None
             assert time.monotonic() < limit, family
             time.sleep(0.1)

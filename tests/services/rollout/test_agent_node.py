@@ -1,4 +1,5 @@
-"""Two rollout nodes in real processes, with real engines, agents and router, and the trainer's own weight server."""
+"""Two rollout nodes in real processes, with real engines, agents and router, and the trainer's own
+weight server."""
 
 import os
 import signal
@@ -14,13 +15,22 @@ from common.process.metrics import Metrics
 from common.process.topology import Topology
 from common.weights.checksums import checksum
 from services.rollout.engine_client import EngineClient
-from tests.support.rollout_nodes import TRAINER_PORT, Node, flip_last_byte, generate, requests_served, until
+from tests.support.rollout_nodes import (
+    TRAINER_PORT,
+    Node,
+    flip_last_byte,
+    generate,
+    requests_served,
+    until,
+)
 from tests.support.synced_nodes import ADDRESS, SyncedNodes, sums
 from trainer.server import BackgroundServer, create_trainer_app
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="every node gets a loopback address of its own"
+    ),
 ]
 
 
@@ -41,7 +51,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
 @pytest.fixture
 async def both(cluster: SyncedNodes) -> SyncedNodes:
     """Waits until both nodes are healthy, on whatever weights the previous test left."""
-    await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
+    await until(
+        lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster
+    )
     cluster.fenced.clear()
     return cluster
 
@@ -58,8 +70,12 @@ async def served(node: Node) -> int:
         return await generate(engine)
 
 
-async def test_base_model_is_served_before_anything_is_published(cluster: SyncedNodes, rollout: RolloutClient) -> None:
-    await until(lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster)
+async def test_base_model_is_served_before_anything_is_published(
+    cluster: SyncedNodes, rollout: RolloutClient
+) -> None:
+    await until(
+        lambda: all(node.healthy() for node in cluster.nodes), "both nodes healthy", cluster
+    )
     await until(lambda: len(cluster.reports()) == 2, "two reports", cluster)
     assert {report.version for report in cluster.reports()} == {None}
     assert cluster.routed() == {node.engine_url for node in cluster.nodes}
@@ -90,7 +106,9 @@ async def test_published_version_is_served_by_every_engine_through_the_router(
     assert [await served(node) for node in both.nodes] == [12, 12]
     for node in both.nodes:
         assert "rlhf_rollout_weight_version 12.0" in node.get("/metrics").text
-        assert sum(process.name().startswith("sglang") for process in node.family()) == (node.rank == 0)
+        assert sum(process.name().startswith("sglang") for process in node.family()) == (
+            node.rank == 0
+        )
 
 
 async def test_both_nodes_get_traffic(both: SyncedNodes, rollout: RolloutClient) -> None:
@@ -103,9 +121,13 @@ async def test_both_nodes_get_traffic(both: SyncedNodes, rollout: RolloutClient)
     assert [new - old for old, new in zip(before, after, strict=True)] == [5, 5]
 
 
-async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: SyncedNodes, rollout: RolloutClient) -> None:
+async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
     both.publish("a", 20, spoil=True)
-    await until(lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both)
+    await until(
+        lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both
+    )
     await until(lambda: both.routed() == set(), "both fenced", both)
     assert all("checksum" in report.detail for report in both.reports())
     answer = both.nodes[1].get("/health")
@@ -120,16 +142,26 @@ async def test_corrupted_weights_fence_the_nodes_until_they_are_repaired(both: S
 async def test_killed_engine_comes_back_with_the_newest_weights(
     both: SyncedNodes, rollout: RolloutClient, damaged: bool
 ) -> None:
-    """The engine does not start from the node's damaged copy: it starts without one, and the agent fetches another."""
+    """The engine does not start from the node's damaged copy: it starts without one, and the agent
+    fetches another."""
     manifest = both.publish("a", 21 + damaged)
     await until(lambda: both.all_serve("a", 21 + damaged), "the weights everywhere", both)
     node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
-    held = both.directory / "rollout" / "rollout-server-1" / "weights" / f"v{manifest.version:06d}" / "model.safetensors"
+    held = (
+        both.directory
+        / "rollout"
+        / "rollout-server-1"
+        / "weights"
+        / f"v{manifest.version:06d}"
+        / "model.safetensors"
+    )
     if damaged:
         flip_last_byte(held)
     node.engine().kill()
     await until(lambda: node.status()["engine_starts"] == starts + 1, "engine started again", both)
-    assert {await generate(rollout) for _ in range(4)} == {manifest.version}  # the other node answers meanwhile
+    assert {await generate(rollout) for _ in range(4)} == {
+        manifest.version
+    }  # the other node answers meanwhile
     await until(lambda: both.all_serve("a", manifest.version), "the weights everywhere again", both)
     command = node.engine().cmdline()
     assert command[command.index("--weight-version") + 1] == ("default" if damaged else "21")
@@ -138,7 +170,9 @@ async def test_killed_engine_comes_back_with_the_newest_weights(
     assert checksum(held) == {file.name: file.xxh3 for file in manifest.files}[held.name]
 
 
-async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(both: SyncedNodes) -> None:
+async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_with(
+    both: SyncedNodes,
+) -> None:
     both.publish("a", 21)
     await until(lambda: both.all_serve("a", 21), "weights 21 everywhere", both)
     node, starts = both.nodes[1], both.nodes[1].status()["engine_starts"]
@@ -149,7 +183,8 @@ async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_wit
     store = both.directory / "rollout" / "rollout-server-1" / "weights"
     for version in (22, 23, 24, 25):
         both.publish("a", version)
-        await until(lambda path=store / f"v{version:06d}": path.is_dir(), f"weights {version} here", both)  # type: ignore[misc]
+        path = store / f"v{version:06d}"
+        await until(path.is_dir, f"weights {version} here", both)
     starting.resume()
     await until(lambda: both.all_serve("a", 25), "weights 25 everywhere", both)
     assert node.status()["engine_starts"] == starts + 1
@@ -159,17 +194,23 @@ async def test_an_engine_that_starts_slowly_finds_the_weights_it_was_started_wit
     assert sorted(path.name for path in store.iterdir()) == ["v000025", "v000026"]
 
 
-async def test_killed_router_comes_back_with_its_workers(both: SyncedNodes, rollout: RolloutClient) -> None:
+async def test_killed_router_comes_back_with_its_workers(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
     both.publish("a", 27)
     await until(lambda: both.all_serve("a", 27), "weights 27 everywhere", both)
     old = both.nodes[0].status()["router_pid"]
     psutil.Process(old).children()[0].kill()
-    await until(lambda: both.nodes[0].status()["router_pid"] not in (None, old), "another router", both)
+    await until(
+        lambda: both.nodes[0].status()["router_pid"] not in (None, old), "another router", both
+    )
     await until(lambda: both.all_serve("a", 27), "both registered again", both)
     assert await generate(rollout) == 27
 
 
-async def test_new_run_replaces_the_weights_though_its_version_is_lower(both: SyncedNodes, rollout: RolloutClient) -> None:
+async def test_new_run_replaces_the_weights_though_its_version_is_lower(
+    both: SyncedNodes, rollout: RolloutClient
+) -> None:
     both.publish("a", 30)
     await until(lambda: both.all_serve("a", 30), "weights 30 everywhere", both)
     both.publish("b", 0)
@@ -184,7 +225,9 @@ async def test_weights_the_engine_refuses_fence_the_node_until_good_ones_come(
     both.tensors = {name: tensor[:1] for name, tensor in good.items()}
     both.publish("b", 1)
     both.tensors = good
-    await until(lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both)
+    await until(
+        lambda: [report.state for report in both.reports()] == ["stale"] * 2, "both stale", both
+    )
     assert all("load of weights 1 failed" in report.detail for report in both.reports())
     await until(lambda: both.routed() == set(), "both fenced", both)
     both.publish("b", 2)
@@ -212,11 +255,17 @@ def test_a_shared_directory_that_is_not_visible_is_downloaded_loudly(both: Synce
     announce = both.board.announce
     with pytest.MonkeyPatch.context() as patch:  # the nodes do not mount the trainer's disk
         patch.setattr(
-            both.board, "announce", lambda manifest: announce(manifest.model_copy(update={"directory": "/not/mounted/here"}))
+            both.board,
+            "announce",
+            lambda manifest: announce(
+                manifest.model_copy(update={"directory": "/not/mounted/here"})
+            ),
         )
         publisher.publish(new.items(), 1)
     assert both.held() == [sums(new)] * 2
-    assert "/not/mounted/here cannot be read here, weights 1 are downloaded instead" in both.output()
+    assert (
+        "/not/mounted/here cannot be read here, weights 1 are downloaded instead" in both.output()
+    )
 
 
 def test_a_broadcast_writes_no_files_and_keeps_its_group(both: SyncedNodes) -> None:

@@ -1,4 +1,5 @@
-"""Supervision of real child processes: they are kept alive, killed when they hang, and never left behind."""
+"""Supervision of real child processes: they are kept alive, killed when they hang, and never left
+behind."""
 
 import asyncio
 import os
@@ -134,9 +135,11 @@ async def test_child_that_hangs_is_killed_and_started_again(tmp_path: Path) -> N
         assert "killed: no flag" in rig.downs[0]
 
 
-async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(tmp_path: Path) -> None:
+async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(
+    tmp_path: Path,
+) -> None:
     answers = tmp_path / "answers"
-    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)]) as supervisor:  # noqa: ASYNC220 - returns at once
+    with subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(tmp_path)]) as supervisor:  # noqa: ASYNC220
         try:
             await until(lambda: answers.exists() and len(answers.read_text()) > 2, "healthy")
             await until((tmp_path / "asking").exists, "in the middle of a probe")
@@ -144,7 +147,10 @@ async def test_a_supervisor_that_was_stopped_itself_does_not_blame_the_child(tmp
             seen = len(answers.read_text())
             await asyncio.sleep(6)
             supervisor.send_signal(signal.SIGCONT)
-            await until(lambda: len(answers.read_text()) > seen + 3 or (tmp_path / "down").exists(), "goes on")
+            await until(
+                lambda: len(answers.read_text()) > seen + 3 or (tmp_path / "down").exists(),
+                "goes on",
+            )
             assert not (tmp_path / "down").exists()
         finally:
             supervisor.kill()
@@ -169,18 +175,25 @@ async def test_restart_on_request(tmp_path: Path) -> None:
 
 
 async def test_child_that_never_becomes_healthy_ends_it_with_its_last_words(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, "import os; print(os.environ['GREETING'], 'out of memory', flush=True); raise SystemExit(3)")
+    rig = Rig(
+        tmp_path,
+        "import os; print(os.environ['GREETING'], 'out of memory', flush=True); raise SystemExit(3)",
+    )
     with pytest.raises(ChildFailed, match=r"(?s)status 3.*hello out of memory"):
         await asyncio.wait_for(rig.child.run(), 60)
     assert rig.child.starts == FAST.max_failed_starts
     assert rig.ups == 0
 
 
-async def test_child_that_crashes_soon_after_every_start_ends_it_with_its_last_words(tmp_path: Path) -> None:
+async def test_child_that_crashes_soon_after_every_start_ends_it_with_its_last_words(
+    tmp_path: Path,
+) -> None:
     """Each time it was healthy: an engine that dies of its first request."""
     crash = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit('error: no memory')"
     rig = Rig(tmp_path, crash)
-    with pytest.raises(ChildFailed, match=r"(?s)child crashed 5 times in a row.*status 1.*error: no memory"):
+    with pytest.raises(
+        ChildFailed, match=r"(?s)child crashed 5 times in a row.*status 1.*error: no memory"
+    ):
         await asyncio.wait_for(rig.child.run(), 60)
     assert rig.child.starts == rig.ups == FAST.max_failed_starts
 
@@ -196,7 +209,9 @@ async def test_child_that_is_killed_again_and_again_is_always_started_again(tmp_
 
 
 async def test_child_that_is_too_slow_to_start_is_killed(tmp_path: Path) -> None:
-    slow = Timing(probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failed_starts=2)
+    slow = Timing(
+        probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failed_starts=2
+    )
     rig = Rig(tmp_path, "import time; time.sleep(600)", slow)
     with pytest.raises(ChildFailed, match="after its start, killed"):
         await asyncio.wait_for(rig.child.run(), 60)
@@ -219,7 +234,9 @@ async def test_program_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 async def test_ending_takes_grandchildren_along_even_if_sigterm_is_ignored(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    child = await Child.start("family", [sys.executable, "-c", FAMILY, str(note)], {}, tmp_path / "log")
+    child = await Child.start(
+        "family", [sys.executable, "-c", FAMILY, str(note)], {}, tmp_path / "log"
+    )
     await until(lambda: note.exists() and note.read_text() != "", "grandchild")
     grandchild = int(note.read_text())
     assert alive(grandchild)
@@ -230,8 +247,17 @@ async def test_ending_takes_grandchildren_along_even_if_sigterm_is_ignored(tmp_p
 
 async def test_nothing_is_left_when_the_starter_is_killed(tmp_path: Path) -> None:
     note = tmp_path / "pid"
-    command = [sys.executable, "-c", STARTER, str(tmp_path / "log"), sys.executable, "-c", FAMILY, str(note)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as starter:  # noqa: ASYNC220 - returns at once
+    command = [
+        sys.executable,
+        "-c",
+        STARTER,
+        str(tmp_path / "log"),
+        sys.executable,
+        "-c",
+        FAMILY,
+        str(note),
+    ]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as starter:  # noqa: ASYNC220
         await until(lambda: note.exists() and note.read_text() != "", "grandchild")
         family = [process.pid for process in psutil.Process(starter.pid).children(recursive=True)]
         assert len(family) == 3
@@ -248,7 +274,10 @@ async def test_endless_line_without_a_newline_does_not_stop_the_child(tmp_path: 
 
 
 async def test_child_whose_setting_is_wrong_is_not_started_again(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, f"print('loading'); print('error: there is no GPU'); raise SystemExit({WRONG_SETTING})")
+    rig = Rig(
+        tmp_path,
+        f"print('loading'); print('error: there is no GPU'); raise SystemExit({WRONG_SETTING})",
+    )
     with pytest.raises(ConfigError, match="child rejects its settings: there is no GPU"):
         await rig.child.run()
     assert rig.child.starts == 1

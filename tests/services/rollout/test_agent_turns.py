@@ -1,4 +1,5 @@
-"""A rollout node takes turns on a GPU with the trainer (`rollout.colocate`), in real processes that may be killed."""
+"""A rollout node takes turns on a GPU with the trainer (`rollout.colocate`), in real processes that
+may be killed."""
 
 import asyncio
 import signal
@@ -22,7 +23,9 @@ from trainer.weights.publisher import PublishFailed, WeightBoard
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.skipif(sys.platform != "linux", reason="every node gets a loopback address of its own"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="every node gets a loopback address of its own"
+    ),
 ]
 LIMIT_S = 400.0
 
@@ -31,7 +34,9 @@ def trainer(cluster: Cluster) -> BackgroundServer:
     """Returns a trainer's server; each has its own board."""
     cluster.board = WeightBoard(cluster.directory / "published")
     address = names(1)[f"{TRAINER}-0.{GROUP}"].address
-    return BackgroundServer(create_trainer_app(cluster.board, Metrics("trainer")), address, TRAINER_PORT)
+    return BackgroundServer(
+        create_trainer_app(cluster.board, Metrics("trainer")), address, TRAINER_PORT
+    )
 
 
 @pytest.fixture
@@ -59,7 +64,9 @@ async def test_the_engine_is_awake_only_while_a_trainer_says_so(cluster: Cluster
     node = cluster.nodes[0]
     with trainer(cluster):
         await until(lambda: says(cluster, "asleep"), "the node waits for its turn", cluster)
-        assert node.status()["engine_pid"] is None  # a trainer that loads its model has the GPU to itself
+        assert (
+            node.status()["engine_pid"] is None
+        )  # a trainer that loads its model has the GPU to itself
         cluster.publish("a", 0)
         await until(lambda: cluster.all_serve("a", 0), "the first version", cluster)
 
@@ -78,20 +85,27 @@ async def test_the_engine_is_awake_only_while_a_trainer_says_so(cluster: Cluster
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
         assert node.status()["engine_pid"] is None
         cluster.publish("a", 2)
-        await until(lambda: cluster.all_serve("a", 2), "a new engine with the third version", cluster)
+        await until(
+            lambda: cluster.all_serve("a", 2), "a new engine with the third version", cluster
+        )
         cluster.board.close()
-    await until(lambda: generating(node) is False, "no trainer: the GPU is free for the next one", cluster)
+    await until(
+        lambda: generating(node) is False, "no trainer: the GPU is free for the next one", cluster
+    )
     with trainer(cluster):
         await until(lambda: says(cluster, "asleep"), "the node waits for its turn", cluster)
         cluster.publish("b", 0)
-        await until(lambda: cluster.all_serve("b", 0), "the first version of the next trainer", cluster)
+        await until(
+            lambda: cluster.all_serve("b", 0), "the first version of the next trainer", cluster
+        )
         assert node.status()["engine_starts"] == 2
         cluster.board.close()
 
 
 @pytest.mark.slow
 async def test_an_engine_that_keeps_its_memory_is_killed(cluster: Cluster) -> None:
-    """The engine refuses to release memory that another client has already made it release; SGLang would exit."""
+    """The engine refuses to release memory that another client has already made it release; SGLang
+    would exit."""
     node = cluster.nodes[0]
     with trainer(cluster):
         cluster.publish("a", 0)
@@ -110,7 +124,9 @@ async def test_an_engine_that_keeps_its_memory_is_killed(cluster: Cluster) -> No
 
 
 @pytest.mark.slow
-async def test_a_killed_agent_takes_its_engine_along_and_waits_for_its_turn(cluster: Cluster) -> None:
+async def test_a_killed_agent_takes_its_engine_along_and_waits_for_its_turn(
+    cluster: Cluster,
+) -> None:
     node = cluster.nodes[0]
     with trainer(cluster):
         cluster.publish("a", 0)
@@ -120,7 +136,9 @@ async def test_a_killed_agent_takes_its_engine_along_and_waits_for_its_turn(clus
         node.process.kill()
         node.process.wait()
         await until(lambda: not alive(engine.pid), "the engine ends with its agent", cluster)
-        cluster.nodes[0] = node = Node(0, 1, cluster.directory, cluster.model, RLHF_ROLLOUT__COLOCATE="true")
+        cluster.nodes[0] = node = Node(
+            0, 1, cluster.directory, cluster.model, RLHF_ROLLOUT__COLOCATE="true"
+        )
         await asyncio.to_thread(cluster.board.sleep, LIMIT_S)
         assert node.status()["engine_pid"] is None
         cluster.publish("a", 1)
@@ -133,6 +151,12 @@ def test_a_trainer_does_not_update_beside_an_engine_that_keeps_its_memory(tmp_pa
 
     board.announce(WeightManifest(version=1, run_id="a"))
     for state in ("ready", "asleep"):  # the second report is stale, from an earlier turn
-        board.report(WorkerReport(name="rollout-server-0", url="http://e", num_nodes=1, state=state, version=1))
-        with pytest.raises(PublishFailed, match=rf"have not released their memory.*rollout-server-0 \({state}\)"):
+        board.report(
+            WorkerReport(
+                name="rollout-server-0", url="http://e", num_nodes=1, state=state, version=1
+            )
+        )
+        with pytest.raises(
+            PublishFailed, match=rf"have not released their memory.*rollout-server-0 \({state}\)"
+        ):
             board.sleep(0.1)

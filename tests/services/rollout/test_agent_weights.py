@@ -13,12 +13,20 @@ from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
 from common.weights.checksums import Hasher
 from common.wire.schemas import Broadcast, WeightFile, WeightManifest
-from services.rollout.weights.store import CorruptWeights, TrainerClient, WeightId, WeightsGone, WeightStore
+from services.rollout.weights.store import (
+    CorruptWeights,
+    TrainerClient,
+    WeightId,
+    WeightsGone,
+    WeightStore,
+)
 from trainer.server import create_trainer_app
 from trainer.weights.publisher import WeightBoard
 
 
-def publish(board: WeightBoard, version: int, contents: dict[str, bytes], run_id: str = "a") -> WeightManifest:
+def publish(
+    board: WeightBoard, version: int, contents: dict[str, bytes], run_id: str = "a"
+) -> WeightManifest:
     directory = board.directory / f"v{version:06d}"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -68,7 +76,9 @@ def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "node")
 
 
-async def test_latest_is_none_before_the_first_version(client: TrainerClient, board: WeightBoard) -> None:
+async def test_latest_is_none_before_the_first_version(
+    client: TrainerClient, board: WeightBoard
+) -> None:
     assert await client.latest(None, wait_s=0, deadline_s=5) is None
     manifest = publish(board, 1, {"f": b"x"})
     assert await client.latest(None, wait_s=0, deadline_s=5) == manifest
@@ -125,7 +135,9 @@ async def test_pruned_version_is_told_apart_from_a_bad_one(
         await store.fetch(manifest, client)
 
 
-async def test_two_newest_versions_are_kept(client: TrainerClient, board: WeightBoard, store: WeightStore) -> None:
+async def test_two_newest_versions_are_kept(
+    client: TrainerClient, board: WeightBoard, store: WeightStore
+) -> None:
     for version in range(1, 6):
         await store.fetch(publish(board, version, {"w": b"%d" % version}), client)
     assert sorted(path.name for path in store.directory.iterdir()) == ["v000004", "v000005"]
@@ -142,7 +154,11 @@ async def test_same_version_of_another_run_replaces_the_weights(
 
 
 async def test_weights_of_an_earlier_process_are_verified_before_they_are_used(
-    client: TrainerClient, board: WeightBoard, store: WeightStore, transport: Recorder, caplog: pytest.LogCaptureFixture
+    client: TrainerClient,
+    board: WeightBoard,
+    store: WeightStore,
+    transport: Recorder,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A kill or a bad disk may leave a file of the right size with wrong content."""
     manifest = publish(board, 1, {"same": b"s" * 100, "w": b"one"})
@@ -151,10 +167,16 @@ async def test_weights_of_an_earlier_process_are_verified_before_they_are_used(
         (path / name).write_bytes(content)
         again = WeightStore(store.directory)
         transport.paths.clear()
-        assert (await again.fetch(manifest, client) / name).read_bytes() == board_file(board, 1, name).read_bytes()
+        assert (await again.fetch(manifest, client) / name).read_bytes() == board_file(
+            board, 1, name
+        ).read_bytes()
         assert f"the checksum of {name} does not match" in caplog.text
-    (path / "same").write_bytes(b"t" * 100)  # the damaged file must not be linked into another version
-    path = await WeightStore(store.directory).fetch(publish(board, 2, {"same": b"s" * 100, "w": b"two"}), client)
+    (path / "same").write_bytes(
+        b"t" * 100
+    )  # the damaged file must not be linked into another version
+    path = await WeightStore(store.directory).fetch(
+        publish(board, 2, {"same": b"s" * 100, "w": b"two"}), client
+    )
     assert (path / "same").read_bytes() == b"s" * 100
 
 
@@ -175,7 +197,13 @@ async def test_weights_whose_broadcast_is_withdrawn_stay_where_an_engine_reads_t
     client: TrainerClient, board: WeightBoard, store: WeightStore
 ) -> None:
     manifest = publish(board, 1, {"w": b"one"})
-    plan = {"group": "g", "master_address": "a", "master_port": 1, "world_size": 2, "backend": "gloo"}
+    plan = {
+        "group": "g",
+        "master_address": "a",
+        "master_port": 1,
+        "world_size": 2,
+        "backend": "gloo",
+    }
     sent = Broadcast.model_validate(plan | {"ranks": {}, "epochs": {}, "buckets": []})
     path = await store.fetch(manifest.model_copy(update={"broadcast": sent}), client)
     assert store.hold(path)
@@ -201,7 +229,9 @@ async def test_store_survives_a_restart_and_clears_incomplete_downloads(
     assert (path / "w").read_bytes() == b"one"
 
 
-@pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/passwd", ".manifest.json", "..", "", "a\n"])
+@pytest.mark.parametrize(
+    "name", ["../evil", "a/b", "/etc/passwd", ".manifest.json", "..", "", "a\n"]
+)
 def test_names_cannot_leave_the_directory(name: str) -> None:
     with pytest.raises(ValidationError):
         WeightFile(name=name, size=0, xxh3="0" * 32)

@@ -1,4 +1,5 @@
-"""The router features that this system relies on: the real routers, started as an agent starts them."""
+"""The router features that this system relies on: the real routers, started as an agent starts
+them."""
 
 import asyncio
 import json
@@ -29,15 +30,32 @@ from trainer.rollouts.evaluation import GenerationSettings
 
 CONTROL = [
     *("pause_generation", "continue_generation", "abort_request", "weights_checker"),
-    *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor", "update_weight_version"),
-    *("init_weights_update_group", "destroy_weights_update_group", "begin_weight_update", "end_weight_update"),
-    *("load_lora_adapter", "unload_lora_adapter", "release_memory_occupation", "resume_memory_occupation"),
+    *(
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_tensor",
+        "update_weight_version",
+    ),
+    *(
+        "init_weights_update_group",
+        "destroy_weights_update_group",
+        "begin_weight_update",
+        "end_weight_update",
+    ),
+    *(
+        "load_lora_adapter",
+        "unload_lora_adapter",
+        "release_memory_occupation",
+        "resume_memory_occupation",
+    ),
 ]
 pytestmark = [pytest.mark.integration, pytest.mark.parametrize("router", ROUTERS, scope="module")]
 
 
 async def generate(client: RolloutClient, n: int = 2, tokens: int = 4) -> list[Completion]:
-    return await client.generate([5, 6, 7], n=n, max_new_tokens=tokens, temperature=0.7, stop_token_ids=[1])
+    return await client.generate(
+        [5, 6, 7], n=n, max_new_tokens=tokens, temperature=0.7, stop_token_ids=[1]
+    )
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
@@ -48,7 +66,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 async def reconciled(registry: RouterClient, url: str, wanted: bool) -> None:
-    while not await registry.reconcile(url, wanted):  # noqa: ASYNC110 - remote
+    while not await registry.reconcile(url, wanted):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
 
 
@@ -61,9 +79,13 @@ def watched(client: Client) -> tuple[list[dict[str, Any]], list[httpx.Response]]
     answers: list[httpx.Response] = []
     exchange = client._exchange
 
-    async def kept(method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]) -> httpx.Response:
+    async def kept(
+        method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
+    ) -> httpx.Response:
         if method == "POST":
-            sent.append(arguments["json"] if "json" in arguments else json.loads(arguments["content"]))
+            sent.append(
+                arguments["json"] if "json" in arguments else json.loads(arguments["content"])
+            )
         answers.append(await exchange(method, path, timeout, arguments))
         return answers[-1]
 
@@ -76,16 +98,30 @@ def arrived(sent: dict[str, Any], received: dict[str, Any]) -> dict[str, Any]:
     found = {key: received[key] for key in sent if key in received}
     if "sampling_params" in found:
         found["sampling_params"] = {
-            key: value for key, value in found["sampling_params"].items() if key in sent["sampling_params"]
+            key: value
+            for key, value in found["sampling_params"].items()
+            if key in sent["sampling_params"]
         }
     return found
 
 
 async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> None:
     """The router rewrites every body and silently drops fields it does not know."""
-    common: dict[str, Any] = {"n": 3, "max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [1, 2], "sampling_seed": 11}
-    with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
-        async with RolloutClient("router", url, deadline_s=60) as client, Client("router", url, deadline_s=60) as plain:
+    common: dict[str, Any] = {
+        "n": 3,
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "stop_token_ids": [1, 2],
+        "sampling_seed": 11,
+    }
+    with (
+        recorders(1) as ((engine,), urls),
+        router_process(urls, tmp_path / "log", router=router) as url,
+    ):
+        async with (
+            RolloutClient("router", url, deadline_s=60) as client,
+            Client("router", url, deadline_s=60) as plain,
+        ):
             (sent, _), (asked, _) = watched(client), watched(plain)
             await client.generate([5, 6, 7], **common)
             await client.answers([5, 6, 7], **common, logprobs=False, lora_path="run-2")
@@ -100,20 +136,38 @@ async def test_every_field_that_is_sent_arrives(router: str, tmp_path: Path) -> 
                 plain,
                 "m",
                 GenerationSettings(
-                    PromptStyle(system_prompt="Think."), max_new_tokens=8, temperature=0.7, seed=0, timeout_s=60
+                    PromptStyle(system_prompt="Think."),
+                    max_new_tokens=8,
+                    temperature=0.7,
+                    seed=0,
+                    timeout_s=60,
                 ),
             )
-            await chat.generate(Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False)
-            engine.bodies[-1].setdefault("max_tokens", engine.bodies[-1].get("max_completion_tokens"))  # its newer name
+            await chat.generate(
+                Prompt(id="1", prompt="1 + 1?", ground_truth="2"), 0, 1, greedy=False
+            )
+            engine.bodies[-1].setdefault(
+                "max_tokens", engine.bodies[-1].get("max_completion_tokens")
+            )  # its newer name
             assert arrived(asked[0], engine.bodies[-1]) == asked[0]
 
-            lost = {"input_ids": [5], "sampling_params": {"n": 1, "logit_bias": {"5": 1.0}, "temprature": 1}}
+            lost = {
+                "input_ids": [5],
+                "sampling_params": {"n": 1, "logit_bias": {"5": 1.0}, "temprature": 1},
+            }
             await client.request("POST", "/generate", json=lost)
-            assert arrived(lost, engine.bodies[-1])["sampling_params"] == {"n": 1}  # such a loss is detectable
+            assert arrived(lost, engine.bodies[-1])["sampling_params"] == {
+                "n": 1
+            }  # such a loss is detectable
 
 
-async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str, tmp_path: Path) -> None:
-    with recorders(4) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
+async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(
+    router: str, tmp_path: Path
+) -> None:
+    with (
+        recorders(4) as (engines, urls),
+        router_process(urls, tmp_path / "log", router=router) as url,
+    ):
         async with RolloutClient("router", url, deadline_s=120) as client:
             groups = await asyncio.gather(*(generate(client, n=8) for _ in range(256)))
         assert [len(group) for group in groups] == [8] * 256
@@ -121,8 +175,13 @@ async def test_groups_at_once_are_spread_evenly_and_each_stays_whole(router: str
         assert {body["sampling_params"]["n"] for engine in engines for body in engine.bodies} == {8}
 
 
-async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp_path: Path) -> None:
-    with recorders(1) as ((engine,), urls), router_process(urls, tmp_path / "log", router=router) as url:
+async def test_the_request_id_reaches_the_engine_and_comes_back(
+    router: str, tmp_path: Path
+) -> None:
+    with (
+        recorders(1) as ((engine,), urls),
+        router_process(urls, tmp_path / "log", router=router) as url,
+    ):
         async with RolloutClient("router", url, deadline_s=60) as client:
             _, answers = watched(client)
             with request("4f1c3a52-group"):
@@ -135,21 +194,38 @@ async def test_the_request_id_reaches_the_engine_and_comes_back(router: str, tmp
 
 async def test_control_calls_are_not_forwarded(router: str, tmp_path: Path) -> None:
     """A forwarded call would reach only one of several engines, so a misdirected one must fail."""
-    with recorders(2) as (engines, urls), router_process(urls, tmp_path / "log", router=router) as url:
-        fresh = httpx.Limits(max_keepalive_connections=0)  # smg may close a connection without reading its body
-        async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60, limits=fresh) as client:
-            statuses = {path: (await client.post(f"/{path}", json={})).status_code for path in CONTROL}
+    with (
+        recorders(2) as (engines, urls),
+        router_process(urls, tmp_path / "log", router=router) as url,
+    ):
+        fresh = httpx.Limits(
+            max_keepalive_connections=0
+        )  # smg may close a connection without reading its body
+        async with httpx.AsyncClient(
+            base_url=url, trust_env=False, timeout=60, limits=fresh
+        ) as client:
+            statuses = {
+                path: (await client.post(f"/{path}", json={})).status_code for path in CONTROL
+            }
         assert statuses == dict.fromkeys(CONTROL, 404)
         assert [engine.other for engine in engines] == [[], []]
 
 
 async def test_a_request_waits_for_the_first_engine(router: str, tmp_path: Path) -> None:
-    with recorders(1) as ((engine,), (engine_url,)), router_process([], tmp_path / "log", router=router) as url:
-        async with RolloutClient("router", url, deadline_s=120) as client, RouterClient("router", url) as registry:
+    with (
+        recorders(1) as ((engine,), (engine_url,)),
+        router_process([], tmp_path / "log", router=router) as url,
+    ):
+        async with (
+            RolloutClient("router", url, deadline_s=120) as client,
+            RouterClient("router", url) as registry,
+        ):
             _, answers = watched(client)
             group = asyncio.create_task(generate(client))
             await until(lambda: len(answers) > 1, "refused without an engine")
-            await asyncio.gather(*(registry.reconcile(engine_url, wanted=True) for _ in range(5)))  # smg: 409
+            await asyncio.gather(
+                *(registry.reconcile(engine_url, wanted=True) for _ in range(5))
+            )  # smg: 409
             assert len(await group) == 2
             await reconciled(registry, engine_url, wanted=True)
         assert answers[0].status_code == {"sglang-router": 503, "smg": 404}[router]
@@ -173,8 +249,14 @@ class Engine:
 
     def answered(self, route: str = "/generate") -> int:
         """Returns the number of requests answered since the start."""
-        lines = [line for line in self.client.get("/metrics").text.splitlines() if "http_requests_total{" in line]
-        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'route="{route}"' in line))
+        lines = [
+            line
+            for line in self.client.get("/metrics").text.splitlines()
+            if "http_requests_total{" in line
+        ]
+        return int(
+            sum(float(line.rsplit(" ", 1)[1]) for line in lines if f'route="{route}"' in line)
+        )
 
     def kill(self) -> None:
         """Sends SIGKILL."""
@@ -200,7 +282,9 @@ class Pool:
         self.starts += 1
         words = ("--weight-version", "3", "--max-context-tokens", "64")
         log = self.directory / f"engine-{self.starts}.log"
-        url, process = self.stack.enter_context(engine_process(self.directory / "model", log, *words, port=port))
+        url, process = self.stack.enter_context(
+            engine_process(self.directory / "model", log, *words, port=port)
+        )
         client = self.stack.enter_context(httpx.Client(base_url=url, trust_env=False, timeout=60))
         return Engine(url, process, client)
 
@@ -217,7 +301,9 @@ def pool(router: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool
         made = Pool(directory, stack)
         made.engines = [made.start(), made.start()]
         urls = [engine.url for engine in made.engines]
-        made.router_url = stack.enter_context(router_process(urls, directory / "router.log", router=router))
+        made.router_url = stack.enter_context(
+            router_process(urls, directory / "router.log", router=router)
+        )
         yield made
 
 
@@ -236,15 +322,22 @@ async def whole(requests: list["asyncio.Task[list[Completion]]"]) -> None:
     assert [len(group) for group in await asyncio.gather(*requests)] == [2] * len(requests)
 
 
-async def test_a_paused_engine_stays_and_its_requests_wait(pool: Pool, client: RolloutClient) -> None:
+async def test_a_paused_engine_stays_and_its_requests_wait(
+    pool: Pool, client: RolloutClient
+) -> None:
     paused, _ = pool.engines
     paused.control("/pause_generation", mode="retract")
     before = paused.answered("/health")
     running = groups(client, 8)
-    await until(lambda: paused.answered("/health") >= before + 5, "five health checks")  # three failures remove it
+    await until(
+        lambda: paused.answered("/health") >= before + 5, "five health checks"
+    )  # three failures remove it
     assert pool.routed() == {engine.url for engine in pool.engines}
     running += groups(client, 8)  # the router also keeps an engine that finishes nothing
-    await until(lambda: paused.waiting() == 16, "half of the requests, of two completions each, wait in the paused engine")
+    await until(
+        lambda: paused.waiting() == 16,
+        "half of the requests, of two completions each, wait in the paused engine",
+    )
     paused.control("/continue_generation")
     await whole(running)
 
@@ -254,18 +347,27 @@ async def test_engines_come_and_go_while_requests_run(pool: Pool, client: Rollou
     begun = second.answered()
     first.control("/pause_generation", mode="retract")
     running = groups(client, 8)
-    await until(lambda: first.waiting() == 8, "four requests of two completions wait in the first engine")
+    await until(
+        lambda: first.waiting() == 8, "four requests of two completions wait in the first engine"
+    )
     third = pool.start()
     async with RouterClient("router", pool.router_url) as registry:
         await reconciled(registry, third.url, wanted=True)
         running += groups(client, 12)
-        await until(lambda: (second.answered(), third.answered()) == (begun + 8, 4), "every third request in the third engine")
+        await until(
+            lambda: (second.answered(), third.answered()) == (begun + 8, 4),
+            "every third request in the third engine",
+        )
 
         await reconciled(registry, first.url, wanted=False)
     await until(lambda: pool.routed() == {second.url, third.url}, "the first engine is out")
     before = (first.waiting(), second.answered(), third.answered())
     await whole(groups(client, 8))
-    assert (first.waiting(), second.answered(), third.answered()) == (before[0], before[1] + 4, before[2] + 4)
+    assert (first.waiting(), second.answered(), third.answered()) == (
+        before[0],
+        before[1] + 4,
+        before[2] + 4,
+    )
     first.control("/continue_generation")
     await whole(running)
     assert first.answered() >= 8  # it finished its own requests after its removal
@@ -273,11 +375,16 @@ async def test_engines_come_and_go_while_requests_run(pool: Pool, client: Rollou
     pool.engines = [second, third]
 
 
-async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(pool: Pool, client: RolloutClient) -> None:
+async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(
+    pool: Pool, client: RolloutClient
+) -> None:
     kept, killed = pool.engines
     killed.control("/pause_generation", mode="retract")
     running = groups(client, 32)
-    await until(lambda: killed.waiting() == 32, "sixteen requests of two completions in the engine that is killed")
+    await until(
+        lambda: killed.waiting() == 32,
+        "sixteen requests of two completions in the engine that is killed",
+    )
     killed.kill()
     await whole(running + groups(client, 32))
 
@@ -288,7 +395,9 @@ async def test_no_request_is_lost_with_a_killed_engine_and_it_comes_back(pool: P
     assert back.answered() == 4
 
 
-async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(pool: Pool, client: RolloutClient) -> None:
+async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(
+    pool: Pool, client: RolloutClient
+) -> None:
     """With the circuit breaker on, the tenth failure would block both engines for a minute."""
     _, answers = watched(client)
     for engine in pool.engines:
@@ -299,11 +408,15 @@ async def test_engines_that_failed_often_get_traffic_at_once_when_they_are_back(
         "each of 20 requests failed, after six tries of the router",
     )
     pool.engines = [pool.start(port=httpx.URL(engine.url).port) for engine in pool.engines]
-    await until(lambda: pool.routed() == {engine.url for engine in pool.engines}, "both are healthy again")
+    await until(
+        lambda: pool.routed() == {engine.url for engine in pool.engines}, "both are healthy again"
+    )
     before = [engine.answered() for engine in pool.engines]
     await whole(running)
     await whole(groups(client, 8))
-    assert all(engine.answered() > count for engine, count in zip(pool.engines, before, strict=True))
+    assert all(
+        engine.answered() > count for engine, count in zip(pool.engines, before, strict=True)
+    )
 
 
 async def test_lost_answer_about_an_engine_changes_nothing(pool: Pool) -> None:
@@ -315,6 +428,8 @@ async def test_lost_answer_about_an_engine_changes_nothing(pool: Pool) -> None:
         await until(lambda: pool.routed() == {second}, "the first engine is out")
         await reconciled(registry, first, wanted=True)
         await until(lambda: pool.routed() == {first, second}, "the first engine is in")
-    removals = [count for call, count in proxy.forwarded.items() if call.startswith("DELETE /workers/")]
+    removals = [
+        count for call, count in proxy.forwarded.items() if call.startswith("DELETE /workers/")
+    ]
     assert removals[0] >= 2
     assert proxy.forwarded["POST /workers"] >= 2

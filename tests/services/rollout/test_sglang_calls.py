@@ -1,7 +1,8 @@
-"""The calls that load new weights into SGLang match the recordings in `tests/golden`, in order and with their bodies.
+"""The calls that load new weights into SGLang match the recordings in `tests/golden`, in order and
+with their bodies.
 
-The agent's own code makes the calls; the engine is a stand-in that refuses the same calls as SGLang 0.5.21. Where real
-SGLang is installed, `tests/contract` and `test_agent_sglang.py` test it.
+The agent's own code makes the calls; the engine is a stand-in that refuses the same calls as SGLang
+0.5.21. Where real SGLang is installed, `tests/contract` and `test_agent_sglang.py` test it.
 """
 
 import json
@@ -46,19 +47,33 @@ def client(engine: StrictSGLang) -> EngineClient:
     return EngineClient("engine", "http://engine", transport=httpx.ASGITransport(engine.app))
 
 
-async def test_a_broadcast_pauses_joins_once_sends_bucket_by_bucket_checks_and_continues(tmp_path: Path) -> None:
-    weights = {f"model.layers.{layer}.mlp.down_proj.weight": torch.full((4, 8), float(layer)) for layer in range(3)}
+async def test_a_broadcast_pauses_joins_once_sends_bucket_by_bucket_checks_and_continues(
+    tmp_path: Path,
+) -> None:
+    weights = {
+        f"model.layers.{layer}.mlp.down_proj.weight": torch.full((4, 8), float(layer))
+        for layer in range(3)
+    }
     engine = StrictSGLang({name: digest(tensor) for name, tensor in weights.items()})
     board = WeightBoard(tmp_path / "weights")
     sender = Broadcaster(board, [], "run", 5.0, Rendezvous("127.0.0.1"), bucket_bytes=200)
     transport = httpx.ASGITransport(create_trainer_app(board, Metrics("trainer")))
-    member = WorkerReport(name=NAME, url="", num_nodes=1, state="ready", version=None, tensor_parallel_size=2)
+    member = WorkerReport(
+        name=NAME, url="", num_nodes=1, state="ready", version=None, tensor_parallel_size=2
+    )
     group = EngineGroup([member], Rendezvous("127.0.0.1"), 5.0)
-    async with client(engine) as api, TrainerClient("trainer", "http://trainer", transport=transport) as trainer:
+    async with (
+        client(engine) as api,
+        TrainerClient("trainer", "http://trainer", transport=transport) as trainer,
+    ):
         receiver = BroadcastReceiver(NAME, api, trainer, timeout_s=30)
         for version in (1, 2):
-            sender.publish(weights.items(), version)  # has no receiver: the stand-in joins no torch group
-            manifest = WeightManifest(version=version, run_id="run", broadcast=group.announcement(sender._copy.buckets))
+            sender.publish(
+                weights.items(), version
+            )  # has no receiver: the stand-in joins no torch group
+            manifest = WeightManifest(
+                version=version, run_id="run", broadcast=group.announcement(sender._copy.buckets)
+            )
             board.announce(manifest)
             assert manifest.broadcast is not None
             await receiver.receive(manifest, manifest.broadcast)
@@ -77,14 +92,18 @@ async def test_an_adapter_is_loaded_beside_the_older_ones(tmp_path: Path) -> Non
     engine = StrictSGLang({})
     async with client(engine) as api:
         for version in (1, 2, 3):
-            await api.load_adapter(tmp_path, WeightManifest(version=version, run_id="run", kind="adapter"), 2, 30)
+            await api.load_adapter(
+                tmp_path, WeightManifest(version=version, run_id="run", kind="adapter"), 2, 30
+            )
     assert_golden("adapters", recorded(engine, directory=str(tmp_path)))
 
 
 async def test_an_engine_that_was_left_in_a_session_is_cleaned_up(tmp_path: Path) -> None:
     engine = StrictSGLang({})
     group = EngineGroup(
-        [WorkerReport(name=NAME, url="", num_nodes=1, state="ready", version=None)], Rendezvous("127.0.0.1"), 5.0
+        [WorkerReport(name=NAME, url="", num_nodes=1, state="ready", version=None)],
+        Rendezvous("127.0.0.1"),
+        5.0,
     )
     async with client(engine) as api, TrainerClient("trainer", "http://nobody.invalid") as trainer:
         await BroadcastReceiver(NAME, api, trainer, timeout_s=30).abandon(group.announcement([]))

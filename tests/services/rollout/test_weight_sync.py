@@ -1,4 +1,5 @@
-"""Nodes that die, hang or come late while the trainer's own publisher brings weights into real engines."""
+"""Nodes that die, hang or come late while the trainer's own publisher brings weights into real
+engines."""
 
 import contextlib
 import os
@@ -27,7 +28,9 @@ def reports(cluster: SyncedNodes) -> dict[str, WorkerReport]:
 def until(cluster: SyncedNodes, condition: Callable[[], bool], what: str) -> None:
     limit = time.monotonic() + 400
     while not condition():
-        assert time.monotonic() < limit, f"never: {what}; reports: {cluster.reports()}\n{cluster.output()[-6000:]}"
+        assert time.monotonic() < limit, (
+            f"never: {what}; reports: {cluster.reports()}\n{cluster.output()[-6000:]}"
+        )
         time.sleep(0.1)
 
 
@@ -35,7 +38,9 @@ def until(cluster: SyncedNodes, condition: Callable[[], bool], what: str) -> Non
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncedNodes]:
     os.environ.update(Topology().loopback_env())
     cluster = SyncedNodes(tmp_path_factory.mktemp("sync"))
-    with BackgroundServer(create_trainer_app(cluster.board, Metrics("trainer")), ADDRESS, TRAINER_PORT):
+    with BackgroundServer(
+        create_trainer_app(cluster.board, Metrics("trainer")), ADDRESS, TRAINER_PORT
+    ):
         try:
             until(cluster, cluster.healthy, "both nodes healthy")
             yield cluster
@@ -82,7 +87,9 @@ def test_an_engine_that_dies_midway_takes_files_and_is_back_in_the_next_group(
     assert sorted(latest.ranks) == ["rollout-server-0", "rollout-server-1"]
 
 
-def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait_for_another(both: SyncedNodes) -> None:
+def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait_for_another(
+    both: SyncedNodes,
+) -> None:
     publisher = both.publisher("after", "distributed")
     new = both.weights()
     publisher.publish(new.items(), 1)
@@ -93,19 +100,29 @@ def test_an_engine_that_dies_after_a_broadcast_takes_its_files_and_does_not_wait
     until(both, lambda: node.status()["engine_starts"] == starts + 1, "another engine was started")
     until(both, lambda: both.serving("after", 1) and both.healthy(), "weights 1 everywhere again")
     assert both.held() == [sums(new)] * 2
-    assert "broadcast of weights 1 failed" not in node.output.read_text()[said:]  # it is over: nobody would send
+    assert (
+        "broadcast of weights 1 failed" not in node.output.read_text()[said:]
+    )  # it is over: nobody would send
 
 
-def test_an_engine_that_hangs_is_started_again_and_takes_files(both: SyncedNodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_hangs_is_started_again_and_takes_files(
+    both: SyncedNodes, caplog: pytest.LogCaptureFixture
+) -> None:
     publisher = both.publisher("hung", "distributed")
     publisher.publish(both.weights().items(), 1)
     assert publisher.broadcaster is not None
     publisher.broadcaster._timeout_s = 15.0  # this test waits it out
-    hung, starts, new = both.nodes[1].engine(), both.nodes[1].status()["engine_starts"], both.weights()
+    hung, starts, new = (
+        both.nodes[1].engine(),
+        both.nodes[1].status()["engine_starts"],
+        both.weights(),
+    )
     hung.send_signal(signal.SIGSTOP)
     try:
         publisher.publish(new.items(), 2)
-        assert set(both.fenced) <= {"rollout-server-1"}  # empty if it is back before the publisher gives up on it
+        assert set(both.fenced) <= {
+            "rollout-server-1"
+        }  # empty if it is back before the publisher gives up on it
         assert "the engine is stuck in the broadcast of weights 2" in caplog.text
         until(both, lambda: both.serving("hung", 2), "weights 2 everywhere")
     finally:
@@ -123,7 +140,11 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     publisher.publish(both.weights().items(), 1)
     both.nodes[1].end()
     publisher.publish(both.weights().items(), 2)  # by HTTP to the remaining node
-    until(both, lambda: list(reports(both)) == ["rollout-server-0"], "the other one is counted as gone")
+    until(
+        both,
+        lambda: list(reports(both)) == ["rollout-server-0"],
+        "the other one is counted as gone",
+    )
     new = both.weights()
     publisher.publish(new.items(), 3)
     latest = both.announced()
@@ -133,7 +154,9 @@ def test_a_node_that_comes_late_takes_files_and_is_in_the_next_group(
     assert both.held() == [sums(new)] * 2
     assert "v000003" in both.files()
     until(both, both.healthy, "both nodes healthy")
-    done = threading.Thread(target=publisher.publish, args=(new.items(), 4))  # any single thread may publish
+    done = threading.Thread(
+        target=publisher.publish, args=(new.items(), 4)
+    )  # any single thread may publish
     done.start()
     done.join(400)
     latest = both.announced()

@@ -37,7 +37,10 @@ class AppleTask(vf.Task[AppleData]):
 class AppleTaskset(vf.Taskset[AppleTask, vf.TasksetConfig]):
     def load(self) -> list[AppleTask]:
         return [
-            AppleTask(AppleData(prompt=f"How many apples are {i} and 1?", answer=str(i + 1)), self.config.task)
+            AppleTask(
+                AppleData(prompt=f"How many apples are {i} and 1?", answer=str(i + 1)),
+                self.config.task,
+            )
             for i in range(8)
         ]
 
@@ -49,8 +52,12 @@ class AppleHarnessConfig(vf.HarnessConfig):
 class AppleHarness(vf.Harness[AppleHarnessConfig]):
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
-        return await runtime.run_program([sys.executable, "-c", PROGRAM, endpoint, secret, str(data.prompt)], {})
+    async def launch(
+        self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None
+    ):
+        return await runtime.run_program(
+            [sys.executable, "-c", PROGRAM, endpoint, secret, str(data.prompt)], {}
+        )
 
 
 __all__ = ["AppleHarness", "AppleTaskset"]

@@ -1,4 +1,5 @@
-"""An engine whose thread dies at the first request; it has the arguments of `python -m services.engine`."""
+"""An engine whose thread dies at the first request; it has the arguments of `python -m
+services.engine`."""
 
 from services.engine.__main__ import main
 from services.engine.model import Model

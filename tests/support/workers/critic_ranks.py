@@ -1,4 +1,5 @@
-"""Run by torchrun: two updates of a critic; rank 0 writes the new weights, and every rank writes its values."""
+"""Run by torchrun: two updates of a critic; rank 0 writes the new weights, and every rank writes
+its values."""
 
 import sys
 from pathlib import Path
@@ -22,14 +23,21 @@ def main(directory: Path, settings: list[str]) -> None:
         critic.update(make_rows(9, seed=0), seed=0)
         saved = directory / "saved"
         critic.save(saved)
-        critic = Critic(config, ranks, saved if ranks.is_rank_zero else None)  # only rank 0 has the checkpoint
+        critic = Critic(
+            config, ranks, saved if ranks.is_rank_zero else None
+        )  # only rank 0 has the checkpoint
         assert critic.step == 1
         critic.update(make_rows(9, seed=1), seed=1)
-        np.save(directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7))))
-        new = {name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()}
+        np.save(
+            directory / f"values{ranks.rank}.npy", np.concatenate(critic.values(make_sequences(7)))
+        )
+        new = {
+            name: full(p.detach()).clone() for name, p in named_tensors(critic.model.module).items()
+        }
         if ranks.is_rank_zero:
             save_file(new, directory / "new.safetensors")
-        ranks.barrier()  # as in the trainer: a rank that ends first would close the others' connections
+        # as in the trainer: a rank that ends first would close the others' connections
+        ranks.barrier()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Trains twice: in one process, and in one that is killed with SIGKILL again and again before it may finish.
+"""Trains twice: in one process, and in one that is killed with SIGKILL again and again before it
+may finish.
 
-A moment is one of three things. A pattern: the process ends right before the first file event that it matches (`open a
-…/metrics.jsonl`, `os.rename …/step_000002.partial`). A number: the process ends after this many file events in the
-run's directory. Or, for trials by hand, the seconds (`0.7s`) after the start.
+A moment is one of three things. A pattern: the process ends right before the first file event that
+it matches (`open a …/metrics.jsonl`, `os.rename …/step_000002.partial`). A number: the process ends
+after this many file events in the run's directory. Or, for trials by hand, the seconds (`0.7s`)
+after the start.
 """
 
 import os
@@ -19,11 +21,21 @@ from trainer import train_in_process
 
 
 def main(base: Path, moments: list[str], settings: list[str]) -> None:
-    """Trains in `base/unbroken` and `base/broken`. Prints the moment and the exit status of every attempt."""
+    """Trains in `base/unbroken` and `base/broken`. Prints the moment and the exit status of every
+    attempt."""
     attempts = [("unbroken", ""), *(("broken", moment) for moment in (*moments, ""))]
     for name, moment in attempts:
         directory = str(base / name)
-        config = load([*settings, "--trainer.run_dir", f"{directory}/run", "--state_dir", f"{directory}/state"], {})
+        config = load(
+            [
+                *settings,
+                "--trainer.run_dir",
+                f"{directory}/run",
+                "--state_dir",
+                f"{directory}/state",
+            ],
+            {},
+        )
         pid = os.fork()  # the child inherits all imports
         if pid == 0:
             if moment and not moment.endswith("s"):
@@ -37,7 +49,8 @@ def main(base: Path, moments: list[str], settings: list[str]) -> None:
 
 
 def kill_at(moment: str, directory: str) -> None:
-    """Kills this process at a file event, which Python audits in advance; SIGKILL leaves no time for cleanup."""
+    """Kills this process at a file event, which Python audits in advance; SIGKILL leaves no time
+    for cleanup."""
     seen = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:

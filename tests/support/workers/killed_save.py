@@ -1,4 +1,5 @@
-"""Ends at once, as if it were killed, while it writes the checkpoint of step 1: `killed_save MODEL DIRECTORY`."""
+"""Ends at once, as if it were killed, while it writes the checkpoint of step 1: `killed_save MODEL
+DIRECTORY`."""
 
 import os
 import sys

@@ -1,7 +1,8 @@
 """Run on every node: ranks that watch each other and play the part that the test names.
 
-`step`: collectives for ever. `compute`: rank 1 multiplies matrices for three times the limit and ends; rank 0 ends much
-later. `wait`: rank 0 waits for something other than a collective. `fail`: rank 1 raises its own error.
+`step`: collectives for ever. `compute`: rank 1 multiplies matrices for three times the limit and
+ends; rank 0 ends much later. `wait`: rank 0 waits for something other than a collective. `fail`:
+rank 1 raises its own error.
 """
 
 import signal

@@ -1,4 +1,5 @@
-"""Run by torchrun with DIRECTORY and MODEL: one update, after which each rank writes the bytes it holds."""
+"""Run by torchrun with DIRECTORY and MODEL: one update, after which each rank writes the bytes it
+holds."""
 
 import json
 import sys
@@ -14,12 +15,19 @@ from trainer.policy.policy import Policy
 
 
 def held(policy: Policy) -> dict[str, int]:
-    """Returns this rank's bytes of weights, gradients and optimiser tensors (without step counts)."""
+    """Returns this rank's bytes of weights, gradients and optimiser tensors (without step
+    counts)."""
     parameters = list(policy.model.parameters())
-    moments = [tensor for name, tensor in policy.optimizer.state_dict().items() if not name.endswith(".step")]
+    moments = [
+        tensor
+        for name, tensor in policy.optimizer.state_dict().items()
+        if not name.endswith(".step")
+    ]
     return {
         "weights": sum(local(parameter).nbytes for parameter in parameters),
-        "gradients": sum(local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None),
+        "gradients": sum(
+            local(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None
+        ),
         "optimizer": sum(local(tensor).nbytes for tensor in moments),
     }
 

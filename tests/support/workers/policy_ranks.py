@@ -23,7 +23,9 @@ def main(directory: Path, settings: list[str]) -> None:
         new = {name: tensor.clone() for name, tensor in policy.weights()}
         if ranks.is_rank_zero:
             save_file(new, directory / "new.safetensors")
-            (directory / "metrics.txt").write_text(f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}")
+            (directory / "metrics.txt").write_text(
+                f"{metrics.loss!r} {metrics.grad_norm!r} {metrics.trained_tokens}"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Run by torchrun: one update of a critic-server's critic; every rank writes the answers it received."""
+"""Run by torchrun: one update of a critic-server's critic; every rank writes the answers it
+received."""
 
 import json
 import sys

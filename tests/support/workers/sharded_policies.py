@@ -1,10 +1,12 @@
-"""Run by torchrun: trains several policies on several ranks, one after the other; rank 0 writes the results of each.
+"""Run by torchrun: trains several policies on several ranks, one after the other; rank 0 writes the
+results of each.
 
-`python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...], "updates": N, "resume":
-DIRECTORY, "save": DIRECTORY, ...}. These directories are relative to DIRECTORY. "peak": true measures loading alone.
-"hidden": true shows the directories to rank 0 only. "low": true computes in bfloat16, as on a GPU. "whole": BYTES
-limits the size of gradients of the whole model. "messages": true writes the number of collective operations by name.
-"parked": true parks everything after an update.
+`python sharding_worker.py DIRECTORY CASES`, where CASES is JSON: name -> {"settings": [...],
+"updates": N, "resume": DIRECTORY, "save": DIRECTORY, ...}. These directories are relative to
+DIRECTORY. "peak": true measures loading alone. "hidden": true shows the directories to rank 0 only.
+"low": true computes in bfloat16, as on a GPU. "whole": BYTES limits the size of gradients of the
+whole model. "messages": true writes the number of collective operations by name. "parked": true
+parks everything after an update.
 """
 
 import json
@@ -52,18 +54,30 @@ class Messages(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed f
         return func(*args, **(kwargs or {}))
 
 
-def learned(policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False) -> list[list[float]]:
+def learned(
+    policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False
+) -> list[list[float]]:
     """Makes the updates and returns the loss, gradient norm and KL of each."""
     turns = SharedTurns(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for _ in range(updates):
-        metrics = policy.update(prepared(policy, [off_policy_groups()[i] for i in (0, 3)], reference=reference)).metrics
+        metrics = policy.update(
+            prepared(policy, [off_policy_groups()[i] for i in (0, 3)], reference=reference)
+        ).metrics
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
         if parked:
             turns.give()
-            held = [tensor for tensor in policy.optimizer.state_dict().values() if local(tensor).untyped_storage().nbytes()]
-            held += [tensor for tensor in policy.model.parameters() if local(tensor).untyped_storage().nbytes()]
+            held = [
+                tensor
+                for tensor in policy.optimizer.state_dict().values()
+                if local(tensor).untyped_storage().nbytes()
+            ]
+            held += [
+                tensor
+                for tensor in policy.model.parameters()
+                if local(tensor).untyped_storage().nbytes()
+            ]
             assert held == [], f"{len(held)} tensors are not parked"
             turns.take()
     return found
@@ -72,7 +86,9 @@ def learned(policy: Policy, updates: int, reference: Reference | None = None, pa
 def run(
     directory: Path, name: str, case: dict[str, Any], config: Config, ranks: Ranks
 ) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
-    if case.get("hidden") and not ranks.is_rank_zero:  # paths are relative, so this acts like a node with its own disk
+    if (
+        case.get("hidden") and not ranks.is_rank_zero
+    ):  # paths are relative, so this acts like a node with its own disk
         os.chdir("/")
     if case.get("low"):
         for module in (trainer.policy.scorer, trainer.policy.lora, trainer.policy.policy):
@@ -96,16 +112,21 @@ def run(
 
 def main(directory: Path, cases: dict[str, dict[str, Any]]) -> None:
     torch.set_num_threads(1)
-    # The tests cover dynamo and autograd on sharded layers; the C++ compiler would only add minutes.
+    # The tests cover dynamo and autograd on sharded layers; the C++ compiler would only add
+    # minutes.
     torch.compile = partial(torch.compile, backend="aot_eager")
     with Ranks.from_env(timeout_s=400) as base:
         for name, case in cases.items():
             os.chdir(directory)
             config = load(case["settings"], {})
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            ranks = Ranks(base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size)
+            ranks = Ranks(
+                base.rank, base.world_size, base.local_rank, 150, "auto", config.trainer.shard_size
+            )
             if case.get("peak"):  # bytes that loading added to the process's peak
-                with patch.object(scorer, "check_alone", lambda *_, **__: set()):  # a pass, as the updates make
+                with patch.object(
+                    scorer, "check_alone", lambda *_, **__: set()
+                ):  # a pass, as the updates make
                     kept = load_scorer(config.model, ranks, config.trainer)
                 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 (directory / f"{name}-{ranks.rank}.txt").write_text(str((after - before) * 1024))

@@ -1,4 +1,5 @@
-"""Run on two ranks: rank 0 waits in a collective that rank 1 never reaches, because it waits for something else."""
+"""Run on two ranks: rank 0 waits in a collective that rank 1 never reaches, because it waits for
+something else."""
 
 import sys
 import threading

@@ -1,4 +1,5 @@
-"""Recipes: what each one sets, what is refused, and that every setting that is read changes the update."""
+"""Recipes: what each one sets, what is refused, and that every setting that is read changes the
+update."""
 
 from typing import Any
 
@@ -21,7 +22,9 @@ def groups() -> list[Group]:
     return off_policy_groups()
 
 
-def updated(config: Config, groups: list[Group], max_tokens: int = 16_384) -> dict[str, torch.Tensor]:
+def updated(
+    config: Config, groups: list[Group], max_tokens: int = 16_384
+) -> dict[str, torch.Tensor]:
     config.trainer.micro_batch_tokens = max_tokens
     policy = Policy(config, Ranks())
     policy.update(prepared(policy, groups))
@@ -91,26 +94,42 @@ def test_the_kl_estimator_has_the_gradient_of_a_divergence_where_it_is_used(reci
     """The default passes too; test_trainer_kl_gradient.py shows what each estimator measures."""
 
     def estimator(**settings: Any) -> str:
-        return AlgorithmSection.model_validate({"name": recipe, "kl_coef": 0.1, **settings}).kl_estimator
+        return AlgorithmSection.model_validate(
+            {"name": recipe, "kl_coef": 0.1, **settings}
+        ).kl_estimator
 
     assert estimator() == "k3"
     assert estimator(kl_estimator="k2") == "k2"
     assert estimator(kl_in="reward") == estimator(kl_in="reward", kl_estimator="k1") == "k1"
     for name in ("k2", "k3"):
-        with pytest.raises(ValidationError, match=rf"algorithm\.kl_estimator {name} with algorithm\.kl_in reward.*use k1"):
+        with pytest.raises(
+            ValidationError,
+            match=rf"algorithm\.kl_estimator {name} with algorithm\.kl_in reward.*use k1",
+        ):
             estimator(kl_in="reward", kl_estimator=name)
     for place in ({}, {"kl_in": "loss"}):
-        with pytest.raises(ValidationError, match=r"algorithm\.kl_estimator k1 with algorithm\.kl_in loss.*use k2.*or k3"):
+        with pytest.raises(
+            ValidationError,
+            match=r"algorithm\.kl_estimator k1 with algorithm\.kl_in loss.*use k2.*or k3",
+        ):
             estimator(kl_estimator="k1", **place)
 
 
 def test_normalised_kl_noise_causes_a_caution() -> None:
     def caution(**settings: Any) -> str | None:
-        return AlgorithmSection.model_validate({"kl_coef": 0.1, "kl_in": "reward", **settings}).caution
+        return AlgorithmSection.model_validate(
+            {"kl_coef": 0.1, "kl_in": "reward", **settings}
+        ).caution
 
     assert "whatever algorithm.kl_coef is. Use algorithm.advantage group_centred" in str(caution())
     assert caution(name="dapo")
-    for settings in ({"name": "rloo"}, {"name": "dr_grpo"}, {"name": "opo"}, {"name": "ppo"}, {"kl_in": "loss"}):
+    for settings in (
+        {"name": "rloo"},
+        {"name": "dr_grpo"},
+        {"name": "opo"},
+        {"name": "ppo"},
+        {"kl_in": "loss"},
+    ):
         assert caution(**settings) is None, settings
     assert AlgorithmSection().caution is None
 
@@ -125,7 +144,10 @@ def test_a_saved_configuration_can_be_read_again(tmp_path: Any, words: list[str]
 
 
 def test_explicit_settings_override_the_recipe() -> None:
-    assert load(["--algorithm.name", "gspo", "--algorithm.clip_low", "0.1"], {}).algorithm.clip_low == 0.1
+    assert (
+        load(["--algorithm.name", "gspo", "--algorithm.clip_low", "0.1"], {}).algorithm.clip_low
+        == 0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +158,14 @@ def test_explicit_settings_override_the_recipe() -> None:
         ["--sampling.group_size", "1"],
         ["--algorithm.overlong_buffer", "512", "--sampling.max_new_tokens", "512"],
         ["--algorithm.kl_coef", "0.1", "--algorithm.kl_target", "0"],
-        ["--sampling.group_size", "2", "--trainer.batch_size", "2", "--algorithm.mini_batches", "5"],
+        [
+            "--sampling.group_size",
+            "2",
+            "--trainer.batch_size",
+            "2",
+            "--algorithm.mini_batches",
+            "5",
+        ],
         ["--model.reference", "somewhere"],
         ["--trainer.offload_reference", "true"],
         ["--critic.learning_rate", "1e-3"],
@@ -174,7 +203,9 @@ def test_contradictions_are_refused_at_start(words: list[str]) -> None:
     ],
     ids=str,
 )
-def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Config, groups: list[Group]) -> None:
+def test_every_setting_changes_the_gradient(
+    settings: dict[str, Any], config: Config, groups: list[Group]
+) -> None:
     def gradient(changed: Config) -> tuple[float, float]:
         changed.trainer.max_grad_norm = 1e9
         metrics = Policy(changed, Ranks()).update(whole(groups, changed)).metrics
@@ -187,7 +218,9 @@ def test_every_setting_changes_the_gradient(settings: dict[str, Any], config: Co
 def test_a_group_of_one_needs_a_critic() -> None:
     with pytest.raises(ConfigError, match=r"sampling\.group_size is 1.*use a critic"):
         load(["--sampling.group_size", "1"], {})
-    assert load(["--sampling.group_size", "1", "--algorithm.name", "ppo"], {}).sampling.group_size == 1
+    assert (
+        load(["--sampling.group_size", "1", "--algorithm.name", "ppo"], {}).sampling.group_size == 1
+    )
 
 
 def test_the_recipes_are_shown_by_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,8 +239,13 @@ def test_truncated_completions_can_be_left_out(config: Config, groups: list[Grou
     assert [row.counts for row in every.rows] == [True] * 16
     assert [row.counts for row in kept.rows] == [False] + [True] * 15
     for all_of_them, rest in zip(known(every.advantages), known(kept.advantages), strict=True):
-        assert (all_of_them == rest).all()  # the masked completion still counts in the statistics of its group
-    tokens = [Policy(c, Ranks()).update(b).metrics.trained_tokens for c, b in ((config, every), (masked, kept))]
+        assert (
+            all_of_them == rest
+        ).all()  # the masked completion still counts in the statistics of its group
+    tokens = [
+        Policy(c, Ranks()).update(b).metrics.trained_tokens
+        for c, b in ((config, every), (masked, kept))
+    ]
     assert tokens[0] - tokens[1] == len(groups[0].completions[0].token_ids)
 
 
@@ -215,13 +253,19 @@ def test_the_overlong_penalty_shapes_the_reward(config: Config, groups: list[Gro
     lengths = [len(completion.token_ids) for completion in groups[2].completions]
     config.sampling.max_new_tokens = max(lengths)
     batch = batch_of([groups[2]], config)
-    advantages, _ = compute_advantages(batch, with_algorithm(config, advantage="group_centred"), 0.0)
+    advantages, _ = compute_advantages(
+        batch, with_algorithm(config, advantage="group_centred"), 0.0
+    )
     assert [float(row[0]) for row in advantages] == [0.0] * 4  # equal rewards
-    advantages, _ = compute_advantages(batch, with_algorithm(config, advantage="group_centred", overlong_buffer=4), 0.0)
+    advantages, _ = compute_advantages(
+        batch, with_algorithm(config, advantage="group_centred", overlong_buffer=4), 0.0
+    )
     shaped = [float(row[0]) for row in advantages]
     assert shaped[lengths.index(max(lengths))] == min(shaped) < 0
 
 
-def test_off_policy_the_effective_sample_size_is_below_one(config: Config, groups: list[Group]) -> None:
+def test_off_policy_the_effective_sample_size_is_below_one(
+    config: Config, groups: list[Group]
+) -> None:
     metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
     assert 0 < metrics.effective_sample_size < 0.99

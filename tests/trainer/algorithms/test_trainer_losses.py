@@ -33,7 +33,9 @@ from trainer.algorithms.losses import (
         (0.5, 0.0, 0.0, 0.0),
     ],
 )
-def test_clipped_surrogate_hand_computed(ratio: float, advantage: float, loss: float, clipped: float) -> None:
+def test_clipped_surrogate_hand_computed(
+    ratio: float, advantage: float, loss: float, clipped: float
+) -> None:
     behaviour = torch.tensor([-2.0])
     found = probability_ratio(behaviour + math.log(ratio), behaviour)
     result = clipped_surrogate(found, torch.tensor([advantage]), 0.2, 0.28)
@@ -54,8 +56,12 @@ def test_gradient_stops_where_the_ratio_is_clipped() -> None:
     ("ratio", "advantage", "loss", "clipped"),
     [(5.0, -1.0, 3.0, 1.0), (2.0, -1.0, 2.0, 0.0), (5.0, 1.0, -1.2, 1.0), (5.0, -2.0, 6.0, 1.0)],
 )
-def test_dual_clip_bounds_the_loss_of_bad_tokens(ratio: float, advantage: float, loss: float, clipped: float) -> None:
-    result = clipped_surrogate(torch.tensor([ratio]), torch.tensor([advantage]), 0.2, 0.2, dual_clip=3.0)
+def test_dual_clip_bounds_the_loss_of_bad_tokens(
+    ratio: float, advantage: float, loss: float, clipped: float
+) -> None:
+    result = clipped_surrogate(
+        torch.tensor([ratio]), torch.tensor([advantage]), 0.2, 0.2, dual_clip=3.0
+    )
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.item() == clipped
 
@@ -69,7 +75,8 @@ ROWS = torch.tensor([0, 0, 1, 1, 1])
 
 
 def test_sequence_ratio_hand_computed() -> None:
-    """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 = 0.2."""
+    """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 =
+    0.2."""
     logprobs = torch.tensor([-0.8, -0.6, -0.7, -1.3, -0.4], requires_grad=True)
     ratio = sequence_ratio(logprobs, torch.full((5,), -1.0), ROWS, 2)
     expected = torch.tensor([math.exp(0.3)] * 2 + [math.exp(0.2)] * 3)
@@ -112,15 +119,21 @@ def test_cispo_hand_computed_and_its_clipped_tokens_keep_their_gradient() -> Non
 )
 def test_aggregation_hand_computed(aggregation: Aggregation, expected: float) -> None:
     losses, lengths = torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([2, 2, 3, 3, 3])
-    assert (losses * token_coefficients(aggregation, lengths, 5, 2, 10)).sum().item() == pytest.approx(expected)
+    assert (
+        losses * token_coefficients(aggregation, lengths, 5, 2, 10)
+    ).sum().item() == pytest.approx(expected)
 
 
 def test_importance_correction_hand_computed() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
     behaviour = proximal - torch.log(torch.tensor([3.0, 0.5, 1.5, 1.0, 0.25]))
 
-    def weights(mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]) -> list[float]:
-        found: list[float] = importance_correction(proximal, behaviour, ROWS, 2, mode, level, cap=2.0).tolist()
+    def weights(
+        mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]
+    ) -> list[float]:
+        found: list[float] = importance_correction(
+            proximal, behaviour, ROWS, 2, mode, level, cap=2.0
+        ).tolist()
         return found
 
     assert weights("truncate", "token") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
@@ -133,13 +146,31 @@ def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:
     behaviour = torch.zeros(5)
     logprobs = torch.tensor([-0.4, -0.6, -0.4, -0.6, -0.5])  # both rows moved by 0.5 on average
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
-    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.4).tolist() == [1, 1, 0, 0, 0]
-    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.6).tolist() == [1, 1, 1, 1, 1]
+    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.4).tolist() == [
+        1,
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.6).tolist() == [
+        1,
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.1), ("k2", 0.005), ("k3", 0.00483741803596)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"), [("k1", 0.1), ("k2", 0.005), ("k3", 0.00483741803596)]
+)
 def test_kl_hand_computed(estimator: str, expected: float) -> None:
-    value = kl_divergence(torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.1], dtype=torch.float64), estimator)  # type: ignore[arg-type]
+    value = kl_divergence(
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([-1.1], dtype=torch.float64),
+        estimator,  # type: ignore[arg-type]
+    )
     assert value.item() == pytest.approx(expected, abs=1e-9)
 
 
@@ -149,7 +180,8 @@ def test_k3_is_never_negative(logprob: float, reference: float) -> None:
 
 
 def test_k1_and_k3_estimate_the_true_divergence() -> None:
-    """The mean over samples of a known categorical distribution equals its exact KL divergence from another one."""
+    """The mean over samples of a known categorical distribution equals its exact KL divergence from
+    another one."""
     generator = torch.Generator().manual_seed(0)
     p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.3, 0.3, 0.4])
     exact = (p * (p / q).log()).sum().item()

@@ -11,7 +11,14 @@ from common.settings.algorithm import AlgorithmSection
 from common.settings.config import Config, from_mapping
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.groups import batch_of, known, make_group, off_policy_groups, prepared, with_algorithm
+from tests.support.groups import (
+    batch_of,
+    known,
+    make_group,
+    off_policy_groups,
+    prepared,
+    with_algorithm,
+)
 from trainer.algorithms.advantages import length_penalty, mean_normalised, reward_normalised
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import (
@@ -54,11 +61,16 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.clipped.item() == masked
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
-    assert gradient.item() == pytest.approx(loss, abs=1e-6)  # the gradient of ρ is ρ; a masked token has none
+    assert gradient.item() == pytest.approx(
+        loss, abs=1e-6
+    )  # the gradient of ρ is ρ; a masked token has none
 
 
-def test_dppo_measures_from_the_policy_that_sampled_even_if_the_ratio_refers_to_another(config: Config) -> None:
-    """The first token moved by 0.25 from the policy that sampled it, the second by as much from the old one."""
+def test_dppo_measures_from_the_policy_that_sampled_even_if_the_ratio_refers_to_another(
+    config: Config,
+) -> None:
+    """The first token moved by 0.25 from the policy that sampled it, the second by as much from the
+    old one."""
     algorithm = with_algorithm(config, name="dppo", rollout_correction="truncate").algorithm
     result = policy_loss(
         algorithm,
@@ -74,35 +86,55 @@ def test_dppo_measures_from_the_policy_that_sampled_even_if_the_ratio_refers_to_
 
 
 def test_sapo_hand_computed() -> None:
-    """4/τ · σ(τ(ρ − 1)) has the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where ρ is 1."""
+    """4/τ · σ(τ(ρ − 1)) has the slope 4 · σ · (1 − σ) · ρ in log π: the plain policy gradient where
+    ρ is 1."""
     logprobs, advantages = logs(0.5, 0.8, 0.8).requires_grad_(), torch.tensor([2.0, 1.0, -1.0])
     result = sapo(probability_ratio(logprobs, logs(0.5, 0.4, 0.4)), advantages, 1.0, 2.0)
     up, down = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(-2))  # ρ = 2 with τ = 1 and τ = 2
     np.testing.assert_allclose(result.loss.detach(), [-2.0 * 4 * 0.5, -4 * up, 2 * down], rtol=1e-6)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
-    np.testing.assert_allclose(gradient, [-2.0, -2 * 4 * up * (1 - up), 2 * 4 * down * (1 - down)], rtol=1e-5)
+    np.testing.assert_allclose(
+        gradient, [-2.0, -2 * 4 * up * (1 - up), 2 * 4 * down * (1 - down)], rtol=1e-5
+    )
     assert gradient[2].abs() < gradient[1].abs()  # a larger τ decays sooner
     assert result.clipped.sum() == 0
 
 
 def test_icepop_keeps_the_weight_between_its_bounds_and_drops_the_token_outside() -> None:
     weights = [0.1, 0.49, 0.51, 1.0, 4.9, 5.1]
-    found = importance_correction(logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0, 0.5)
+    found = importance_correction(
+        logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0, 0.5
+    )
     np.testing.assert_allclose(found, [0, 0, 0.51, 1.0, 4.9, 0], rtol=1e-6)
-    symmetric = importance_correction(logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0)
-    np.testing.assert_allclose(symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6)  # the lower bound defaults to 1/5
+    symmetric = importance_correction(
+        logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0
+    )
+    np.testing.assert_allclose(
+        symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6
+    )  # the lower bound defaults to 1/5
 
 
 def test_a_completion_is_rejected_by_the_geometric_mean_of_its_ratios() -> None:
-    """The means of the log ratios are 0, +0.002 and −0.002; single tokens, or the sum of a long row, may be far off."""
+    """The means of the log ratios are 0, +0.002 and −0.002; single tokens, or the sum of a long
+    row, may be far off."""
     rows = torch.tensor([0] * 2 + [1] * 2 + [2] * 2 + [3] * 4000)
     ratios = torch.tensor([0.5, -0.5, 0.003, 0.001, -0.003, -0.001] + [0.0009] * 4000)
     mask = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, 0.999, 1.001)
     assert [mask[rows == row].unique().tolist() for row in range(4)] == [[1.0], [0.0], [0.0], [1.0]]
     one_sided = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, None, 1.001)
-    assert [one_sided[rows == row].unique().tolist() for row in range(4)] == [[1.0], [0.0], [1.0], [1.0]]
+    assert [one_sided[rows == row].unique().tolist() for row in range(4)] == [
+        [1.0],
+        [0.0],
+        [1.0],
+        [1.0],
+    ]
     other = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, 0.999, None)
-    assert [other[rows == row].unique().tolist() for row in range(4)] == [[1.0], [1.0], [0.0], [1.0]]
+    assert [other[rows == row].unique().tolist() for row in range(4)] == [
+        [1.0],
+        [1.0],
+        [0.0],
+        [1.0],
+    ]
 
 
 def test_masks_and_corrections_multiply(config: Config) -> None:
@@ -110,17 +142,28 @@ def test_masks_and_corrections_multiply(config: Config) -> None:
     algorithm = with_algorithm(config, **settings).algorithm
     rows = torch.tensor([0, 0, 1, 2])
     old, rollout = torch.tensor([0.1, 0.2, 0.9, -0.3]), torch.zeros(4)
-    found = policy_weights(algorithm, old, old, rollout, torch.tensor([1.0, 1.0, 1.0, -1.0]), rows, 3)
+    found = policy_weights(
+        algorithm, old, old, rollout, torch.tensor([1.0, 1.0, 1.0, -1.0]), rows, 3
+    )
     np.testing.assert_allclose(found, [math.exp(0.1), math.exp(0.2), 0, 0], rtol=1e-6)
-    plain = policy_weights(with_algorithm(config).algorithm, old, old, rollout, torch.ones(4), rows, 3)
+    plain = policy_weights(
+        with_algorithm(config).algorithm, old, old, rollout, torch.ones(4), rows, 3
+    )
     assert plain.tolist() == [1.0] * 4
 
 
 def test_the_recipes_have_the_published_bounds() -> None:
-    """IcePop: 0.5 and 5; verl's Geo-RS: 0.999 and 1.001; SAPO: 1.0 and 1.05; prime-rl's DPPO mask: 0.2 and 0.2."""
-    sections = {name: AlgorithmSection.model_validate({"name": name}) for name in ("icepop", "geo_rs", "sapo", "dppo")}
+    """IcePop: 0.5 and 5; verl's Geo-RS: 0.999 and 1.001; SAPO: 1.0 and 1.05; prime-rl's DPPO mask:
+    0.2 and 0.2."""
+    sections = {
+        name: AlgorithmSection.model_validate({"name": name})
+        for name in ("icepop", "geo_rs", "sapo", "dppo")
+    }
     assert (sections["icepop"].correction_floor, sections["icepop"].correction_cap) == (0.5, 5.0)
-    assert (sections["icepop"].rollout_correction, sections["icepop"].correction_level) == ("mask", "token")
+    assert (sections["icepop"].rollout_correction, sections["icepop"].correction_level) == (
+        "mask",
+        "token",
+    )
     assert (sections["geo_rs"].geometric_low, sections["geo_rs"].geometric_high) == (0.999, 1.001)
     assert (sections["sapo"].sapo_tau_positive, sections["sapo"].sapo_tau_negative) == (1.0, 1.05)
     assert (sections["dppo"].clip_low, sections["dppo"].clip_high) == (0.2, 0.2)
@@ -131,22 +174,34 @@ def test_each_policy_loss_is_chosen_by_its_name(config: Config) -> None:
     found = {}
     for name in ("clip", "cispo", "dppo", "sapo"):
         algorithm = with_algorithm(config, policy_loss=name).algorithm
-        found[name] = policy_loss(algorithm, logprobs, old, old, ones, torch.zeros(1, dtype=torch.long), 1).loss.item()
-    wanted = {"clip": -1.2, "cispo": -1.2 * math.log(0.9), "dppo": 0.0, "sapo": -4 / (1 + math.exp(-2))}
+        found[name] = policy_loss(
+            algorithm, logprobs, old, old, ones, torch.zeros(1, dtype=torch.long), 1
+        ).loss.item()
+    wanted = {
+        "clip": -1.2,
+        "cispo": -1.2 * math.log(0.9),
+        "dppo": 0.0,
+        "sapo": -4 / (1 + math.exp(-2)),
+    }
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_maxrl_divides_by_the_mean() -> None:
-    """If one of four is right, it counts three times as much as in GRPO's centred form; K of N: (r − K/N) / (K/N)."""
-    found = mean_normalised(torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]))
+    """If one of four is right, it counts three times as much as in GRPO's centred form; K of N: (r
+    − K/N) / (K/N)."""
+    found = mean_normalised(
+        torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    )
     wanted = torch.tensor([[3, -1, -1, -1], [1 / 3, 1 / 3, 1 / 3, -1], [0, 0, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
 def test_maxrl_gives_the_gradient_of_the_log_of_the_pass_rate() -> None:
-    """Exact for n answers of a policy with pass rate p: d log p = Σ_k (1 − p)^(k − 1) d p, for k up to n − 1.
+    """Exact for n answers of a policy with pass rate p: d log p = Σ_k (1 − p)^(k − 1) d p, for k up
+    to n − 1.
 
-    The paper's theorem has k ≤ n for the estimator without a baseline; the mean as baseline drops the last term.
+    The paper's theorem has k ≤ n for the estimator without a baseline; the mean as baseline drops
+    the last term.
     """
     p, n = 0.3, 5
     expected = 0.0
@@ -164,7 +219,8 @@ def test_maxrl_refuses_rewards_below_zero() -> None:
 
 
 def test_gdpo_tells_apart_what_grpo_cannot() -> None:
-    """The paper's example: two answers and two rewards of 0 or 1, with the sums (0, 1) and (0, 2)."""
+    """The paper's example: two answers and two rewards of 0 or 1, with the sums (0, 1) and (0,
+    2)."""
     one, two = [[0.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 1.0]]  # by reward: [groups, n]
     sums = []
     for group in range(2):
@@ -181,7 +237,9 @@ def test_gdpo_hand_computed_over_a_batch() -> None:
     half = math.sqrt(0.5)
     sums = np.array([[-half, half], [-half + 0.5 * half, half - 0.5 * half]])
     expected = (sums - sums.mean()) / sums.std(ddof=1)
-    np.testing.assert_allclose(reward_normalised(parts, torch.tensor([1.0, 0.5])), expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        reward_normalised(parts, torch.tensor([1.0, 0.5])), expected, rtol=1e-5
+    )
     assert reward_normalised(torch.ones(2, 3, 2), torch.ones(2)).abs().max() == 0
 
 
@@ -190,7 +248,9 @@ def test_gdpo_compares_only_answers_that_a_reward_grades() -> None:
     parts = torch.tensor([[[0.0, 1.0, nan], [nan, nan, 2.0]], [[1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]])
     second = (np.array([0.0, 1.0, 1.0]) - 2 / 3) / np.std([0.0, 1.0, 1.0], ddof=1)
     sums = np.array([[-half, half, 0.0], second])
-    np.testing.assert_allclose(reward_normalised(parts, torch.ones(2), eps=1e-9), sums / sums.std(ddof=1), rtol=1e-5)
+    np.testing.assert_allclose(
+        reward_normalised(parts, torch.ones(2), eps=1e-9), sums / sums.std(ddof=1), rtol=1e-5
+    )
 
 
 def gdpo(config: Config, groups: list[Group]) -> list[float]:
@@ -210,7 +270,10 @@ def test_gdpo_reads_the_scores_of_the_reward_functions_and_their_weights(config:
     one = gdpo(changed, [group])
     changed.reward.weights = {"length": 3.0}
     three = gdpo(changed, [group])
-    math_part, length_part = np.array([2, -1, -1]) / math.sqrt(3), np.array([1, -2, 1]) / math.sqrt(3)
+    math_part, length_part = (
+        np.array([2, -1, -1]) / math.sqrt(3),
+        np.array([1, -2, 1]) / math.sqrt(3),
+    )
     for found, weight in ((one, 1.0), (three, 3.0)):
         total = math_part + weight * length_part
         np.testing.assert_allclose(found, total / total.std(ddof=1), rtol=1e-4)
@@ -231,7 +294,9 @@ def test_a_function_that_grades_only_one_task_gives_others_no_advantage(config: 
 
 def test_alp_scales_the_length_penalty_by_the_pass_rate() -> None:
     found = length_penalty(torch.tensor([10, 20, 20]), torch.tensor([1.0, 0.5, 0.0]), 4, 40)
-    np.testing.assert_allclose(found, [-0.25, -0.25, -0.125])  # never solved: 1 / 4 of the full penalty
+    np.testing.assert_allclose(
+        found, [-0.25, -0.25, -0.125]
+    )  # never solved: 1 / 4 of the full penalty
 
 
 def test_the_length_penalty_is_part_of_the_reward(config: Config) -> None:
@@ -242,7 +307,9 @@ def test_the_length_penalty_is_part_of_the_reward(config: Config) -> None:
     np.testing.assert_allclose(gdpo(changed, [group]), shaped - shaped.mean(), rtol=1e-5)
 
 
-def test_the_teacher_adds_its_log_ratio_to_every_token_and_nothing_normalises_it(config: Config) -> None:
+def test_the_teacher_adds_its_log_ratio_to_every_token_and_nothing_normalises_it(
+    config: Config,
+) -> None:
     groups = off_policy_groups()
     changed = with_algorithm(config, name="reinforce_pp")
     plain, _ = compute_advantages(batch_of(groups, changed), changed, 0.0)
@@ -254,14 +321,17 @@ def test_the_teacher_adds_its_log_ratio_to_every_token_and_nothing_normalises_it
 
 
 def test_the_teacher_is_compared_with_the_policy_about_to_be_updated(config: Config) -> None:
-    """The engine's log-probabilities are those of that policy only if it sampled the whole completion."""
+    """The engine's log-probabilities are those of that policy only if it sampled the whole
+    completion."""
     changed, groups = with_algorithm(config, name="opd"), off_policy_groups()
     policy = Policy(changed, Ranks())
     assert policy.logprobs(batch_of(groups, changed)) is None
     policy.step = 1
     batch = prepared(policy, groups)
     own = known(policy.logprobs(batch_of(groups, changed, step=1)))
-    for found, logprobs, teacher in zip(known(batch.advantages), own, known(batch.teacher_logprobs), strict=True):
+    for found, logprobs, teacher in zip(
+        known(batch.advantages), own, known(batch.teacher_logprobs), strict=True
+    ):
         np.testing.assert_allclose(found, teacher - logprobs, atol=1e-5)
     gaps = np.concatenate(own) - np.concatenate(known(batch.teacher_logprobs))
     assert batch.teacher_kl() == pytest.approx(gaps.mean(), rel=1e-5)
@@ -283,29 +353,58 @@ def test_a_group_without_scores_of_the_teacher_is_refused(config: Config) -> Non
         ({"teacher.url": "http://host/v1"}, "set teacher.model"),
         ({"teacher.url": "http://host", "teacher.model": "m"}, "teacher.model is set but not read"),
         (
-            {"algorithm.name": "opd", "teacher.url": "http://host", "algorithm.dynamic_sampling": True},
+            {
+                "algorithm.name": "opd",
+                "teacher.url": "http://host",
+                "algorithm.dynamic_sampling": True,
+            },
             "the rewards are not used",
         ),
-        ({"teacher.url": "http://host", "sampling.top_p": 0.9, "rollout.engine": "embedded"}, "cannot be compared"),
+        (
+            {"teacher.url": "http://host", "sampling.top_p": 0.9, "rollout.engine": "embedded"},
+            "cannot be compared",
+        ),
         ({"algorithm.name": "gdpo", "reward.require_stop": True}, "algorithm.mask_truncated"),
-        ({"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"}, "set algorithm.kl_in loss"),
-        ({"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}}, "remove this weight"),
-        ({"algorithm.name": "sapo", "algorithm.clip_low": 0.1}, "algorithm.clip_low is set but not read"),
+        (
+            {"algorithm.name": "gdpo", "algorithm.kl_coef": 0.1, "algorithm.kl_in": "reward"},
+            "set algorithm.kl_in loss",
+        ),
+        (
+            {"algorithm.name": "gdpo", "reward.functions": ["a:B"], "reward.weights": {"a:B": 2.0}},
+            "remove this weight",
+        ),
+        (
+            {"algorithm.name": "sapo", "algorithm.clip_low": 0.1},
+            "algorithm.clip_low is set but not read",
+        ),
         ({"algorithm.sapo_tau_positive": 2.0}, "algorithm.sapo_tau_positive is set but not read"),
-        ({"algorithm.name": "dppo", "algorithm.dual_clip": 3.0}, "algorithm.dual_clip is set but not read"),
+        (
+            {"algorithm.name": "dppo", "algorithm.dual_clip": 3.0},
+            "algorithm.dual_clip is set but not read",
+        ),
         (
             {"algorithm.rollout_correction": "truncate", "algorithm.correction_floor": 0.5},
             "correction_floor is set but not read",
         ),
-        ({"algorithm.name": "geo_rs", "algorithm.old_logprobs": "engine"}, "always use the trainer's own"),
-        ({"algorithm.name": "maxrl", "algorithm.advantage_eps": 1e-3}, "advantage_eps is set but not read"),
+        (
+            {"algorithm.name": "geo_rs", "algorithm.old_logprobs": "engine"},
+            "always use the trainer's own",
+        ),
+        (
+            {"algorithm.name": "maxrl", "algorithm.advantage_eps": 1e-3},
+            "advantage_eps is set but not read",
+        ),
     ],
 )
-def test_conflicting_settings_are_refused_with_their_names(settings: dict[str, object], reason: str) -> None:
+def test_conflicting_settings_are_refused_with_their_names(
+    settings: dict[str, object], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         from_mapping(settings)
 
 
 def test_a_teacher_alone_needs_no_group() -> None:
-    config = from_mapping({"algorithm.name": "opd", "teacher.url": "http://host", "sampling.group_size": 1})
+    config = from_mapping(
+        {"algorithm.name": "opd", "teacher.url": "http://host", "sampling.group_size": 1}
+    )
     assert config.sampling.group_size == 1

@@ -61,7 +61,11 @@ def defined(loss_type: str, mask: Array, new: Array, old: Array, advantages: Arr
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo", "luspo", "cispo", "sapo"])
 def test_a_loss_is_what_trl_defines(loss_type: str, seed: int) -> None:
-    arguments: dict[str, Any] = {"loss_type": loss_type, "use_cpu": True, "max_completion_length": LONGEST}
+    arguments: dict[str, Any] = {
+        "loss_type": loss_type,
+        "use_cpu": True,
+        "max_completion_length": LONGEST,
+    }
     made = GRPOConfig(**arguments | NEEDS.get(loss_type, {}))
     config = made.to_config(8, 0, Path("out"))
     mask, new, old, advantages = numbers(seed)

@@ -1,4 +1,5 @@
-"""Architectures of transformers, tiny and random: each is trained for two steps or refused with the reason.
+"""Architectures of transformers, tiny and random: each is trained for two steps or refused with the
+reason.
 
 docs/reference/models.md has one line for each, and a test fails when its line is not what happens.
 """
@@ -27,16 +28,35 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 PAGE = ROOT / "docs/reference/models.md"
 NEAR = 1e-5
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+_MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 _ALL_HEADS = {"num_key_value_heads": 4}
-_MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
+_MAMBA = {
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
     "bloom": {},
     "cohere": {},
     "cohere2": {},
-    "deepseek_v3": {**_MLA, **_ALL_HEADS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **_MLA,
+        **_ALL_HEADS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
     "ernie4_5": {},
     "exaone4": {},
     "falcon": {},
@@ -78,13 +98,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def written(kind: str, directory: Path) -> Any:
     """Writes a tiny model of this kind, without dropout, and its tokenizer; returns the model."""
     tokenizer = FAMILIES["Qwen2.5"]._tokenizer()
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    ids = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+    }
     sizes = SIZES | ids | {"bos_token_id": None, "max_position_embeddings": 256}
     own = AutoConfig.for_model(kind)
-    known = {name: value for name, value in sizes.items() if hasattr(own, name) and not _is_derived(own, name)}
+    known = {
+        name: value
+        for name, value in sizes.items()
+        if hasattr(own, name) and not _is_derived(own, name)
+    }
     dropout = {name: 0.0 for name in own.to_dict() if "drop" in name and "norm" not in name}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(known | dropout | ARCHITECTURES[kind])))
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **(known | dropout | ARCHITECTURES[kind]))
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -112,7 +142,11 @@ def layout_of(model: Any, directory: Path) -> str:
         layout = load_scorer(ModelSection(name=str(directory)), Ranks(), TrainerSection()).layout
     except ConfigError:
         return "–"
-    return "packed" if layout is Packed else f"padded: {unpackable(model) or 'packed rows would change one another'}"
+    return (
+        "packed"
+        if layout is Packed
+        else f"padded: {unpackable(model) or 'packed rows would change one another'}"
+    )
 
 
 async def outcome_of(directory: Path, workplace: Path) -> str:
@@ -128,7 +162,9 @@ async def outcome_of(directory: Path, workplace: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-async def test_an_architecture_is_trained_or_refused_as_the_table_says(kind: str, tmp_path: Path) -> None:
+async def test_an_architecture_is_trained_or_refused_as_the_table_says(
+    kind: str, tmp_path: Path
+) -> None:
     model = written(kind, tmp_path / "model")
     line = line_of(kind, model, tmp_path / "model", await outcome_of(tmp_path / "model", tmp_path))
     assert line in PAGE.read_text().splitlines()

@@ -1,4 +1,5 @@
-"""Rollouts beside training: publishing overlaps, staleness is bounded, and a resumed run trains on each prompt once."""
+"""Rollouts beside training: publishing overlaps, staleness is bounded, and a resumed run trains on
+each prompt once."""
 
 import asyncio
 import json
@@ -47,24 +48,50 @@ def settings(base_model: Path, tmp_path: Path) -> Settings:
 
     def make(*more: str) -> Config:
         words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *(
+                "--config",
+                str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+                "--model.name",
+                str(base_model),
+            ),
             *("--trainer.run_dir", str(tmp_path / "run"), "--state_dir", str(tmp_path / "state")),
-            *("--trainer.batch_size", str(FRESH), "--trainer.max_steps", "5", "--sampling.group_size", "4"),
-            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+            *(
+                "--trainer.batch_size",
+                str(FRESH),
+                "--trainer.max_steps",
+                "5",
+                "--sampling.group_size",
+                "4",
+            ),
+            *(
+                "--trainer.eval_samples",
+                "0",
+                "--trainer.warmup_steps",
+                "0",
+                "--reward.workers",
+                "1",
+            ),
         ]
         return load([*words, *more], {})
 
     return make
 
 
-def run(config: Config, transport: Callable[[FastAPI], httpx.AsyncBaseTransport] | None = None) -> None:
+def run(
+    config: Config, transport: Callable[[FastAPI], httpx.AsyncBaseTransport] | None = None
+) -> None:
     train_in_process(config, Console(quiet=True), transport)
 
 
 def trained(config: Config) -> list[Group]:
     """Returns the groups that were trained on, in the order of their prompts."""
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
-        blobs = [row[0] for row in db.execute("SELECT data FROM groups JOIN blobs USING (key) WHERE state = 'consumed'")]
+        blobs = [
+            row[0]
+            for row in db.execute(
+                "SELECT data FROM groups JOIN blobs USING (key) WHERE state = 'consumed'"
+            )
+        ]
     groups = [decode_groups(b"\x81\xa6groups\x91" + blob)[0] for blob in blobs]
     return sorted(groups, key=lambda group: group.position)
 
@@ -87,7 +114,8 @@ class Numbered(httpx.AsyncBaseTransport):
 
 def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settings) -> None:
     class Interrupted(Numbered):
-        """Never answers the second prompt, so all others overtake it; fails every call after the first 4 × FRESH."""
+        """Never answers the second prompt, so all others overtake it; fails every call after the
+        first 4 × FRESH."""
 
         async def generate(self, request: httpx.Request, call: int) -> httpx.Response:
             if call == 2:
@@ -125,20 +153,26 @@ def test_an_interrupted_run_trains_on_every_prompt_exactly_once(settings: Settin
     assert [line["step"] for line in metrics(config)] == list(range(1, 7))
 
 
-def test_publishing_goes_on_beside_the_next_update_in_order(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_publishing_goes_on_beside_the_next_update_in_order(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answered, updated, published, busy = threading.Event(), threading.Event(), [], threading.Lock()
     publish, update = DirectPublisher.publish, Policy.update
 
     def watched_publish(self: DirectPublisher, weights: Weights, version: int) -> None:
         assert busy.acquire(blocking=False), "two versions on their way"
-        if version == 1:  # version 1 is published only after the second update: the update must not wait for it
+        if (
+            version == 1
+        ):  # version 1 is published only after the second update: the update must not wait for it
             assert updated.wait(400)
         publish(self, weights, version)
         published.append(version)
         busy.release()
 
     def watched_update(self: Policy, batch: Batch) -> Any:
-        if self.step == 1:  # the third batch was sampled with version 0 then, however slow the engine is
+        if (
+            self.step == 1
+        ):  # the third batch was sampled with version 0 then, however slow the engine is
             assert answered.wait(400)
         found = update(self, batch)
         if self.step == 2:
@@ -170,7 +204,9 @@ def test_weights_that_the_engine_refuses_stop_the_run_with_the_reason(
 ) -> None:
     write = DirectPublisher.write
 
-    def damaged(self: DirectPublisher, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
+    def damaged(
+        self: DirectPublisher, weights: Weights, version: int
+    ) -> tuple[WeightManifest, Path]:
         manifest, directory = write(self, weights, version)
         if version == 2:
             (directory / "model.safetensors").write_bytes(b"damaged")
@@ -195,7 +231,14 @@ def test_an_evaluation_has_the_weights_of_its_step(settings: Settings) -> None:
                 versions.append(int(answer["meta_info"]["weight_version"]))
             return response
 
-    words = ("--trainer.eval_samples", "3", "--trainer.eval_every", "1", "--trainer.eval_pass_samples", "0")
+    words = (
+        "--trainer.eval_samples",
+        "3",
+        "--trainer.eval_every",
+        "1",
+        "--trainer.eval_pass_samples",
+        "0",
+    )
     config = settings("--trainer.max_staleness", "2", *words)
     run(config, Watching)
     assert versions == [step for step in range(6) for _ in range(3)]
@@ -204,7 +247,8 @@ def test_an_evaluation_has_the_weights_of_its_step(settings: Settings) -> None:
 def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts 4 to 7 get long answers, half done when version 1 arrives; the answers to prompt 4 come too late."""
+    """Prompts 4 to 7 get long answers, half done when version 1 arrives; the answers to prompt 4
+    come too late."""
     step, publish, running = Scheduler.step, DirectPublisher.publish, threading.Event()
 
     def patient(self: Scheduler, admit: bool) -> None:
@@ -244,7 +288,11 @@ def test_a_generation_across_an_update_is_trained_on_and_one_too_old_is_not(
                 return response
             await self.first.wait()
             body = json.loads(await request.aread())
-            body["sampling_params"] |= {"max_new_tokens": LONG, "ignore_eos": True, "stop_token_ids": []}
+            body["sampling_params"] |= {
+                "max_new_tokens": LONG,
+                "ignore_eos": True,
+                "stop_token_ids": [],
+            }
             response = await super().generate(httpx.Request("POST", request.url, json=body), call)
             if call == FRESH + 1:
                 await self.late.wait()
@@ -282,13 +330,17 @@ def group_is_current(group: Group, config: Config, step: int) -> bool:
 
 @pytest.mark.parametrize("given", [None, "none", "mask"])
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_off_policy_runs_are_corrected_unless_told_otherwise(staleness: int, given: str | None) -> None:
+def test_off_policy_runs_are_corrected_unless_told_otherwise(
+    staleness: int, given: str | None
+) -> None:
     words = ["--trainer.max_staleness", str(staleness), "--rollout.device", "cpu"]
     words += ["--algorithm.rollout_correction", given] if given else []
     expected = given or ("truncate" if staleness else "none")
     config = load(words, {})
     assert config.algorithm.rollout_correction == expected
-    assert Config.model_validate(config.model_dump()).algorithm == config.algorithm  # as the run saves it
+    assert (
+        Config.model_validate(config.model_dump()).algorithm == config.algorithm
+    )  # as the run saves it
     cap = [*words, "--algorithm.correction_cap", "3"]
     if expected == "none":
         with pytest.raises(ConfigError, match=r"algorithm\.correction_cap is set but not read"):
@@ -297,7 +349,9 @@ def test_off_policy_runs_are_corrected_unless_told_otherwise(staleness: int, giv
         assert load(cap, {}).algorithm.correction_cap == 3
 
 
-def test_background_publishing_counts_only_while_nothing_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_publishing_counts_only_while_nothing_else_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = StageClock()
@@ -309,4 +363,9 @@ def test_background_publishing_counts_only_while_nothing_else_runs(monkeypatch: 
         now = 12.0
     seconds = clock.lap()
     assert PUBLISHING not in seconds
-    assert (seconds["update"], seconds["generation"], seconds["publish"], seconds["waiting"]) == (3.0, 4.0, 5.0, 0.0)
+    assert (seconds["update"], seconds["generation"], seconds["publish"], seconds["waiting"]) == (
+        3.0,
+        4.0,
+        5.0,
+        0.0,
+    )

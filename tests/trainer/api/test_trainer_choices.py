@@ -1,4 +1,5 @@
-"""Every value of every argument and setting with choices: it is accepted, or the error says what it needs."""
+"""Every value of every argument and setting with choices: it is accepted, or the error says what it
+needs."""
 
 import inspect
 from collections.abc import Iterator
@@ -44,7 +45,10 @@ SETTING_NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("replay.priority", "reward"): {"replay.reuse_ratio": 0.5},
     ("reward.code_sandbox", "none"): {"reward.functions": ["code"]},
     ("reward.functions", "format"): {"reward.format_required": ["boxed"]},
-    ("reward.functions", "judge"): {"reward.judge_url": "http://127.0.0.1:1/v1", "reward.judge_model": "judge"},
+    ("reward.functions", "judge"): {
+        "reward.judge_url": "http://127.0.0.1:1/v1",
+        "reward.judge_model": "judge",
+    },
     ("reward.functions", "reward_model"): {"reward.reward_model_name": "org/model"},
     ("trainer.when_stale", "drop"): {"trainer.max_staleness": 1},
     ("trainer.when_stale", "train"): {"trainer.max_staleness": 1},
@@ -53,7 +57,8 @@ SETTING_NEEDS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def choices(annotation: Any) -> Iterator[Any]:
-    """Yields the values that an annotation lists: those of a Literal, and the built-in names beside an import path."""
+    """Yields the values that an annotation lists: those of a Literal, and the built-in names beside
+    an import path."""
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
         return
@@ -66,15 +71,23 @@ def choices(annotation: Any) -> Iterator[Any]:
 
 def of_argument(name: str, argument: Argument) -> set[Any]:
     """Returns the values that an argument of TRL accepts by its declaration."""
-    found = {value for value in (*argument.accepted, *(argument.choices or ())) if value is not None}
+    found = {
+        value for value in (*argument.accepted, *(argument.choices or ())) if value is not None
+    }
     if argument.convert is None and argument.choices is None:
         field = TrainerConfig.model_fields.get(argument.ours) or names().get(argument.ours)
         found |= set(choices(field.annotation)) if field else set()
     return found
 
 
-OF_ARGUMENTS = {(name, value) for name, argument in ARGUMENTS.items() for value in of_argument(name, argument)}
-OF_FIELDS = {(name, value) for name, field in TrainerConfig.model_fields.items() for value in choices(field.annotation)}
+OF_ARGUMENTS = {
+    (name, value) for name, argument in ARGUMENTS.items() for value in of_argument(name, argument)
+}
+OF_FIELDS = {
+    (name, value)
+    for name, field in TrainerConfig.model_fields.items()
+    for value in choices(field.annotation)
+}
 OF_LOSSES = {("loss_type", value) for value in (*LOSSES, *RECIPES)}
 NAMES_OF_REWARDS = ("reward.tasks", "reward.weights")
 """They hold the names that `reward.functions` does, as keys and values of dictionaries."""
@@ -89,16 +102,21 @@ OF_SETTINGS = {
 
 @pytest.mark.parametrize("kind", [TrainerConfig, GRPOConfig, RLOOConfig])
 @pytest.mark.parametrize(("name", "value"), sorted(OF_ARGUMENTS | OF_FIELDS | OF_LOSSES, key=str))
-def test_every_choice_of_an_argument_is_accepted(kind: type[TrainerConfig], name: str, value: Any) -> None:
+def test_every_choice_of_an_argument_is_accepted(
+    kind: type[TrainerConfig], name: str, value: Any
+) -> None:
     if name == "trainer_type" and kind is not TrainerConfig:
-        return  # of these two it is no argument of TRL, and their loss_type is not that of every recipe
+        # of these two it is no argument of TRL, and their loss_type is not that of every recipe
+        return
     needs = ARGUMENT_NEEDS.get((name, value), {})
     made = kind(**{"use_cpu": True, name: value, **needs})
     assert made.to_config(100, 0, OUT).trainer.device == "cpu"
     assert made.changed() == made, "its own names mean the same"
 
 
-@pytest.mark.parametrize(("name", "value"), sorted(key for key, needs in ARGUMENT_NEEDS.items() if any(needs.values())))
+@pytest.mark.parametrize(
+    ("name", "value"), sorted(key for key, needs in ARGUMENT_NEEDS.items() if any(needs.values()))
+)
 def test_an_argument_without_what_it_needs_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         TrainerConfig(**{name: value})
@@ -111,7 +129,9 @@ def test_every_choice_of_a_setting_is_accepted(name: str, value: Any) -> None:
     needs = SETTING_NEEDS.get((name, value), {})
     section, _, setting = name.partition(".")
     made = from_mapping({name: given, **needs})
-    assert getattr(getattr(made, section), setting) in (given, "truncate", "none"), "`auto` is resolved"
+    assert getattr(getattr(made, section), setting) in (given, "truncate", "none"), (
+        "`auto` is resolved"
+    )
     if needs:
         with pytest.raises(ConfigError) as refused:
             from_mapping({name: given})
@@ -138,8 +158,14 @@ def of_classes() -> Iterator[tuple[str, str, Any]]:
 @pytest.mark.parametrize(("name", "parameter", "value"), list(of_classes()))
 def test_every_choice_of_a_constructor_is_accepted(name: str, parameter: str, value: Any) -> None:
     public = getattr(trainer, name)
-    required = [each for each in inspect.signature(public).parameters.values() if each.default is each.empty]
-    refused = pytest.raises(ConfigError, match="remedy") if parameter == "sandbox" and not which("bwrap") else nullcontext()
+    required = [
+        each for each in inspect.signature(public).parameters.values() if each.default is each.empty
+    ]
+    refused = (
+        pytest.raises(ConfigError, match="remedy")
+        if parameter == "sandbox" and not which("bwrap")
+        else nullcontext()
+    )
     with refused if value == "bubblewrap" else nullcontext():
         public(*("model" for _ in required), **{parameter: value})
 
@@ -153,12 +179,31 @@ def test_every_choice_of_a_constructor_is_accepted(name: str, parameter: str, va
     ],
 )
 def test_the_enumerations_of_transformers_are_accepted(name: str, value: Enum, field: str) -> None:
-    assert getattr(GRPOConfig(**{name: value}), field) == getattr(GRPOConfig(**{name: value.value}), field)
+    assert getattr(GRPOConfig(**{name: value}), field) == getattr(
+        GRPOConfig(**{name: value.value}), field
+    )
 
 
 @pytest.mark.parametrize("kind", [TrainerConfig, GRPOConfig])
 def test_a_value_of_the_wrong_type_is_refused_by_name(kind: type[TrainerConfig]) -> None:
-    strange = [object(), "x", -1, 0.5, 1e30, float("nan"), [], ["x"], [None], {"x": 1}, {1: 2}, (), True, b"x", {1}, 3j]
+    strange = [
+        object(),
+        "x",
+        -1,
+        0.5,
+        1e30,
+        float("nan"),
+        [],
+        ["x"],
+        [None],
+        {"x": 1},
+        {1: 2},
+        (),
+        True,
+        b"x",
+        {1},
+        3j,
+    ]
     refused = []
     for name in {*ARGUMENTS, *kind.model_fields}:
         for value in strange:

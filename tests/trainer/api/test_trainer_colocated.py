@@ -1,4 +1,5 @@
-"""Trainer and engine in turn (`rollout.colocate`): each frees its memory for the other, and the run is the same."""
+"""Trainer and engine in turn (`rollout.colocate`): each frees its memory for the other, and the run
+is the same."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,18 +28,58 @@ Settings = Callable[..., Config]
 
 @pytest.fixture
 def settings(base_model: Path, tmp_path: Path) -> Settings:
-    """Makes the settings of a run of three small steps, with an evaluation and a checkpoint in between."""
+    """Makes the settings of a run of three small steps, with an evaluation and a checkpoint in
+    between."""
 
     def make(name: str, *more: str) -> Config:
         words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
-            *("--trainer.run_dir", str(tmp_path / name), "--state_dir", str(tmp_path / f"{name}-state")),
-            *("--trainer.batch_size", "2", "--trainer.max_steps", "3", "--sampling.group_size", "4"),
-            *("--trainer.eval_samples", "2", "--trainer.eval_every", "2", "--trainer.eval_pass_samples", "0"),
-            *("--trainer.checkpoint_every", "2", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
-            # Completions decoded together change each other's last bits, and timing decides which ones are.
+            *(
+                "--config",
+                str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+                "--model.name",
+                str(base_model),
+            ),
+            *(
+                "--trainer.run_dir",
+                str(tmp_path / name),
+                "--state_dir",
+                str(tmp_path / f"{name}-state"),
+            ),
+            *(
+                "--trainer.batch_size",
+                "2",
+                "--trainer.max_steps",
+                "3",
+                "--sampling.group_size",
+                "4",
+            ),
+            *(
+                "--trainer.eval_samples",
+                "2",
+                "--trainer.eval_every",
+                "2",
+                "--trainer.eval_pass_samples",
+                "0",
+            ),
+            *(
+                "--trainer.checkpoint_every",
+                "2",
+                "--trainer.warmup_steps",
+                "0",
+                "--reward.workers",
+                "1",
+            ),
+            # Completions decoded together change each other's last bits, and timing decides which
+            # ones are.
             *("--rollout.max_running_requests", "1"),
-            *("--trainer.max_staleness", "0", "--trainer.learning_rate", "1e-3", "--sampling.max_new_tokens", "16"),
+            *(
+                "--trainer.max_staleness",
+                "0",
+                "--trainer.learning_rate",
+                "1e-3",
+                "--sampling.max_new_tokens",
+                "16",
+            ),
         ]
         return load([*words, *more], {})
 
@@ -52,15 +93,24 @@ class Watched:
         self.resident: Callable[[], Sequence[Resident]] = list
         self.schedulers = list[Scheduler]()
         self.steps = self.updates = 0
-        begin, build, update, step = SharedTurns.__init__, Engine.__init__, Policy.update, Scheduler.step
+        begin, build, update, step = (
+            SharedTurns.__init__,
+            Engine.__init__,
+            Policy.update,
+            Scheduler.step,
+        )
 
-        def watched_turns(turns: SharedTurns, ranks: Ranks, resident: Callable[[], Sequence[Resident]]) -> None:
+        def watched_turns(
+            turns: SharedTurns, ranks: Ranks, resident: Callable[[], Sequence[Resident]]
+        ) -> None:
             begin(turns, ranks, lambda: self.resizable(resident()))
             self.resident = resident
 
         def watched_step(scheduler: Scheduler, admit: bool) -> None:
             self.steps += 1
-            held = [each for each in self.parameters(self.resident()) if each.untyped_storage().nbytes()]
+            held = [
+                each for each in self.parameters(self.resident()) if each.untyped_storage().nbytes()
+            ]
             assert not held, "the trainer holds memory during generation"
             assert not scheduler.released
             step(scheduler, admit)
@@ -71,8 +121,12 @@ class Watched:
 
         def watched_update(policy: Policy, batch: Batch) -> PolicyUpdate:
             self.updates += 1
-            assert {"kv_cache"} <= self.schedulers[0].released.keys(), "the engine holds memory during the update"
-            assert all(parameter.untyped_storage().nbytes() for parameter in policy.model.parameters())
+            assert {"kv_cache"} <= self.schedulers[0].released.keys(), (
+                "the engine holds memory during the update"
+            )
+            assert all(
+                parameter.untyped_storage().nbytes() for parameter in policy.model.parameters()
+            )
             return update(policy, batch)
 
         monkeypatch.setattr(SharedTurns, "__init__", watched_turns)
@@ -88,7 +142,12 @@ class Watched:
         return resident
 
     def parameters(self, resident: Sequence[Resident]) -> list[nn.Parameter]:
-        return [parameter for modules, _ in resident for module in modules for parameter in module.parameters()]
+        return [
+            parameter
+            for modules, _ in resident
+            for module in modules
+            for parameter in module.parameters()
+        ]
 
 
 def _result(config: Config) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
@@ -125,9 +184,18 @@ def test_a_colocated_run_equals_a_separate_one(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--trainer.max_staleness", "1"), r"trainer\.max_staleness 1 .*rollout\.colocate.*set trainer\.max_staleness to 0"),
-        (("--trainer.weight_sync", "distributed"), r"weight_sync distributed .*rollout\.colocate.*http or shared"),
-        (("--rollout.engine", "sglang", "--rollout.device", "cpu"), r"rollout\.device cpu .*rollout\.engine embedded"),
+        (
+            ("--trainer.max_staleness", "1"),
+            r"trainer\.max_staleness 1 .*rollout\.colocate.*set trainer\.max_staleness to 0",
+        ),
+        (
+            ("--trainer.weight_sync", "distributed"),
+            r"weight_sync distributed .*rollout\.colocate.*http or shared",
+        ),
+        (
+            ("--rollout.engine", "sglang", "--rollout.device", "cpu"),
+            r"rollout\.device cpu .*rollout\.engine embedded",
+        ),
     ],
 )
 def test_settings_that_cannot_take_turns_are_refused(words: tuple[str, ...], told: str) -> None:

@@ -16,8 +16,20 @@ from trainer.api.datasets import as_held_out, as_prompts
 
 def test_rows_become_prompts() -> None:
     rows = [
-        {"question": "1+1?", "answer": "1+1=2\n#### 2", "level": 3, "tags": ("a", "b"), "vector": np.array([1.0, 2.0])},
-        {"prompt": "2+2?", "ground_truth": 4.0, "id": "mine", "task": "sums", "day": datetime.date(2024, 1, 2)},
+        {
+            "question": "1+1?",
+            "answer": "1+1=2\n#### 2",
+            "level": 3,
+            "tags": ("a", "b"),
+            "vector": np.array([1.0, 2.0]),
+        },
+        {
+            "prompt": "2+2?",
+            "ground_truth": 4.0,
+            "id": "mine",
+            "task": "sums",
+            "day": datetime.date(2024, 1, 2),
+        },
         {"prompt": [{"role": "user", "content": "3+3?"}]},
     ]
     assert as_prompts(rows, "train") == [
@@ -37,7 +49,12 @@ def test_rows_become_prompts() -> None:
             task="sums",
             columns={"id": "mine", "task": "sums", "day": "2024-01-02"},
         ),
-        Prompt(id="train-2", prompt="3+3?", ground_truth="", columns={"prompts": [{"role": "user", "content": "3+3?"}]}),
+        Prompt(
+            id="train-2",
+            prompt="3+3?",
+            ground_truth="",
+            columns={"prompts": [{"role": "user", "content": "3+3?"}]},
+        ),
     ]
 
 
@@ -59,18 +76,32 @@ def test_a_hugging_face_dataset() -> None:
         *("1+1?", "1002"),
         {"question": "1+1?", "answer": "#### 1,002", "hint": "add"},
     )
-    with pytest.raises(ConfigError, match=r"DatasetDict is not a list.*its keys are train; give one split"):
+    with pytest.raises(
+        ConfigError, match=r"DatasetDict is not a list.*its keys are train; give one split"
+    ):
         as_prompts(datasets.DatasetDict({"train": data}), "train_dataset")
 
 
 def test_anything_that_yields_rows() -> None:
-    rows = [{"question": f"{n}+1?", "answer": str(n + 1), "note": None if n % 2 else "even"} for n in range(6)]
+    rows = [
+        {"question": f"{n}+1?", "answer": str(n + 1), "note": None if n % 2 else "even"}
+        for n in range(6)
+    ]
     data, expected = datasets.Dataset.from_list(rows), as_prompts(rows, "train")
     frame = pandas.DataFrame(rows)
     assert frame["note"].isna().sum() == 3
-    for form in (data, data.to_iterable_dataset(), frame, data.data.table, iter(rows), (row for row in rows)):
+    for form in (
+        data,
+        data.to_iterable_dataset(),
+        frame,
+        data.data.table,
+        iter(rows),
+        (row for row in rows),
+    ):
         assert as_prompts(form, "train") == expected
-    assert as_prompts(itertools.cycle(rows[:1]), "train", at_most=2)[1].id == "train-1"  # the iterable never ends
+    assert (
+        as_prompts(itertools.cycle(rows[:1]), "train", at_most=2)[1].id == "train-1"
+    )  # the iterable never ends
 
 
 def test_several_data_sets_by_their_names() -> None:
@@ -99,10 +130,22 @@ def test_several_data_sets_by_their_names() -> None:
             [{"prompt": [{"role": "robot", "content": "x"}]}],
             r"row 0: the chat in column 'prompt' has the roles robot; they must be system, user, assistant",
         ),
-        ([{"prompt": [{"role": "assistant", "content": "x"}]}], r"has the roles assistant; .*the last one must be user"),
-        ([{"prompt": "a?", "answer": [1]}], r"row 0: column 'answer' is \[1\], not a text or a number"),
-        ([{"prompt": "a?", "blob": object()}], r"row 0: column 'blob' is of type object, which JSON cannot represent"),
-        ([{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}], r"two problems have the id '1'.*field: train"),
+        (
+            [{"prompt": [{"role": "assistant", "content": "x"}]}],
+            r"has the roles assistant; .*the last one must be user",
+        ),
+        (
+            [{"prompt": "a?", "answer": [1]}],
+            r"row 0: column 'answer' is \[1\], not a text or a number",
+        ),
+        (
+            [{"prompt": "a?", "blob": object()}],
+            r"row 0: column 'blob' is of type object, which JSON cannot represent",
+        ),
+        (
+            [{"prompt": "a?", "id": 1}, {"prompt": "b?", "id": "1"}],
+            r"two problems have the id '1'.*field: train",
+        ),
     ],
 )
 def test_unusable_data_is_refused_with_its_place(dataset: Any, message: str) -> None:

@@ -1,4 +1,5 @@
-"""`environment_factory` and `tools` as a user of TRL passes them: classes and functions of a script."""
+"""`environment_factory` and `tools` as a user of TRL passes them: classes and functions of a
+script."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,9 @@ from trainer import GRPOConfig, GRPOTrainer
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration
-ROWS = [{"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)]
+ROWS = [
+    {"prompt": f"How many apples are {n} and 1?", "ground_truth": str(n + 1)} for n in range(12)
+]
 
 
 class Starting(Insists):
@@ -29,7 +32,12 @@ class Starting(Insists):
 
 
 def config(folder: Path, **fields: Any) -> GRPOConfig:
-    small = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 60, "use_cpu": True}
+    small = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 60,
+        "use_cpu": True,
+    }
     return GRPOConfig(output_dir=folder / "run", verbose=False, **small | {"max_steps": 1} | fields)
 
 
@@ -37,19 +45,25 @@ def length(completions: list[Any], **_: Any) -> list[float]:
     return [len(str(completion)) / 50 for completion in completions]
 
 
-def test_an_environment_that_a_function_makes_plays_and_rewards_the_episodes(base_model: Path, tmp_path: Path) -> None:
+def test_an_environment_that_a_function_makes_plays_and_rewards_the_episodes(
+    base_model: Path, tmp_path: Path
+) -> None:
     class Local(Starting):
         """Cannot be imported."""
 
     settings = config(tmp_path, settings={"environment.turns": 4})
     factory = partial(Local, " At once.")
-    trainer = GRPOTrainer(str(base_model), None, settings, ROWS, ROWS[:2], environment_factory=factory)
+    trainer = GRPOTrainer(
+        str(base_model), None, settings, ROWS, ROWS[:2], environment_factory=factory
+    )
     result = trainer.train()
     assert result.history[0]["update"]["delta_logprob"] < 1e-5
     assert len(result.evaluations) == 2
     (group,) = read_lines(result.output_dir / "samples.jsonl")
     assert all(completion["turns"] for completion in group["completions"])
-    assert {completion["reward"] for completion in group["completions"]} <= {n / 97 for n in range(97)}
+    assert {completion["reward"] for completion in group["completions"]} <= {
+        n / 97 for n in range(97)
+    }
     with pytest.raises(ConfigError, match=r"evaluate is for single answers.*eval_dataset"):
         trainer.evaluate()
 

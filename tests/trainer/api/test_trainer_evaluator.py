@@ -32,13 +32,18 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def test_data() -> list[Prompt]:
     made = itertools.islice(problems("test"), 12)
-    return [Prompt(id=f"p{i}", prompt=p.question, ground_truth=str(p.answer)) for i, p in enumerate(made)]
+    return [
+        Prompt(id=f"p{i}", prompt=p.question, ground_truth=str(p.answer))
+        for i, p in enumerate(made)
+    ]
 
 
 @pytest.fixture(scope="module")
 def engine(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Yields the URL of the embedded engine in its own process, which serves both APIs."""
-    with engine_process(base_model, tmp_path_factory.mktemp("engine") / "log", "--max-context-tokens", "256") as (url, _):
+    with engine_process(
+        base_model, tmp_path_factory.mktemp("engine") / "log", "--max-context-tokens", "256"
+    ) as (url, _):
         yield url
 
 
@@ -50,14 +55,20 @@ def reward() -> Iterator[MathRewardFunction]:
 
 @contextlib.contextmanager
 def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A server whose chat completions are `answers` in turn, the last one repeated; yields its URL and the bodies."""
+    """A server whose chat completions are `answers` in turn, the last one repeated; yields its URL
+    and the bodies."""
     bodies: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             cards = {"data": [{"id": "small"}, {"id": "large"}]}
-            known, allowed = self.path == "/v1/models", self.headers["authorization"] in (None, "Bearer right")
-            self._send(200 if known and allowed else 401 if known else 404, cards if allowed else {})
+            known, allowed = (
+                self.path == "/v1/models",
+                self.headers["authorization"] in (None, "Bearer right"),
+            )
+            self._send(
+                200 if known and allowed else 401 if known else 404, cards if allowed else {}
+            )
 
         def do_POST(self) -> None:
             bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
@@ -84,20 +95,34 @@ def server(*answers: tuple[int, Any]) -> Iterator[tuple[str, list[dict[str, Any]
 
 
 def chat(text: str | None, finish: str = "stop") -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
+    return {
+        "choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]
+    }
 
 
-def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_results_of_a_local_model(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     results = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=4)
     assert results["num_samples"] == len(results["rewards"]) == len(results["responses"]) == 12
     assert results["ground_truths"] == [prompt.ground_truth for prompt in test_data]
-    assert results["accuracy"] == sum(reward or 0 for reward in results["rewards"]) / 12 == results["mean_reward"]
+    assert (
+        results["accuracy"]
+        == sum(reward or 0 for reward in results["rewards"]) / 12
+        == results["mean_reward"]
+    )
     assert results["confidence_interval"] is not None
     low, high = results["confidence_interval"]
     assert low < results["accuracy"] < high
-    assert results["standard_error"] == pytest.approx((results["accuracy"] * (1 - results["accuracy"]) / 12) ** 0.5)
+    assert results["standard_error"] == pytest.approx(
+        (results["accuracy"] * (1 - results["accuracy"]) / 12) ** 0.5
+    )
     for response, score, truth, answer in zip(
-        results["responses"], results["rewards"], results["ground_truths"], results["extracted_answers"], strict=True
+        results["responses"],
+        results["rewards"],
+        results["ground_truths"],
+        results["extracted_answers"],
+        strict=True,
     ):
         assert response.endswith(f"#### {truth}") == (score == 1)
         assert response.endswith(f"#### {answer}")
@@ -116,8 +141,12 @@ def test_results_of_a_local_model(base_model: Path, test_data: list[Prompt], rew
     json.dumps(results)  # only plain data
 
 
-def test_an_evaluation_is_repeatable(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
-    first, again = (ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, 2) for _ in "ab")
+def test_an_evaluation_is_repeatable(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    first, again = (
+        ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, 2) for _ in "ab"
+    )
     assert first == again
     other = ModelEvaluator(base_model, max_new_tokens=24, seed=1).evaluate(test_data, reward, 2)
     assert other["responses"] == first["responses"]  # greedy, so the seed has no effect
@@ -129,10 +158,14 @@ def test_the_same_model_behind_a_socket(
 ) -> None:
     """OpenAI's chat completions, SGLang's native call and the local model give the same answers."""
     local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
-    native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(test_data, reward, k=2)
+    native = ModelEvaluator(engine, tokenizer=base_model, max_new_tokens=24).evaluate(
+        test_data, reward, k=2
+    )
     assert {**native, "model": ""} == {**local, "model": ""}
     for url in (engine, f"{engine}/v1"):
-        served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(test_data, reward, k=2)
+        served = ModelEvaluator(url, max_new_tokens=24, concurrency=3).evaluate(
+            test_data, reward, k=2
+        )
         assert served["responses"] == local["responses"]
         assert served["lengths"] == local["lengths"]
         assert len({sample["response"] for row in served["samples"] for sample in row}) > 1
@@ -144,21 +177,43 @@ def test_a_model_whose_context_is_short_writes_less(
     results = ModelEvaluator(base_model, max_new_tokens=100_000).evaluate(test_data[:2], reward)
     assert results["num_samples"] == 2
     long = [{"prompt": "apples and eggs " * 200, "answer": 1}]
-    with pytest.raises(ConfigError, match=r"the problem dataset-0 has \d+ tokens, and the model's context has only 512"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the problem dataset-0 has \d+ tokens, and the model's context has only 512",
+    ):
         ModelEvaluator(base_model).evaluate(long, reward)
 
 
-def test_prompts_and_sampling_are_sent_to_a_server(test_data: list[Prompt], reward: MathRewardFunction) -> None:
-    """A template replaces the chat, so the server completes a text; without a template the server builds the chat."""
-    sampling = {"sampling.top_p": 0.9, "sampling.stop": ["##"], "sampling.min_new_tokens": 2, "sampling.stop_token_ids": [7]}
+def test_prompts_and_sampling_are_sent_to_a_server(
+    test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
+    """A template replaces the chat, so the server completes a text; without a template the server
+    builds the chat."""
+    sampling = {
+        "sampling.top_p": 0.9,
+        "sampling.stop": ["##"],
+        "sampling.min_new_tokens": 2,
+        "sampling.stop_token_ids": [7],
+    }
     bare = {"data.prompt_template": "Q: {question}", "sampling.prefill": " So"}
-    done = {"choices": [{"text": " 3.", "finish_reason": "stop"}], "usage": {"completion_tokens": 3}}
+    done = {
+        "choices": [{"text": " 3.", "finish_reason": "stop"}],
+        "usage": {"completion_tokens": 3},
+    }
     with server((200, done)) as (url, bodies):
-        results = ModelEvaluator(url, model_id="small", settings=sampling | bare).evaluate(test_data[:1], reward, k=2)
+        results = ModelEvaluator(url, model_id="small", settings=sampling | bare).evaluate(
+            test_data[:1], reward, k=2
+        )
     assert results["responses"] == [" So 3."]
     assert {body["prompt"] for body in bodies} == {f"Q: {test_data[0].prompt} So"}
-    assert [(body["stop"], body["min_tokens"], body["stop_token_ids"]) for body in bodies] == [(["##"], 2, [7])] * 3
-    assert sorted(body.get("top_p", 1.0) for body in bodies) == [0.9, 0.9, 1.0]  # the greedy one has none
+    assert [(body["stop"], body["min_tokens"], body["stop_token_ids"]) for body in bodies] == [
+        (["##"], 2, [7])
+    ] * 3
+    assert sorted(body.get("top_p", 1.0) for body in bodies) == [
+        0.9,
+        0.9,
+        1.0,
+    ]  # the greedy one has none
     assert not any("top_k" in body for body in bodies)  # not every server knows it
 
     chat: dict[str, Any] = {"data.prompt_template": "Q: {question}", "model.chat_template": "own"}
@@ -170,18 +225,29 @@ def test_prompts_and_sampling_are_sent_to_a_server(test_data: list[Prompt], rewa
     assert bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
-def test_the_system_prompt_is_sent(base_model: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_the_system_prompt_is_sent(
+    base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     with server((200, chat("#### 1"))) as (url, bodies):
-        ModelEvaluator(url, model_id="small", system_prompt="Think.").evaluate(test_data[:1], reward)
+        ModelEvaluator(url, model_id="small", system_prompt="Think.").evaluate(
+            test_data[:1], reward
+        )
     assert bodies[0]["messages"] == [
         {"role": "system", "content": "Think."},
         {"role": "user", "content": test_data[0].prompt},
     ]
-    assert (bodies[0]["model"], bodies[0]["temperature"], bodies[0]["max_tokens"]) == ("small", 0, 512)
+    assert (bodies[0]["model"], bodies[0]["temperature"], bodies[0]["max_tokens"]) == (
+        "small",
+        0,
+        512,
+    )
 
 
 def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewardFunction) -> None:
-    with server((503, {}), (429, {}), (200, chat(f"#### {test_data[0].ground_truth}"))) as (url, bodies):
+    with server((503, {}), (429, {}), (200, chat(f"#### {test_data[0].ground_truth}"))) as (
+        url,
+        bodies,
+    ):
         results = ModelEvaluator(url, model_id="small").evaluate(test_data[:1], reward)
     assert len(bodies) == 3
     assert results["accuracy"] == 1
@@ -193,13 +259,20 @@ def test_a_server_that_does_not_answer_is_named(
 ) -> None:
     monkeypatch.setattr("trainer.api.generators._FIRST_ANSWER_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(Unreachable, match=r"did not answer.*field: model.*value: http://127.*remedy: check that the server"):
+    with pytest.raises(
+        Unreachable,
+        match=r"did not answer.*field: model.*value: http://127.*remedy: check that the server",
+    ):
         ModelEvaluator(url).evaluate(test_data, reward)
 
 
-def test_a_refusal_of_a_server_is_reported(test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_a_refusal_of_a_server_is_reported(
+    test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     with server((200, chat(None, "content_filter"))) as (url, _):
-        with pytest.raises(ConfigError, match=r"has the models small, large.*field: model_id.*name one"):
+        with pytest.raises(
+            ConfigError, match=r"has the models small, large.*field: model_id.*name one"
+        ):
             ModelEvaluator(url).evaluate(test_data, reward)
         with pytest.raises(ConfigError, match=r"field: api_key.*give the key"):
             ModelEvaluator(url, model_id="small", api_key="wrong").evaluate(test_data, reward)
@@ -241,25 +314,41 @@ def test_an_empty_data_set_is_an_error(base_model: Path, reward: MathRewardFunct
     ("model", "arguments", "message"),
     [
         ("m", {"max_new_tokens": 0}, r"field: max_new_tokens.*value: 0"),
-        ("m", {"temperature": 0}, r"samples at this temperature are all the same.*field: temperature"),
+        (
+            "m",
+            {"temperature": 0},
+            r"samples at this temperature are all the same.*field: temperature",
+        ),
         ("m", {"api_key": "x"}, r"a local model has no api_key"),
         ("m", {"tokenizer": "x"}, r"a local model has no tokenizer"),
-        ("http://h", {"tokenizer": "x", "model_id": "y"}, r"SGLang's native call cannot select a model_id"),
+        (
+            "http://h",
+            {"tokenizer": "x", "model_id": "y"},
+            r"SGLang's native call cannot select a model_id",
+        ),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(model: str, arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(
+    model: str, arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelEvaluator(model, **arguments)
 
 
-def test_a_missing_model_is_refused(tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction) -> None:
+def test_a_missing_model_is_refused(
+    tmp_path: Path, test_data: list[Prompt], reward: MathRewardFunction
+) -> None:
     with pytest.raises(ConfigError, match=r"no such directory.*nothing"):
         ModelEvaluator(tmp_path / "nothing").evaluate(test_data, reward)
 
 
 @pytest.mark.slow
 def test_a_model_of_the_hub(
-    base_model: Path, test_data: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
+    base_model: Path,
+    test_data: list[Prompt],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reward: MathRewardFunction,
 ) -> None:
     """Uses a cache of the hub as `huggingface_hub` lays it out, without network."""
     home = tmp_path / "models--org--tiny"
@@ -274,7 +363,11 @@ def test_a_model_of_the_hub(
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, test_data[0].prompt], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, test_data[0].prompt],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     local = ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:1], reward)
     assert done.stdout.strip() == local["responses"][0]
@@ -283,26 +376,47 @@ def test_a_model_of_the_hub(
 @pytest.mark.parametrize(
     ("answers", "right", "accuracy"),
     [
-        (["\\boxed{\\frac{1}{2}}", "\\boxed{0.5}", "\\boxed{3}"], "110", 1),  # by number: 1/2 and 0.5 are equal
+        (
+            ["\\boxed{\\frac{1}{2}}", "\\boxed{0.5}", "\\boxed{3}"],
+            "110",
+            1,
+        ),  # by number: 1/2 and 0.5 are equal
         (["\\boxed{3}", "#### 1/2", "The answer is 0.5.", "\\boxed{3}", ".5"], "01101", 1),
-        (["\\boxed{1,080}", "\\boxed{\\$1080}", "\\boxed{1080.00}", "\\boxed{7}", "\\boxed{7}"], "00011", 0),
+        (
+            ["\\boxed{1,080}", "\\boxed{\\$1080}", "\\boxed{1080.00}", "\\boxed{7}", "\\boxed{7}"],
+            "00011",
+            0,
+        ),
         (["\\boxed{1{,}080}", "1080 apples", "7", "7"], "1100", 0.5),  # a tie
         (["1", "2", "3", "4"], "0010", 0.25),
         (["\\boxed{x+1}", "\\boxed{x + 1}", "\\boxed{1}"], "110", 1),
-        (["I do not know.", "", "No idea", "\\boxed{5}"], "0001", 1),  # a missing answer has no vote
-        (["\\boxed{7|8}", "\\boxed{7|8}", "\\boxed{7}"], "001", 0),  # an answer that cannot be parsed votes as its text
+        (
+            ["I do not know.", "", "No idea", "\\boxed{5}"],
+            "0001",
+            1,
+        ),  # a missing answer has no vote
+        (
+            ["\\boxed{7|8}", "\\boxed{7|8}", "\\boxed{7}"],
+            "001",
+            0,
+        ),  # an answer that cannot be parsed votes as its text
         (["I do not know.", "Nor do I."], "00", 0),
     ],
 )
 def test_answers_vote_by_their_numbers(answers: list[str], right: str, accuracy: float) -> None:
-    assert maj_at_k([_vote(answer) for answer in answers], [digit == "1" for digit in right]) == accuracy
+    assert (
+        maj_at_k([_vote(answer) for answer in answers], [digit == "1" for digit in right])
+        == accuracy
+    )
 
 
 def test_evaluation_works_while_an_event_loop_runs(
     base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
 ) -> None:
     async def cell() -> float | None:
-        return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)["accuracy"]
+        return ModelEvaluator(base_model, max_new_tokens=24).evaluate(test_data[:2], reward)[
+            "accuracy"
+        ]
 
     assert asyncio.run(cell()) is not None
 
@@ -310,7 +424,10 @@ def test_evaluation_works_while_an_event_loop_runs(
 def test_two_evaluations_are_compared_problem_by_problem(
     base_model: Path, test_data: list[Prompt], reward: MathRewardFunction
 ) -> None:
-    long, short = (ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, reward) for limit in (24, 1))
+    long, short = (
+        ModelEvaluator(base_model, max_new_tokens=limit).evaluate(test_data, reward)
+        for limit in (24, 1)
+    )
     found = compare_evaluations(long, short)
     assert long["accuracy"] is not None
     assert short["accuracy"] is not None

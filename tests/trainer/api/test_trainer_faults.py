@@ -55,7 +55,9 @@ def test_another_client_that_keeps_drawing_prompts_ends_the_run(
 
 
 @pytest.fixture
-def before_the_first_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[ReplayClient], Awaitable[None]]], None]:
+def before_the_first_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Callable[[ReplayClient], Awaitable[None]]], None]:
     """Lets another client act on the replay-buffer once it holds a whole batch."""
     monkeypatch.setattr("trainer.rollouts.rollouts._SAY_EVERY_S", 0.2)
     take = ReplayClient.take
@@ -63,7 +65,7 @@ def before_the_first_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
     def act(deed: Callable[[ReplayClient], Awaitable[None]]) -> None:
         async def first(client: ReplayClient, request: TakeRequest) -> TakenGroups:
             monkeypatch.setattr(ReplayClient, "take", take)
-            while (await client.stats())["fresh"] < 4:  # noqa: ASYNC110 - as a client would
+            while (await client.stats())["fresh"] < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             await deed(client)
             return TakenGroups(groups=[], evicted=0)
@@ -74,7 +76,9 @@ def before_the_first_take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
 
 
 def test_groups_that_another_client_forgets_are_stored_again(
-    settings: Callable[..., Config], before_the_first_take: Callable[..., None], caplog: pytest.LogCaptureFixture
+    settings: Callable[..., Config],
+    before_the_first_take: Callable[..., None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def clear(client: ReplayClient) -> None:
         await client.request("POST", "/clear", json={})
@@ -90,11 +94,15 @@ def test_groups_that_another_client_acknowledges_end_the_run(
     settings: Callable[..., Config], before_the_first_take: Callable[..., None]
 ) -> None:
     async def steal(client: ReplayClient) -> None:
-        taken = await client.take(TakeRequest(count=3, min_version=0, wait_s=0, request_id="thief", run_id="another"))
+        taken = await client.take(
+            TakeRequest(count=3, min_version=0, wait_s=0, request_id="thief", run_id="another")
+        )
         await client.ack([group.id for group in taken.groups])
 
     before_the_first_take(steal)
-    with pytest.raises(CollectFailed, match="3 groups were acknowledged in the replay-buffer by another client"):
+    with pytest.raises(
+        CollectFailed, match="3 groups were acknowledged in the replay-buffer by another client"
+    ):
         train_in_process(settings(), quiet())
 
 
@@ -124,13 +132,16 @@ def test_groups_that_another_client_acknowledges_end_the_run(
 def test_trap_a_failed_generation_is_dropped_never_trained_on(
     settings: Callable[..., Config], response: Callable[[], httpx.Response]
 ) -> None:
-    """Trap: a failed generation trained on as "". Here its group is dropped and counted, and its prompt tried again."""
+    """Trap: a failed generation trained on as "". Here its group is dropped and counted, and its
+    prompt tried again."""
     config = settings()
     train_in_process(config, quiet(), lambda app: Faulty(app, {2, 6, 7}, response))
     assert metrics(config)[-1]["dropped"] == {"generation": 3}
     groups = stored(config)
     assert len(groups) == 12
-    assert all(len(completion.token_ids) > 0 for group in groups for completion in group.completions)
+    assert all(
+        len(completion.token_ids) > 0 for group in groups for completion in group.completions
+    )
     assert [group.position for group in groups] == list(range(12))
 
 
@@ -160,9 +171,12 @@ def test_a_prompt_that_always_fails_is_left_out_and_its_place_taken_by_another(
 
 
 @pytest.mark.parametrize("off", [0.0, 0.1])
-def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callable[..., Config], off: float) -> None:
+def test_an_engine_that_computes_another_policy_raises_an_alarm(
+    settings: Callable[..., Config], off: float
+) -> None:
     class Off(Faulty):
-        """Shifts its log-probabilities by `off` on average, as weights in another precision would."""
+        """Shifts its log-probabilities by `off` on average, as weights in another precision
+        would."""
 
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             response = await super().handle_async_request(request)
@@ -175,10 +189,16 @@ def test_an_engine_that_computes_another_policy_raises_an_alarm(settings: Callab
             return httpx.Response(200, json=answers)
 
     config, said = settings(), io.StringIO()
-    train_in_process(config, Console(file=said, width=400), lambda app: Off(app, set(), lambda: httpx.Response(500)))
+    train_in_process(
+        config,
+        Console(file=said, width=400),
+        lambda app: Off(app, set(), lambda: httpx.Response(500)),
+    )
     assert all(("delta_logprob" in line["alarms"]) == (off > 0) for line in metrics(config))
     # Reported once.
-    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (off > 0)
+    assert said.getvalue().count("alarm: mean |Δ logprob| between rollout engine and trainer") == (
+        off > 0
+    )
 
 
 def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., Config]) -> None:
@@ -187,23 +207,35 @@ def test_too_many_failures_stop_the_run_with_the_reason(settings: Callable[..., 
     def response() -> httpx.Response:
         return httpx.Response(400, json={"error": {"message": "the engine is out of order"}})
 
-    with pytest.raises(CollectFailed, match=r"5 groups in a row were dropped.*the engine is out of order"):
+    with pytest.raises(
+        CollectFailed, match=r"5 groups in a row were dropped.*the engine is out of order"
+    ):
         train_in_process(config, quiet(), lambda app: Faulty(app, set(range(1, 1000)), response))
 
 
 def test_failures_between_successes_do_not_stop_the_run(settings: Callable[..., Config]) -> None:
     """One group at a time: every second one fails, so there are never two failures in a row."""
-    words = ("--trainer.batch_size", "1", "--trainer.max_steps", "3", "--trainer.max_failed_groups", "2")
+    words = (
+        "--trainer.batch_size",
+        "1",
+        "--trainer.max_steps",
+        "3",
+        "--trainer.max_failed_groups",
+        "2",
+    )
     config = settings(*words)
 
-    train_in_process(config, quiet(), lambda app: Faulty(app, {1, 3, 5}, lambda: httpx.Response(500)))
+    train_in_process(
+        config, quiet(), lambda app: Faulty(app, {1, 3, 5}, lambda: httpx.Response(500))
+    )
 
     assert [line["step"] for line in metrics(config)] == [1, 2, 3]
     assert metrics(config)[-1]["dropped"] == {"generation": 3}
 
 
 def test_trap_tokens_are_kept_and_never_retokenised(settings: Callable[..., Config]) -> None:
-    """Trap: text tokenised again, log-probabilities lost. The stored tokens are the engine's, with the end token."""
+    """Trap: text tokenised again, log-probabilities lost. The stored tokens are the engine's, with
+    the end token."""
     answers: dict[tuple[int, ...], list[float]] = {}  # prompt and completion -> logprobs
 
     class Watching(Faulty):

@@ -1,4 +1,5 @@
-"""The first call of a custom reward function is checked before training; a single error says what to change."""
+"""The first call of a custom reward function is checked before training; a single error says what
+to change."""
 
 import time
 from collections.abc import Callable
@@ -41,10 +42,21 @@ def slow(completions: list[Any], **_: Any) -> list[float]:
     return [1.0 for _ in completions]
 
 
-def trainer(base_model: Path, folder: Path, function: Callable[..., Any], **settings: Any) -> OnlineRLTrainer:
-    fields: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1, "kl_coef": 0}
+def trainer(
+    base_model: Path, folder: Path, function: Callable[..., Any], **settings: Any
+) -> OnlineRLTrainer:
+    fields: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 1,
+        "kl_coef": 0,
+    }
     config = TrainerConfig(
-        model_name_or_path=str(base_model), output_dir=folder / "run", max_new_tokens=4, settings=settings, **fields
+        model_name_or_path=str(base_model),
+        output_dir=folder / "run",
+        max_new_tokens=4,
+        settings=settings,
+        **fields,
     )
     return OnlineRLTrainer(config, Own(function), ROWS)
 
@@ -55,7 +67,10 @@ def trainer(base_model: Path, folder: Path, function: Callable[..., Any], **sett
         (lambda completions, **_: [1.0], ["own returned 1 scores for 2 completions"]),
         (lambda completions, **_: ["1.0" for _ in completions], ["'1.0' is not a number"]),
         (coroutine, ["own is a coroutine: define it with def, not async def"]),
-        (broken, ["IndexError: list index out of range", "test_trainer_first_call.py", "in broken"]),
+        (
+            broken,
+            ["IndexError: list index out of range", "test_trainer_first_call.py", "in broken"],
+        ),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",
 )
@@ -71,11 +86,15 @@ def test_a_broken_function_is_refused_before_training(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_slow_function_is_refused_with_the_setting_to_raise(base_model: Path, tmp_path: Path) -> None:
+def test_a_slow_function_is_refused_with_the_setting_to_raise(
+    base_model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"no answer within 0\.05 s") as caught:
         trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 0.05}).train()
     assert (caught.value.field, caught.value.value) == ("reward.function_timeout_s", "0.05")
-    trainer(base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}).train()  # the directory is free again
+    trainer(
+        base_model, tmp_path, slow, **{"reward.function_timeout_s": 60}
+    ).train()  # the directory is free again
 
 
 def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
@@ -84,9 +103,19 @@ def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
     def lengths(completions: list[Any], **_: Any) -> list[float]:
         return [8.5 + i for i, _ in enumerate(completions)]
 
-    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_new_tokens": 4, "kl_coef": 0}
+    fields = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_new_tokens": 4,
+        "kl_coef": 0,
+    }
     config = TrainerConfig(
-        model_name_or_path=str(base_model), output_dir=tmp_path, max_steps=3, save_steps=1, save_total_limit=1, **fields
+        model_name_or_path=str(base_model),
+        output_dir=tmp_path,
+        max_steps=3,
+        save_steps=1,
+        save_total_limit=1,
+        **fields,
     )
     made = OnlineRLTrainer(config, Own(lengths), ROWS, ROWS[:3])
     result, said = made.train(), capsys.readouterr().out
@@ -97,20 +126,38 @@ def test_rewards_that_are_not_verdicts_have_no_accuracy_anywhere(
     assert all(line.items() >= nothing.items() for line in result.history)
     nothing = dict.fromkeys(("accuracy", "standard_error", "pass_at_k"))
     assert all(line.items() >= nothing.items() for line in result.evaluations)
-    assert {answer["correct"] for line in result.evaluations for answer in line["answers"]} == {None}
+    assert {answer["correct"] for line in result.evaluations for answer in line["answers"]} == {
+        None
+    }
     groups = [group for line in read_lines(tmp_path / "groups.jsonl") for group in line["groups"]]
     assert {group["correct"] for group in groups} == {None}
-    assert (tmp_path / "checkpoints" / "best").readlink() == Path("step_000003")  # the mean reward is equal everywhere
+    assert (tmp_path / "checkpoints" / "best").readlink() == Path(
+        "step_000003"
+    )  # the mean reward is equal everywhere
     measured = made.evaluate(ROWS[:2], k=2)
-    names = ("accuracy", "standard_error", "confidence_interval", "pass_at_k", "avg_at_k", "maj_at_k", "pass_at")
+    names = (
+        "accuracy",
+        "standard_error",
+        "confidence_interval",
+        "pass_at_k",
+        "avg_at_k",
+        "maj_at_k",
+        "pass_at",
+    )
     assert (measured["mean_reward"], {measured[name] for name in names}) == (8.5, {None})  # type: ignore[literal-required]
     assert measured["correct"] == [None, None]
     with pytest.raises(ConfigError, match="its rewards do not tell whether an answer is right"):
         compare_evaluations(measured, measured)
 
 
-def test_rewards_of_0_and_1_are_verdicts(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(base_model, tmp_path, lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)]).train()
+def test_rewards_of_0_and_1_are_verdicts(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(
+        base_model,
+        tmp_path,
+        lambda completions, **_: [float(i % 2) for i, _ in enumerate(completions)],
+    ).train()
     assert " acc 0.500 " in capsys.readouterr().out
 
 
@@ -127,9 +174,18 @@ class Away(DetailedRewardFunction):
         return [Score(None, "error") if self.calls == 1 else Score(1.0) for _ in completions]
 
 
-def test_a_service_that_is_away_at_first_does_not_end_the_run(base_model: Path, tmp_path: Path) -> None:
+def test_a_service_that_is_away_at_first_does_not_end_the_run(
+    base_model: Path, tmp_path: Path
+) -> None:
     away = Away()
-    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_steps": 1, "max_new_tokens": 4}
-    config = TrainerConfig(model_name_or_path=str(base_model), output_dir=tmp_path / "run", **fields)
+    fields = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_steps": 1,
+        "max_new_tokens": 4,
+    }
+    config = TrainerConfig(
+        model_name_or_path=str(base_model), output_dir=tmp_path / "run", **fields
+    )
     assert OnlineRLTrainer(config, away, ROWS).train().global_step == 1
     assert away.calls > 1

@@ -21,7 +21,11 @@ ROWS = [
     {"prompt": [{"role": "user", "content": p.question}], "answer": p.solution, "level": i % 2}
     for i, p in zip(range(12), problems("train"), strict=False)
 ]
-SMALL: dict[str, Any] = {"per_device_train_batch_size": 8, "max_completion_length": 12, "use_cpu": True}
+SMALL: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 12,
+    "use_cpu": True,
+}
 
 
 def length(completions: list[Any], **_: Any) -> list[float]:
@@ -29,7 +33,9 @@ def length(completions: list[Any], **_: Any) -> list[float]:
 
 
 def config(folder: Path, **fields: Any) -> GRPOConfig:
-    return GRPOConfig(output_dir=folder / "run", **SMALL | {"max_steps": 1, "verbose": False} | fields)
+    return GRPOConfig(
+        output_dir=folder / "run", **SMALL | {"max_steps": 1, "verbose": False} | fields
+    )
 
 
 @pytest.mark.usefixtures("curves")
@@ -37,14 +43,31 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
     calls: list[dict[str, Any]] = []
 
     def tokens(
-        prompts: Any, completions: Any, completion_ids: Any, answer: Any, ground_truth: Any, level: Any, **kwargs: Any
+        prompts: Any,
+        completions: Any,
+        completion_ids: Any,
+        answer: Any,
+        ground_truth: Any,
+        level: Any,
+        **kwargs: Any,
     ) -> list[float | None]:
-        calls.append({"prompts": prompts, "completions": completions, "ids": completion_ids, "answer": answer})
-        assert all(text.endswith(f"#### {truth}") for text, truth in zip(answer, ground_truth, strict=True))
+        calls.append(
+            {
+                "prompts": prompts,
+                "completions": completions,
+                "ids": completion_ids,
+                "answer": answer,
+            }
+        )
+        assert all(
+            text.endswith(f"#### {truth}") for text, truth in zip(answer, ground_truth, strict=True)
+        )
         kwargs["log_metric"]("called", 1.0)
         kwargs["log_extra"]("tokens", [len(ids) for ids in completion_ids])
         assert kwargs["trainer_state"].global_step <= 2
-        return [len(ids) / 12 if odd else None for ids, odd in zip(completion_ids, level, strict=True)]
+        return [
+            len(ids) / 12 if odd else None for ids, odd in zip(completion_ids, level, strict=True)
+        ]
 
     async def ends(completions: Any, **_: Any) -> list[float]:
         await asyncio.sleep(0)
@@ -58,13 +81,17 @@ def test_functions_get_what_trl_gives_them(base_model: Path, tmp_path: Path) -> 
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     for call in calls[1:]:  # the first call has made-up answers
-        for prompt, completion, ids in zip(call["prompts"], call["completions"], call["ids"], strict=True):
+        for prompt, completion, ids in zip(
+            call["prompts"], call["completions"], call["ids"], strict=True
+        ):
             assert prompt[0]["role"] == "user"
             assert tokenizer.decode(ids, skip_special_tokens=True) == completion[0]["content"]
     groups = read_lines(result.output_dir / "samples.jsonl")
     for completion in (completion for group in groups for completion in group["completions"]):
         parts = completion["components"]
-        assert completion["reward"] == pytest.approx(0.5 * (parts["tokens"] or 0) + 2 * parts["ends"], abs=1e-6)
+        assert completion["reward"] == pytest.approx(
+            0.5 * (parts["tokens"] or 0) + 2 * parts["ends"], abs=1e-6
+        )
     assert [set(line["logged"]) for line in result.history] == [{"called"}] * 2
     rows = read_lines(result.output_dir / "extras.jsonl")
     assert [row["step"] for row in rows if "evaluation" not in row] == [1] * 8 + [2] * 8
@@ -130,14 +157,28 @@ def test_callbacks_follow_a_run_and_can_stop_it(base_model: Path, tmp_path: Path
     assert result.global_step == 2
     assert short.steps == [1, 2]
     assert watch.events == [
-        *(("evaluate", 0), ("begin", 9), ("save", 1), ("log", 1), ("log", 2), ("end", 2), ("evaluate", 2), ("save", 2))
+        *(
+            ("evaluate", 0),
+            ("begin", 9),
+            ("save", 1),
+            ("log", 1),
+            ("log", 2),
+            ("end", 2),
+            ("evaluate", 2),
+            ("save", 2),
+        )
     ]
     assert [line["step"] for line in trainer.state.log_history] == [0, 1, 2, 2]
     assert trainer.state.best_metric == max(line["mean_reward"] for line in result.evaluations)
-    assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {"step_000001", "step_000002"}
+    assert {path.name for path in (result.output_dir / "checkpoints").glob("step_*")} == {
+        "step_000001",
+        "step_000002",
+    }
 
 
-def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(base_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(
+    base_model: Path, tmp_path: Path
+) -> None:
     saved: list[int] = []
 
     class Asks:
@@ -147,7 +188,13 @@ def test_a_checkpoint_that_is_due_and_asked_for_is_written_once(base_model: Path
         def on_save(self, state: Any) -> None:
             saved.append(state.global_step)
 
-    result = GRPOTrainer(str(base_model), length, config(tmp_path, max_steps=2, save_steps=1), ROWS, callbacks=[Asks()]).train()
+    result = GRPOTrainer(
+        str(base_model),
+        length,
+        config(tmp_path, max_steps=2, save_steps=1),
+        ROWS,
+        callbacks=[Asks()],
+    ).train()
     assert saved == [1, 2]
     assert result.evaluations == [], "there is nothing held out"
 
@@ -156,19 +203,29 @@ def test_a_callback_that_would_not_be_called_is_refused(base_model: Path, tmp_pa
     class Epochs(TrainerCallback):  # type: ignore[misc]
         def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
 
-    for callback, message in [(Epochs(), "on_epoch_end would never be called"), (Watch, "add parentheses"), (7, "any of on_")]:
+    for callback, message in [
+        (Epochs(), "on_epoch_end would never be called"),
+        (Watch, "add parentheses"),
+        (7, "any of on_"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             GRPOTrainer(str(base_model), length, config(tmp_path), ROWS, callbacks=[callback])
 
 
 def test_a_model_and_a_tokenizer_as_objects(
-    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    base_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from peft import LoraConfig
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base_model), AutoTokenizer.from_pretrained(base_model)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(base_model),
+        AutoTokenizer.from_pretrained(base_model),
+    )
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     settings = config(tmp_path, learning_rate=1e-2, push_to_hub=True, hub_model_id="me/tiny")
@@ -177,13 +234,21 @@ def test_a_model_and_a_tokenizer_as_objects(
     trainer = GRPOTrainer(model, length, settings, ROWS, ROWS[:2], **given)
     result = trainer.train()
     assert result.history[0]["update"]["learning_rate"] == 2e-2
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
     assert changed
     assert all("q_proj" in name or "v_proj" in name for name in changed)
     saved = AutoModelForCausalLM.from_pretrained(result.output_dir / "hub").state_dict()
     torch.testing.assert_close(dict(saved), dict(model.state_dict()))
     card = (result.output_dir / "hub" / "README.md").read_text(encoding="utf-8")
-    for words in ("trained with grpo", "`lora.rank` | `4`", "12 training problems", "95 % interval", "`length`"):
+    for words in (
+        "trained with grpo",
+        "`lora.rank` | `4`",
+        "12 training problems",
+        "95 % interval",
+        "`length`",
+    ):
         assert words in card
     assert "not pushed: the hub cannot be reached" in capsys.readouterr().out
 
@@ -195,11 +260,19 @@ def test_only_grpo_trainer_continues_a_text_as_it_is(base_model: Path, tmp_path:
         seen.extend([*completions, *prompts])
         return [len(text) / 9 for text in completions]
 
-    fields = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_new_tokens": 4, "max_steps": 1}
+    fields = {
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "max_new_tokens": 4,
+        "max_steps": 1,
+    }
     runs = {
         "trl": GRPOTrainer(str(base_model), texts, config(tmp_path), iter(rows)),
         "own": OnlineRLTrainer(
-            TrainerConfig(output_dir=tmp_path / "own", verbose=False, **fields), texts, rows, model=str(base_model)
+            TrainerConfig(output_dir=tmp_path / "own", verbose=False, **fields),
+            texts,
+            rows,
+            model=str(base_model),
         ),
     }
     tokens = {name: len(_first_prompt(trainer)) for name, trainer in runs.items()}
@@ -210,7 +283,11 @@ def test_only_grpo_trainer_continues_a_text_as_it_is(base_model: Path, tmp_path:
 def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
     result = trainer.train()
     (group, *_) = read_lines(result.output_dir / "samples.jsonl")
-    return list(group["prompt_token_ids"]) if "prompt_token_ids" in group else list(group["prompt_tokens"])
+    return (
+        list(group["prompt_token_ids"])
+        if "prompt_token_ids" in group
+        else list(group["prompt_tokens"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,15 +295,27 @@ def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
     [
         ({"reward_funcs": None}, r"field: reward_fn"),
         ({"train_dataset": None}, r"field: train_dataset"),
-        ({"tools": [print]}, r"tool print .*cannot be described.*field: tools.*give every argument a type"),
+        (
+            {"tools": [print]},
+            r"tool print .*cannot be described.*field: tools.*give every argument a type",
+        ),
         ({"quantization_config": {"load_in_4bit": True}}, r"argument quantization_config"),
         (
             {"args": {"reward_weights": [1.0]}, "reward_funcs": [length, length]},
             r"there are 2 reward functions.*reward_weights",
         ),
-        ({"args": {"max_steps": -1}, "train_dataset": iter(ROWS)}, r"the data set has no length.*field: max_steps"),
-        ({"train_dataset": [{"prompt": "a?", "completion_ids": 1}]}, r"'completion_ids'.*rename the column"),
-        ({"args": {"model_name_or_path": "other"}}, r"the argument model names another model.*field: model_name_or_path"),
+        (
+            {"args": {"max_steps": -1}, "train_dataset": iter(ROWS)},
+            r"the data set has no length.*field: max_steps",
+        ),
+        (
+            {"train_dataset": [{"prompt": "a?", "completion_ids": 1}]},
+            r"'completion_ids'.*rename the column",
+        ),
+        (
+            {"args": {"model_name_or_path": "other"}},
+            r"the argument model names another model.*field: model_name_or_path",
+        ),
         ({"model": object()}, r"this type cannot be saved.*field: model"),
         ({"peft_config": object()}, r"supports only LoRA adapters"),
     ],
@@ -234,7 +323,11 @@ def _first_prompt(trainer: OnlineRLTrainer) -> list[int]:
 def test_missing_or_impossible_arguments_are_refused_at_once(
     base_model: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    given: dict[str, Any] = {"model": str(base_model), "reward_funcs": length, "train_dataset": ROWS} | changes
+    given: dict[str, Any] = {
+        "model": str(base_model),
+        "reward_funcs": length,
+        "train_dataset": ROWS,
+    } | changes
     given["args"] = config(tmp_path, **given.get("args", {}))
     with pytest.raises(ConfigError, match=message):
         GRPOTrainer(**given)

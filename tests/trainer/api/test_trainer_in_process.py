@@ -33,14 +33,18 @@ def test_a_run_is_repeatable_and_depends_on_the_seed(settings: Callable[..., Con
         train_in_process(config, quiet())
     for a, b in zip(stored(first), stored(second), strict=True):
         assert a.prompt_id == b.prompt_id
-        assert [c.token_ids.tolist() for c in a.completions] == [c.token_ids.tolist() for c in b.completions]
+        assert [c.token_ids.tolist() for c in a.completions] == [
+            c.token_ids.tolist() for c in b.completions
+        ]
     for x, y in zip(metrics(first), metrics(second), strict=True):
         assert x["reward"] == y["reward"]
         assert x["update"] == pytest.approx(y["update"], abs=1e-4)
     assert [g.prompt_id for g in stored(other)] != [g.prompt_id for g in stored(first)]
 
 
-def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_an_unbroken_one(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
     unbroken = settings("--trainer.max_steps", "4")
     train_in_process(unbroken, quiet())
     place = tmp_path / "broken"
@@ -69,7 +73,9 @@ def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
     reports = []
     for config in (unbroken, resumed):
         with closing(sqlite3.connect(config.state_dir / "data" / "stream.db")) as db:
-            reports.append(db.execute("SELECT position, body FROM reports ORDER BY serial").fetchall())
+            reports.append(
+                db.execute("SELECT position, body FROM reports ORDER BY serial").fetchall()
+            )
     assert reports[0] == reports[1]
     assert [position for position, _ in reports[0]] == [4, 8, 12, 16, 20, 24]
     groups = stored(unbroken)[:4]
@@ -103,7 +109,9 @@ def test_an_engine_beside_a_trainer_that_computes_records_no_steps(
 
     monkeypatch.setattr("trainer.in_process.Model", Recording)
     for staleness in (0, 1):
-        train_in_process(settings("--trainer.max_staleness", str(staleness), "--trainer.max_steps", "1"), quiet())
+        train_in_process(
+            settings("--trainer.max_staleness", str(staleness), "--trainer.max_steps", "1"), quiet()
+        )
     assert [model.graphs is None for model in models] == [False, True]
 
 
@@ -130,29 +138,53 @@ def test_reused_groups_carry_importance_weights(
 
     monkeypatch.setattr(Batch, "of", recorded)
     size = ("--trainer.batch_size", "8", "--trainer.max_steps", "4")
-    reuse = ("--replay.reuse_ratio", "0.25", "--replay.priority", f"{__name__}:longest", "--replay.corrected", str(corrected))
+    reuse = (
+        "--replay.reuse_ratio",
+        "0.25",
+        "--replay.priority",
+        f"{__name__}:longest",
+        "--replay.corrected",
+        str(corrected),
+    )
     config = settings(*size, *reuse)
     train_in_process(config, quiet())
-    useful = [not group.zero_variance for group in stored(config)]  # of the six fresh groups of a step
+    useful = [
+        not group.zero_variance for group in stored(config)
+    ]  # of the six fresh groups of a step
     reused = [min(2, sum(useful[: 6 * step])) for step in range(4)]
     assert [line["reused_groups"] for line in metrics(config)] == reused
     assert [group.position for group in stored(config)] == list(range(24))
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
-        answers = [json.loads(answer)[1] for (answer,) in db.execute("SELECT answer FROM samples ORDER BY key")]
+        answers = [
+            json.loads(answer)[1]
+            for (answer,) in db.execute("SELECT answer FROM samples ORDER BY key")
+        ]
     weights = [weight for answer in answers for weight in answer]
     assert len({*weights}) > 1
-    assert [weight for reused, weight in trained if reused] == pytest.approx(weights if corrected else [1.0] * sum(reused))
+    assert [weight for reused, weight in trained if reused] == pytest.approx(
+        weights if corrected else [1.0] * sum(reused)
+    )
     assert {weight for reused, weight in trained if not reused} == {1.0}
 
 
 def test_a_run_begins_with_the_warnings_about_its_settings(settings: Callable[..., Config]) -> None:
     console = Console(file=io.StringIO(), width=1000)
-    train_in_process(settings("--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--trainer.max_steps", "1"), console)
+    train_in_process(
+        settings(
+            "--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--trainer.max_steps", "1"
+        ),
+        console,
+    )
     assert isinstance(console.file, io.StringIO)
-    assert "warning: algorithm.kl_in reward with algorithm.advantage group_normalised" in console.file.getvalue()
+    assert (
+        "warning: algorithm.kl_in reward with algorithm.advantage group_normalised"
+        in console.file.getvalue()
+    )
 
 
-def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config], tmp_path: Path) -> None:
+def test_experience_of_another_run_is_not_reused(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
     state = ("--state_dir", str(tmp_path / "shared"), "--trainer.max_steps", "1")
     train_in_process(settings(*state), quiet())
     with pytest.raises(ConfigError, match=r"holds 4 groups of another run.*POST /clear"):
@@ -161,11 +193,19 @@ def test_experience_of_another_run_is_not_reused(settings: Callable[..., Config]
 
 @pytest.mark.parametrize("priority", ["reward", f"{__name__}:longest"])
 def test_every_priority_reuses_groups(settings: Callable[..., Config], priority: str) -> None:
-    config = settings("--replay.reuse_ratio", "0.5", "--trainer.max_steps", "3", "--replay.priority", priority)
+    config = settings(
+        "--replay.reuse_ratio", "0.5", "--trainer.max_steps", "3", "--replay.priority", priority
+    )
     train_in_process(config, quiet())
-    useful = [not group.zero_variance for group in stored(config)]  # of the two fresh groups of a step
+    useful = [
+        not group.zero_variance for group in stored(config)
+    ]  # of the two fresh groups of a step
     assert any(useful[:4])
-    assert [line["reused_groups"] for line in metrics(config)] == [0, min(2, sum(useful[:2])), min(2, sum(useful[:4]))]
+    assert [line["reused_groups"] for line in metrics(config)] == [
+        0,
+        min(2, sum(useful[:2])),
+        min(2, sum(useful[:4])),
+    ]
     with closing(sqlite3.connect(config.state_dir / "replay" / "replay.db")) as db:
         priorities = dict(db.execute("SELECT id, priority FROM groups"))
     expected = load_priority(priority)
@@ -180,19 +220,49 @@ def longest(group: Group, advantages: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("location", ["trainer", pytest.param("server", marks=pytest.mark.slow)])
-def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config], tmp_path: Path, location: str) -> None:
-    words = ["--algorithm.name", "ppo", "--critic.learning_rate", "1e-3", "--critic.warmup_steps", "1"]
+def test_ppo_learns_a_critic_and_resumes_with_it(
+    settings: Callable[..., Config], tmp_path: Path, location: str
+) -> None:
+    words = [
+        "--algorithm.name",
+        "ppo",
+        "--critic.learning_rate",
+        "1e-3",
+        "--critic.warmup_steps",
+        "1",
+    ]
     words += ["--critic.location", location]
-    unbroken = settings(*words, "--trainer.max_steps", "4", "--sampling.group_size", "1", "--trainer.batch_size", "16")
+    unbroken = settings(
+        *words,
+        "--trainer.max_steps",
+        "4",
+        "--sampling.group_size",
+        "1",
+        "--trainer.batch_size",
+        "16",
+    )
     train_in_process(unbroken, quiet())
     lines = metrics(unbroken)
-    assert [line["update"]["updates"] for line in lines] == [0, 4, 4, 4]  # only the critic learns at first
+    assert [line["update"]["updates"] for line in lines] == [
+        0,
+        4,
+        4,
+        4,
+    ]  # only the critic learns at first
     assert lines[0]["critic"]["value_mean"] == 0
     assert lines[3]["critic"]["value_mean"] > 0
     place = tmp_path / "broken"
     for steps in ("2", "4"):
         resumed = settings(
-            *(*words, "--trainer.max_steps", steps, "--sampling.group_size", "1", "--trainer.batch_size", "16"),
+            *(
+                *words,
+                "--trainer.max_steps",
+                steps,
+                "--sampling.group_size",
+                "1",
+                "--trainer.batch_size",
+                "16",
+            ),
             directory=place,
         )
         train_in_process(resumed, quiet())
@@ -204,7 +274,9 @@ def test_ppo_learns_a_critic_and_resumes_with_it(settings: Callable[..., Config]
     assert (saved if location == "server" else saved / "critic").joinpath("config.json").exists()
 
 
-def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Callable[..., Config]) -> None:
+def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(
+    settings: Callable[..., Config],
+) -> None:
     config = settings("--algorithm.name", "dapo", "--trainer.max_steps", "2")
     train_in_process(config, quiet())
     lines = metrics(config)
@@ -216,7 +288,14 @@ def test_dynamic_sampling_fills_the_batch_with_groups_that_differ(settings: Call
 
 def test_dynamic_sampling_stops_when_no_group_differs(settings: Callable[..., Config]) -> None:
     """One token is never enough for an answer, so every reward is 0."""
-    words = ("--algorithm.name", "dapo", "--algorithm.dynamic_sampling_rounds", "2", "--sampling.max_new_tokens", "1")
+    words = (
+        "--algorithm.name",
+        "dapo",
+        "--algorithm.dynamic_sampling_rounds",
+        "2",
+        "--sampling.max_new_tokens",
+        "1",
+    )
     with pytest.raises(CollectFailed, match=r"2 rounds of dynamic sampling.*too easy or too hard"):
         train_in_process(settings(*words), quiet())
 
@@ -230,7 +309,10 @@ def test_the_group_size_is_used(settings: Callable[..., Config]) -> None:
 def test_a_batch_larger_than_the_data_is_refused(settings: Callable[..., Config]) -> None:
     config = settings("--data.num_samples", "3", "--trainer.num_epochs", "1")
     config.trainer.max_steps = None
-    with pytest.raises(ConfigError, match=r"3 prompts over all epochs are too few for one batch.*trainer\.batch_size"):
+    with pytest.raises(
+        ConfigError,
+        match=r"3 prompts over all epochs are too few for one batch.*trainer\.batch_size",
+    ):
         train_in_process(config, quiet())
 
 

@@ -1,4 +1,5 @@
-"""Every field of TrainerConfig has its effect: real runs of one or two steps on the built-in task."""
+"""Every field of TrainerConfig has its effect: real runs of one or two steps on the built-in
+task."""
 
 import json
 import zlib
@@ -29,21 +30,28 @@ class Checksum(RewardFunction):
     name = "checksum"
 
     def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
-        return [zlib.crc32(completion[-1]["content"].encode()) / 2**32 for completion in completions]
+        return [
+            zlib.crc32(completion[-1]["content"].encode()) / 2**32 for completion in completions
+        ]
 
 
 def tiny(count: int, split: Any = "train") -> list[Prompt]:
     """Problems of the built-in task."""
     made = zip(range(count), problems(split), strict=False)
-    return [Prompt(id=f"{split}-{i}", prompt=p.question, ground_truth=str(p.answer)) for i, p in made]
+    return [
+        Prompt(id=f"{split}-{i}", prompt=p.question, ground_truth=str(p.answer)) for i, p in made
+    ]
 
 
 @pytest.fixture(scope="module")
 def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Trains two steps on two problems × four answers, with `changes`. Caches runs by their changes, unless `fresh`."""
+    """Trains two steps on two problems × four answers, with `changes`. Caches runs by their
+    changes, unless `fresh`."""
     done: dict[str, TrainResult] = {}
 
-    def make(held_out: list[Prompt] | None = None, fresh: bool = False, **changes: Any) -> TrainResult:
+    def make(
+        held_out: list[Prompt] | None = None, fresh: bool = False, **changes: Any
+    ) -> TrainResult:
         name = repr((held_out, sorted(changes.items())))
         if fresh or name not in done:
             done[name] = train(held_out, changes)
@@ -61,7 +69,9 @@ def run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             "output_dir": tmp_path_factory.mktemp("run"),
             "verbose": False,
         }
-        return OnlineRLTrainer(TrainerConfig(**fields | changes), Checksum(), tiny(8), held_out).train()
+        return OnlineRLTrainer(
+            TrainerConfig(**fields | changes), Checksum(), tiny(8), held_out
+        ).train()
 
     return make
 
@@ -72,7 +82,9 @@ def update(result: TrainResult, name: str) -> list[float]:
 
 def samples(result: TrainResult) -> list[dict[str, Any]]:
     """The group shown for every step."""
-    return [json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()
+    ]
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -87,15 +99,23 @@ def distance(result: TrainResult, base: Path) -> float:
 
 def test_trainer_type(run: Run) -> None:
     grpo, rloo, ppo = (run(trainer_type=kind, max_steps=1) for kind in ("grpo", "rloo", "ppo"))
-    assert update(grpo, "grad_norm") != update(rloo, "grad_norm")  # equal answers, different advantages
-    assert [result.history[0]["critic"] is not None for result in (grpo, rloo, ppo)] == [False, False, True]
+    assert update(grpo, "grad_norm") != update(
+        rloo, "grad_norm"
+    )  # equal answers, different advantages
+    assert [result.history[0]["critic"] is not None for result in (grpo, rloo, ppo)] == [
+        False,
+        False,
+        True,
+    ]
     assert update(ppo, "updates") == [4]  # two passes with two mini-batches each
     assert update(grpo, "updates") == [1]
 
 
 def test_model_name_or_path(run: Run, policy_dir: Path, base_model: Path) -> None:
     other = run(model_name_or_path=str(policy_dir), max_steps=1)
-    assert json.loads((other.checkpoint / "config.json").read_text()) == json.loads((policy_dir / "config.json").read_text())
+    assert json.loads((other.checkpoint / "config.json").read_text()) == json.loads(
+        (policy_dir / "config.json").read_text()
+    )
     assert {name: tensor.shape for name, tensor in weights(other.checkpoint).items()} != {
         name: tensor.shape for name, tensor in weights(base_model).items()
     }
@@ -115,22 +135,33 @@ def test_ref_model_name_or_path_and_kl_coef(run: Run, base_model: Path) -> None:
 
 
 def test_num_generations(run: Run) -> None:
-    assert [len(group["completions"]) for group in samples(run(num_generations=2, max_steps=1))] == [2]
-    assert [len(group["completions"]) for group in samples(run(num_generations=8, max_steps=1))] == [8]
+    assert [
+        len(group["completions"]) for group in samples(run(num_generations=2, max_steps=1))
+    ] == [2]
+    assert [
+        len(group["completions"]) for group in samples(run(num_generations=8, max_steps=1))
+    ] == [8]
 
 
 def test_learning_rate_warmup_ratio_and_lr_scheduler_type(run: Run) -> None:
     steps = {"max_steps": 4}
     assert update(run(learning_rate=1e-4, **steps), "learning_rate") == [1e-4] * 4
-    assert update(run(warmup_ratio=0.5, **steps), "learning_rate") == pytest.approx([5e-4, 1e-3, 1e-3, 1e-3])
-    assert update(run(lr_scheduler_type="linear", **steps), "learning_rate") == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    assert update(run(lr_scheduler_type="cosine", **steps), "learning_rate")[2] == pytest.approx(5e-4)
+    assert update(run(warmup_ratio=0.5, **steps), "learning_rate") == pytest.approx(
+        [5e-4, 1e-3, 1e-3, 1e-3]
+    )
+    assert update(run(lr_scheduler_type="linear", **steps), "learning_rate") == pytest.approx(
+        [1e-3, 7.5e-4, 5e-4, 2.5e-4]
+    )
+    assert update(run(lr_scheduler_type="cosine", **steps), "learning_rate")[2] == pytest.approx(
+        5e-4
+    )
 
 
 def test_critic_learning_rate(run: Run) -> None:
     """The value head starts at 0; how far it gets in one update depends on the rate."""
     slow, fast = (
-        abs(run(trainer_type="ppo", critic_learning_rate=rate).history[1]["critic"]["value_mean"]) for rate in (1e-6, 1e-2)
+        abs(run(trainer_type="ppo", critic_learning_rate=rate).history[1]["critic"]["value_mean"])
+        for rate in (1e-6, 1e-2)
     )
     assert fast > 100 * slow > 0
 
@@ -154,45 +185,77 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
         return backward(policy, micro, *more)
 
     monkeypatch.setattr(Policy, "_backward", counted)
-    result = run(per_device_train_batch_size=size, gradient_accumulation_steps=passes, max_steps=1, kl_coef=0.1)
+    result = run(
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=passes,
+        max_steps=1,
+        kl_coef=0.1,
+    )
     assert seen == [size] * passes
-    more = run(per_device_train_batch_size=size, gradient_accumulation_steps=2 * passes, max_steps=1, kl_coef=0.1)
+    more = run(
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=2 * passes,
+        max_steps=1,
+        kl_coef=0.1,
+    )
     assert seen[passes:] == [size] * 2 * passes
     assert sum(len(group["completions"]) for group in samples(more)) == 4
     assert result.history[0]["zero_variance_groups"] <= 2
-    with pytest.raises(ConfigError, match=r"8 problems × 1 epochs are too few for one step of 16 problems.*gradient_acc"):
-        run(per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes, max_steps=None)
+    with pytest.raises(
+        ConfigError,
+        match=r"8 problems × 1 epochs are too few for one step of 16 problems.*gradient_acc",
+    ):
+        run(
+            per_device_train_batch_size=size, gradient_accumulation_steps=8 * passes, max_steps=None
+        )
 
 
 def test_max_prompt_length_and_max_new_tokens(run: Run, base_model: Path) -> None:
     assert run(max_new_tokens=3, max_steps=1).metrics["completion_tokens"] <= 3
     tokenizer = AutoTokenizer.from_pretrained(base_model)
     longest = max(
-        len(tokenizer.apply_chat_template([{"role": "user", "content": p.prompt}], add_generation_prompt=True).input_ids)
+        len(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": p.prompt}], add_generation_prompt=True
+            ).input_ids
+        )
         for p in tiny(8)
     )
     run(max_prompt_length=longest, max_steps=1)
-    with pytest.raises(ConfigError, match=rf"has {longest} tokens.*field: max_prompt_length.*value: {longest - 1}.*raise it"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"has {longest} tokens.*field: max_prompt_length.*value: {longest - 1}.*raise it",
+    ):
         run(max_prompt_length=longest - 1)
     room = 512 - longest
-    with pytest.raises(ConfigError, match=rf"context has only 512.*field: max_new_tokens.*remedy: lower it to {room}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"context has only 512.*field: max_new_tokens.*remedy: lower it to {room}",
+    ):
         run(max_new_tokens=room + 1)
 
 
 def test_temperature(run: Run) -> None:
     cold, hot = (samples(run(temperature=value, max_steps=1)) for value in (0.01, 3.0))
-    texts = [{completion["text"] for completion in groups[0]["completions"]} for groups in (cold, hot)]
+    texts = [
+        {completion["text"] for completion in groups[0]["completions"]} for groups in (cold, hot)
+    ]
     assert len(texts[0]) == 1
     assert len(texts[1]) == 4
 
 
 def test_system_prompt(run: Run) -> None:
-    without, with_it = (samples(run(system_prompt=text, max_steps=1)) for text in ("", "Show your steps."))
+    without, with_it = (
+        samples(run(system_prompt=text, max_steps=1)) for text in ("", "Show your steps.")
+    )
     assert len(with_it[0]["prompt_token_ids"]) > len(without[0]["prompt_token_ids"])
 
 
 def test_a_chat_keeps_its_own_system_message(base_model: Path, tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Show your steps."}, {"role": "user", "content": "1 and 2?"}]
+    chat = [
+        {"role": "system", "content": "Show your steps."},
+        {"role": "user", "content": "1 and 2?"},
+    ]
     rows = [{"prompt": chat, "answer": 3, "id": f"row-{i}"} for i in range(2)]
     config = TrainerConfig(
         model_name_or_path=str(base_model),
@@ -209,14 +272,20 @@ def test_a_chat_keeps_its_own_system_message(base_model: Path, tmp_path: Path) -
 
 
 def test_clip_range(run: Run) -> None:
-    narrow, wide = (update(run(trainer_type="ppo", clip_range=value), "clip_fraction") for value in (0.001, 0.9))
+    narrow, wide = (
+        update(run(trainer_type="ppo", clip_range=value), "clip_fraction") for value in (0.001, 0.9)
+    )
     assert sum(narrow) > sum(wide)
 
 
 def test_weight_decay(run: Run) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    plain, decayed = (weights(run(weight_decay=value).checkpoint)[name].norm() for value in (0.0, 100.0))
-    assert float(decayed) < 0.9 * float(plain)  # each of two steps removes 1e-3 × 100 of every weight
+    plain, decayed = (
+        weights(run(weight_decay=value).checkpoint)[name].norm() for value in (0.0, 100.0)
+    )
+    assert float(decayed) < 0.9 * float(
+        plain
+    )  # each of two steps removes 1e-3 × 100 of every weight
 
 
 def test_max_grad_norm(run: Run, base_model: Path) -> None:
@@ -227,14 +296,20 @@ def test_max_grad_norm(run: Run, base_model: Path) -> None:
 
 def test_seed(run: Run) -> None:
     first, again, other = run(), run(fresh=True), run(seed=1)
-    assert [group["prompt"] for group in samples(first)] == [group["prompt"] for group in samples(again)]
+    assert [group["prompt"] for group in samples(first)] == [
+        group["prompt"] for group in samples(again)
+    ]
     assert [line["reward"] for line in first.history] == [line["reward"] for line in again.history]
-    assert [group["prompt"] for group in samples(first)] != [group["prompt"] for group in samples(other)]
+    assert [group["prompt"] for group in samples(first)] != [
+        group["prompt"] for group in samples(other)
+    ]
 
 
 def test_save_steps_and_save_total_limit(run: Run) -> None:
     def kept(**changes: Any) -> list[str]:
-        return sorted(path.name for path in (run(max_steps=4, **changes).output_dir / "checkpoints").iterdir())
+        return sorted(
+            path.name for path in (run(max_steps=4, **changes).output_dir / "checkpoints").iterdir()
+        )
 
     assert kept(save_steps=0) == ["step_000004"]
     assert kept(save_steps=1, save_total_limit=9) == [f"step_00000{i}" for i in range(1, 5)]
@@ -248,7 +323,9 @@ def test_eval_steps(run: Run) -> None:
     assert [line["step"] for line in result.evaluations] == [0, 1, 2, 3]
     assert all(line["mean_reward"] > 0 for line in result.evaluations)
     assert "eval_accuracy" not in result.metrics, "the rewards are not verdicts"
-    with pytest.raises(ConfigError, match=r"nothing to evaluate on.*field: eval_steps.*give an eval_dataset"):
+    with pytest.raises(
+        ConfigError, match=r"nothing to evaluate on.*field: eval_steps.*give an eval_dataset"
+    ):
         run(eval_steps=1)
 
 
@@ -261,15 +338,24 @@ def test_verbose(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_settings(run: Run) -> None:
     """Any other setting of the system takes effect, too."""
-    result = run(settings={"trainer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1)
+    result = run(
+        settings={"trainer.adam_betas": [0.8, 0.9], "algorithm.entropy_coef": 0.01}, max_steps=1
+    )
     config = json.loads((result.output_dir / "config.json").read_text())
-    assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == ([0.8, 0.9], 0.01)
+    assert (config["trainer"]["adam_betas"], config["algorithm"]["entropy_coef"]) == (
+        [0.8, 0.9],
+        0.01,
+    )
     assert update(result, "loss") != update(run(max_steps=1), "loss")
 
 
 def test_use_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"no GPU.*field: use_gpu.*value: True.*leave it out to train on the CPU"):
+    with pytest.raises(
+        ConfigError, match=r"no GPU.*field: use_gpu.*value: True.*leave it out to train on the CPU"
+    ):
         run(use_gpu=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run(max_steps=1, fresh=True).global_step == 1  # a GPU would be available, but none is requested
+    assert (
+        run(max_steps=1, fresh=True).global_step == 1
+    )  # a GPU would be available, but none is requested

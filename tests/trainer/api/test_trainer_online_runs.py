@@ -1,4 +1,5 @@
-"""OnlineRLTrainer: what the reward function sees, training again, output directories, saving, endings."""
+"""OnlineRLTrainer: what the reward function sees, training again, output directories, saving,
+endings."""
 
 import json
 from collections import Counter
@@ -17,7 +18,8 @@ from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConf
 pytestmark = pytest.mark.integration
 
 ROWS: list[dict[str, Any]] = [
-    {"question": p.question, "answer": p.solution, "steps": i % 3} for i, p in zip(range(8), problems("train"), strict=False)
+    {"question": p.question, "answer": p.solution, "steps": i % 3}
+    for i, p in zip(range(8), problems("train"), strict=False)
 ]
 
 
@@ -51,14 +53,20 @@ def fields(base_model: Path, tmp_path: Path, **changes: Any) -> TrainerConfig:
     return TrainerConfig(**settings | changes)
 
 
-def test_the_callers_reward_function_gets_chats_and_columns(base_model: Path, tmp_path: Path) -> None:
+def test_the_callers_reward_function_gets_chats_and_columns(
+    base_model: Path, tmp_path: Path
+) -> None:
     reward = Short()
-    result = OnlineRLTrainer(fields(base_model, tmp_path), reward, datasets.Dataset.from_list(ROWS)).train()
+    result = OnlineRLTrainer(
+        fields(base_model, tmp_path), reward, datasets.Dataset.from_list(ROWS)
+    ).train()
     assert (
         sum(len(completions) for completions, _ in reward.calls) == 2 + 16
     )  # a trial call, then 2 steps × 2 problems × 4 answers
     for completions, kwargs in reward.calls:
-        assert all(len(kwargs[name]) == len(completions) for name in ("prompt", "ground_truth", "steps"))
+        assert all(
+            len(kwargs[name]) == len(completions) for name in ("prompt", "ground_truth", "steps")
+        )
         for completion, prompt, truth, steps in zip(
             completions, kwargs["prompt"], kwargs["ground_truth"], kwargs["steps"], strict=True
         ):
@@ -66,7 +74,9 @@ def test_the_callers_reward_function_gets_chats_and_columns(base_model: Path, tm
             row = next(row for row in ROWS if row["question"] == prompt)
             assert row["answer"].endswith(f"#### {truth}")
             assert row["steps"] == steps
-    lines = [json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (result.output_dir / "samples.jsonl").read_text().splitlines()
+    ]
     shown = [completion for line in lines for completion in line["completions"]]
     assert len(shown) == 8
     for completion in shown:
@@ -79,8 +89,12 @@ def test_training_again_adds_the_same_number_of_steps(base_model: Path, tmp_path
     assert (first.global_step, len(first.history)) == (2, 2)
     second = trainer.train()
     assert (second.global_step, [line["step"] for line in second.history]) == (4, [1, 2, 3, 4])
-    unbroken = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=4, output_dir=tmp_path / "long"), Short(), ROWS).train()
-    assert [line["reward"] for line in second.history] == pytest.approx([line["reward"] for line in unbroken.history])
+    unbroken = OnlineRLTrainer(
+        fields(base_model, tmp_path, max_steps=4, output_dir=tmp_path / "long"), Short(), ROWS
+    ).train()
+    assert [line["reward"] for line in second.history] == pytest.approx(
+        [line["reward"] for line in unbroken.history]
+    )
 
 
 class Watching:
@@ -93,7 +107,9 @@ class Watching:
 
 
 @pytest.mark.parametrize("problems", [1, 3])
-def test_max_steps_goes_round_the_data_as_often_as_it_needs(base_model: Path, tmp_path: Path, problems: int) -> None:
+def test_max_steps_goes_round_the_data_as_often_as_it_needs(
+    base_model: Path, tmp_path: Path, problems: int
+) -> None:
     """Two groups a step; a data set may even be smaller than a step."""
     watching = Watching()
     reward = Short()
@@ -101,29 +117,40 @@ def test_max_steps_goes_round_the_data_as_often_as_it_needs(base_model: Path, tm
     result = OnlineRLTrainer(config, reward, ROWS[:problems], callbacks=[watching]).train()
     assert [line["step"] for line in result.history] == [1, 2, 3, 4]
     assert watching.epochs == -(-4 * 2 // problems)
-    asked = Counter(kwargs["prompt"][0] for _, kwargs in reward.calls[1:])  # the first call is a trial
+    asked = Counter(
+        kwargs["prompt"][0] for _, kwargs in reward.calls[1:]
+    )  # the first call is a trial
     assert len(asked) == problems
     assert max(asked.values()) - min(asked.values()) <= 1, "every problem as often as the others"
 
 
-def test_a_resumed_run_does_not_go_beyond_a_lower_max_steps(base_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_go_beyond_a_lower_max_steps(
+    base_model: Path, tmp_path: Path
+) -> None:
     OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS).train()
     lower = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=2), Short(), ROWS)
     assert lower.train(resume_from_checkpoint=True).global_step == 3
 
 
-def test_an_output_directory_with_a_run_is_not_reused_silently(base_model: Path, tmp_path: Path) -> None:
+def test_an_output_directory_with_a_run_is_not_reused_silently(
+    base_model: Path, tmp_path: Path
+) -> None:
     OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).train()
     again = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS)
     with pytest.raises(
-        ConfigError, match=r"the output directory already has a run.*field: output_dir.*resume_from_checkpoint=True"
+        ConfigError,
+        match=r"the output directory already has a run.*field: output_dir.*resume_from_checkpoint=True",
     ):
         again.train()
     resumed = again.train(resume_from_checkpoint=True)
     assert [line["step"] for line in resumed.history] == [1, 2, 3]
-    finished = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS).train(resume_from_checkpoint=True)
+    finished = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=3), Short(), ROWS).train(
+        resume_from_checkpoint=True
+    )
     assert finished.global_step == 3  # nothing was left to do
-    replaced = OnlineRLTrainer(fields(base_model, tmp_path, max_steps=1, overwrite_output_dir=True), Short(), ROWS).train()
+    replaced = OnlineRLTrainer(
+        fields(base_model, tmp_path, max_steps=1, overwrite_output_dir=True), Short(), ROWS
+    ).train()
     assert [line["step"] for line in replaced.history] == [1]
 
 
@@ -137,7 +164,9 @@ def test_without_an_output_directory_a_new_one_is_made(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    trainer = OnlineRLTrainer(fields(base_model.resolve(), tmp_path, max_steps=1, output_dir=None), Short(), ROWS)
+    trainer = OnlineRLTrainer(
+        fields(base_model.resolve(), tmp_path, max_steps=1, output_dir=None), Short(), ROWS
+    )
     result = trainer.train()
     assert result.output_dir == trainer.output_dir
     assert result.output_dir.parts[0] == "outputs"
@@ -147,7 +176,9 @@ def test_without_an_output_directory_a_new_one_is_made(
 
 def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: Path) -> None:
     trainer = OnlineRLTrainer(fields(base_model, tmp_path, trainer_type="ppo"), Short(), ROWS)
-    with pytest.raises(ConfigError, match=r"no trained model yet.*call train\(\) before save_model"):
+    with pytest.raises(
+        ConfigError, match=r"no trained model yet.*call train\(\) before save_model"
+    ):
         trainer.save_model(tmp_path / "model")
     result = trainer.train()
     target = tmp_path / "deep" / "model"
@@ -165,7 +196,9 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
         "model-00001-of-00002.safetensors",
         "model.safetensors.index.json",
     }
-    saved, trained = (AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint))
+    saved, trained = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (target, result.checkpoint)
+    )
     torch.testing.assert_close(saved.state_dict(), trained.state_dict())
     assert AutoTokenizer.from_pretrained(target).chat_template
     with pytest.raises(ConfigError, match=r"this is a file.*field: path"):
@@ -173,8 +206,13 @@ def test_save_model_writes_a_plain_model_directory(base_model: Path, tmp_path: P
 
 
 def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> None:
-    held_out = [{"question": p.question, "answer": p.solution} for p, _ in zip(problems("test"), range(4), strict=False)]
-    trainer = OnlineRLTrainer(fields(base_model, tmp_path, learning_rate=0.03, temperature=2.0), Short(), ROWS, held_out)
+    held_out = [
+        {"question": p.question, "answer": p.solution}
+        for p, _ in zip(problems("test"), range(4), strict=False)
+    ]
+    trainer = OnlineRLTrainer(
+        fields(base_model, tmp_path, learning_rate=0.03, temperature=2.0), Short(), ROWS, held_out
+    )
     before = trainer.evaluate()
     assert before["model"] == str(base_model)
     result = trainer.train()
@@ -184,7 +222,10 @@ def test_evaluate_uses_the_current_weights(base_model: Path, tmp_path: Path) -> 
     assert len(after["samples"][0]) == 2
     apart = ModelEvaluator(result.checkpoint, max_new_tokens=16).evaluate(held_out, Short())
     assert apart["responses"] == after["responses"]
-    with pytest.raises(ConfigError, match=r"no data to evaluate on.*give dataset here, or eval_dataset to the trainer"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no data to evaluate on.*give dataset here, or eval_dataset to the trainer",
+    ):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS).evaluate()
 
 
@@ -193,11 +234,16 @@ def test_a_broken_reward_function_stops_the_run(base_model: Path, tmp_path: Path
         def __call__(self, completions: list[list[dict[str, str]]], **kwargs: Any) -> list[float]:
             raise KeyError("steps_taken")
 
-    with pytest.raises(ConfigError, match=r"a first answer: short: KeyError: 'steps_taken'\n.*test_trainer_online_runs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a first answer: short: KeyError: 'steps_taken'\n.*test_trainer_online_runs",
+    ):
         OnlineRLTrainer(fields(base_model, tmp_path), Broken(), ROWS).train()
 
 
-def test_train_after_an_error_goes_on_from_the_newest_checkpoint(base_model: Path, tmp_path: Path) -> None:
+def test_train_after_an_error_goes_on_from_the_newest_checkpoint(
+    base_model: Path, tmp_path: Path
+) -> None:
     class Fragile(Short):
         broken = True
 
@@ -218,33 +264,56 @@ def test_train_after_an_error_goes_on_from_the_newest_checkpoint(base_model: Pat
     ("reward", "message"),
     [
         (Short, r"not a reward function.*field: reward_fn.*add parentheses"),
-        (7, r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction"),
+        (
+            7,
+            r"not a reward function.*a function of completions, or an instance of a subclass of RewardFunction",
+        ),
         (torch.nn.Linear(1, 1), r"not a reward function.*a reward model by its name"),
         ([], r"there is no reward function"),
     ],
 )
-def test_what_is_not_a_reward_function_is_refused(base_model: Path, tmp_path: Path, reward: Any, message: str) -> None:
+def test_what_is_not_a_reward_function_is_refused(
+    base_model: Path, tmp_path: Path, reward: Any, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         OnlineRLTrainer(fields(base_model, tmp_path), reward, ROWS)
 
 
-def test_unsuitable_data_is_refused_before_anything_is_loaded(base_model: Path, tmp_path: Path) -> None:
+def test_unsuitable_data_is_refused_before_anything_is_loaded(
+    base_model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"the data set is empty.*field: train_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), [])
-    with pytest.raises(ConfigError, match=r"1 problems × 1 epochs are too few for one step of 2 problems"):
+    with pytest.raises(
+        ConfigError, match=r"1 problems × 1 epochs are too few for one step of 2 problems"
+    ):
         OnlineRLTrainer(fields(base_model, tmp_path, max_steps=None), Short(), ROWS[:1])
     with pytest.raises(ConfigError, match=r"field: eval_dataset"):
         OnlineRLTrainer(fields(base_model, tmp_path), Short(), ROWS, [])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_does_not_load_is_reported_under_its_field(base_model: Path, tmp_path: Path) -> None:
+def test_a_model_that_does_not_load_is_reported_under_its_field(
+    base_model: Path, tmp_path: Path
+) -> None:
     missing = str(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match=r"no such directory.*field: model_name_or_path.*value: .*nothing"):
-        OnlineRLTrainer(fields(base_model, tmp_path, model_name_or_path=missing), Short(), ROWS).train()
-    with pytest.raises(ConfigError, match=r"no such directory.*field: ref_model_name_or_path.*value: .*nothing"):
+    with pytest.raises(
+        ConfigError, match=r"no such directory.*field: model_name_or_path.*value: .*nothing"
+    ):
         OnlineRLTrainer(
-            fields(base_model, tmp_path, ref_model_name_or_path=missing, kl_coef=0.1, output_dir=tmp_path / "other"),
+            fields(base_model, tmp_path, model_name_or_path=missing), Short(), ROWS
+        ).train()
+    with pytest.raises(
+        ConfigError, match=r"no such directory.*field: ref_model_name_or_path.*value: .*nothing"
+    ):
+        OnlineRLTrainer(
+            fields(
+                base_model,
+                tmp_path,
+                ref_model_name_or_path=missing,
+                kl_coef=0.1,
+                output_dir=tmp_path / "other",
+            ),
             Short(),
             ROWS,
         ).train()
@@ -254,7 +323,10 @@ def test_an_optimizer_keeps_its_betas_beside_settings(base_model: Path, tmp_path
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=3e-4, betas=(0.8, 0.9))
     config = fields(base_model, tmp_path, settings={"algorithm.entropy_coef": 0.1})
     trainer = OnlineRLTrainer(config, Short(), ROWS, optimizers=(optimizer, None))
-    assert trainer.config.settings == {"algorithm.entropy_coef": 0.1, "trainer.adam_betas": (0.8, 0.9)}
+    assert trainer.config.settings == {
+        "algorithm.entropy_coef": 0.1,
+        "trainer.adam_betas": (0.8, 0.9),
+    }
     assert trainer.config.learning_rate == 3e-4
 
 

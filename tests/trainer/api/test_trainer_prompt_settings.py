@@ -1,4 +1,5 @@
-"""Prompt and sampling settings in `ModelEvaluator`, in `OnlineRLTrainer`, and in `evaluate_model --set`."""
+"""Prompt and sampling settings in `ModelEvaluator`, in `OnlineRLTrainer`, and in `evaluate_model
+--set`."""
 
 import itertools
 import json
@@ -20,7 +21,11 @@ ROWS = [
     Prompt(id=f"p{i}", prompt=p.question, ground_truth=str(p.answer), columns={"level": i})
     for i, p in enumerate(itertools.islice(problems("test"), 8))
 ]
-STYLE: dict[str, Any] = {"data.prompt_template": "L{level} {question}\nA:", "sampling.prefill": "So", "sampling.stop": ["####"]}
+STYLE: dict[str, Any] = {
+    "data.prompt_template": "L{level} {question}\nA:",
+    "sampling.prefill": "So",
+    "sampling.stop": ["####"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +52,9 @@ def test_the_same_settings_give_the_same_prompts_in_training_and_evaluation(
     result = trainer.train()
     assert result.history[0]["update"]["delta_logprob"] < 1e-5
     assert all(answer.startswith("So") and "####" not in answer for answer in before["responses"])
-    apart = ModelEvaluator(base_model, max_new_tokens=16, progress=False, settings=STYLE).evaluate(ROWS[:3], reward)
+    apart = ModelEvaluator(base_model, max_new_tokens=16, progress=False, settings=STYLE).evaluate(
+        ROWS[:3], reward
+    )
     assert apart["responses"] == before["responses"]
     plain = ModelEvaluator(base_model, max_new_tokens=16, progress=False).evaluate(ROWS[:3], reward)
     assert plain["responses"] != apart["responses"]
@@ -55,11 +62,37 @@ def test_the_same_settings_give_the_same_prompts_in_training_and_evaluation(
 
 def test_evaluate_model_takes_prompts_and_sampling(base_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
-    words = ["--model", str(base_model), "--dataset", "tiny", "--num-samples", "4", "--k", "2", "--max-new-tokens", "16"]
-    more = ["data.prompt_template=plain", 'sampling.stop=["##", "!"]', "sampling.top_k=2", "sampling.prefill=So"]
-    main([*words, "--output-file", str(out), *(part for setting in more for part in ("--set", setting))])
+    words = [
+        "--model",
+        str(base_model),
+        "--dataset",
+        "tiny",
+        "--num-samples",
+        "4",
+        "--k",
+        "2",
+        "--max-new-tokens",
+        "16",
+    ]
+    more = [
+        "data.prompt_template=plain",
+        'sampling.stop=["##", "!"]',
+        "sampling.top_k=2",
+        "sampling.prefill=So",
+    ]
+    main(
+        [
+            *words,
+            "--output-file",
+            str(out),
+            *(part for setting in more for part in ("--set", setting)),
+        ]
+    )
     report = json.loads(out.read_text())
-    answers = [*report["responses"], *(each["response"] for row in report["samples"] for each in row)]
+    answers = [
+        *report["responses"],
+        *(each["response"] for row in report["samples"] for each in row),
+    ]
     assert all(answer.startswith("So") and "##" not in answer for answer in answers)
 
 
@@ -73,15 +106,23 @@ def test_evaluate_model_takes_prompts_and_sampling(base_model: Path, tmp_path: P
         ({"data.prompt_template": "no place"}, ("no {question}",)),
     ],
 )
-def test_settings_that_an_evaluation_ignores_are_refused(settings: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_settings_that_an_evaluation_ignores_are_refused(
+    settings: dict[str, Any], words: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         ModelEvaluator("anything", settings=settings)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["sampling.prefill", "model.chat_template", "sampling.completion_timeout_s"])
+@pytest.mark.parametrize(
+    "name", ["sampling.prefill", "model.chat_template", "sampling.completion_timeout_s"]
+)
 def test_some_settings_need_the_tokenizer_of_a_chat_server(name: str) -> None:
-    value: Any = {"sampling.prefill": "So", "model.chat_template": "{{ messages }}", "sampling.completion_timeout_s": 3.0}[name]
+    value: Any = {
+        "sampling.prefill": "So",
+        "model.chat_template": "{{ messages }}",
+        "sampling.completion_timeout_s": 3.0,
+    }[name]
     with pytest.raises(ConfigError, match="give the tokenizer of its model"):
         ModelEvaluator("http://127.0.0.1:1", settings={name: value})
     ModelEvaluator("http://127.0.0.1:1", tokenizer="somewhere", settings={name: value})

@@ -1,4 +1,5 @@
-"""Runs whose sampler truncates, waits or stops early: the trainer scores the distribution the engine sampled from."""
+"""Runs whose sampler truncates, waits or stops early: the trainer scores the distribution the
+engine sampled from."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,11 @@ def run(settings: Callable[..., Config]) -> Callable[..., Run]:
     """Returns a function that runs two steps and returns configuration, metrics and groups."""
 
     def make(**more: Any) -> Run:
-        words = [word for name, value in more.items() for word in (f"--{name.replace('__', '.')}", str(value))]
+        words = [
+            word
+            for name, value in more.items()
+            for word in (f"--{name.replace('__', '.')}", str(value))
+        ]
         config = settings("--trainer.max_steps", "2", *words)
         train_in_process(config, quiet())
         return config, metrics(config), stored(config)
@@ -30,9 +35,19 @@ def run(settings: Callable[..., Config]) -> Callable[..., Run]:
 
 
 def test_truncated_sampling_is_replayed(run: Callable[..., Run]) -> None:
-    """With a reference model, two updates per batch and an entropy bonus, which all use only the tokens kept."""
-    update = {"algorithm__kl_coef": 0.01, "algorithm__mini_batches": 2, "algorithm__entropy_coef": 0.01}
-    sampling = {"sampling__top_p": 0.8, "sampling__min_p": 0.01, "sampling__temperature": 1.3, "sampling__prefill": "It is "}
+    """With a reference model, two updates per batch and an entropy bonus, which all use only the
+    tokens kept."""
+    update = {
+        "algorithm__kl_coef": 0.01,
+        "algorithm__mini_batches": 2,
+        "algorithm__entropy_coef": 0.01,
+    }
+    sampling = {
+        "sampling__top_p": 0.8,
+        "sampling__min_p": 0.01,
+        "sampling__temperature": 1.3,
+        "sampling__prefill": "It is ",
+    }
     _, lines, groups = run(**update, **sampling)
     for line in lines:
         assert line["update"]["delta_logprob"] < 1e-5
@@ -40,12 +55,21 @@ def test_truncated_sampling_is_replayed(run: Callable[..., Run]) -> None:
     completions = [completion for group in groups for completion in group.completions]
     counts = [count for completion in completions for count in completion.kept_counts.tolist()]
     assert 1 == min(counts) < max(counts) < 420
-    assert all(logprob == 0 for c in completions for logprob, kept in zip(c.logprobs, c.kept_counts, strict=True) if kept == 1)
+    assert all(
+        logprob == 0
+        for c in completions
+        for logprob, kept in zip(c.logprobs, c.kept_counts, strict=True)
+        if kept == 1
+    )
     assert all(completion.text.startswith("It is ") for completion in completions)
 
 
 def test_a_shortest_length_is_replayed_and_stop_texts_end_answers(run: Callable[..., Run]) -> None:
-    ends = {"sampling__min_new_tokens": 12, "sampling__stop": '["####"]', "data__prompt_template": "Q: {question}\nA:"}
+    ends = {
+        "sampling__min_new_tokens": 12,
+        "sampling__stop": '["####"]',
+        "data__prompt_template": "Q: {question}\nA:",
+    }
     config, lines, groups = run(**ends)
     assert all(line["update"]["delta_logprob"] < 1e-5 for line in lines)
     completions = [completion for group in groups for completion in group.completions]
@@ -60,8 +84,13 @@ def test_a_shortest_length_is_replayed_and_stop_texts_end_answers(run: Callable[
 
 
 def test_a_thought_that_is_ended_for_the_model_is_replayed(run: Callable[..., Run]) -> None:
-    """Text written for the model has log-probability 0 on both sides, also together with a minimum length."""
-    thinking = {"sampling__max_thinking_tokens": 5, "sampling__prefill": "<think>", "sampling__min_new_tokens": 14}
+    """Text written for the model has log-probability 0 on both sides, also together with a minimum
+    length."""
+    thinking = {
+        "sampling__max_thinking_tokens": 5,
+        "sampling__prefill": "<think>",
+        "sampling__min_new_tokens": 14,
+    }
     config, lines, groups = run(**thinking)
     assert all(line["update"]["delta_logprob"] < 1e-5 for line in lines)
     end = load_tokenizer(config.model)("\n</think>\n\n").input_ids
@@ -72,12 +101,21 @@ def test_a_thought_that_is_ended_for_the_model_is_replayed(run: Callable[..., Ru
 
 
 def test_an_evaluation_samples_as_it_is_told(run: Callable[..., Run]) -> None:
-    own = {"evaluation__temperature": 0.8, "evaluation__n": 3, "evaluation__top_p": 0.9, "evaluation__max_new_tokens": 10}
+    own = {
+        "evaluation__temperature": 0.8,
+        "evaluation__n": 3,
+        "evaluation__top_p": 0.9,
+        "evaluation__max_new_tokens": 10,
+    }
     config, lines, groups = run(**own, trainer__eval_samples=6, trainer__eval_k=2)
     assert config.trainer.run_dir is not None
     evaluations = read_lines(config.trainer.run_dir / "evaluations.jsonl")
     assert [line["n"] for line in evaluations] == [3, 3]
-    assert all(abs(line["accuracy"] * 18 - round(line["accuracy"] * 18)) < 1e-6 for line in evaluations)
+    assert all(
+        abs(line["accuracy"] * 18 - round(line["accuracy"] * 18)) < 1e-6 for line in evaluations
+    )
     assert evaluations[0]["pass_at_k"] is not None
     assert all(line["update"]["delta_logprob"] < 1e-5 for line in lines)
-    assert not any(len(completion.kept_counts) for group in groups for completion in group.completions)
+    assert not any(
+        len(completion.kept_counts) for group in groups for completion in group.completions
+    )

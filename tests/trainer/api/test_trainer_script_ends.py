@@ -1,4 +1,5 @@
-"""A plain script that uses the Python API ends at once, prints only what it prints itself, and leaves no process behind."""
+"""A plain script that uses the Python API ends at once, prints only what it prints itself, and
+leaves no process behind."""
 
 import os
 import re
@@ -85,7 +86,8 @@ SCRIPTS = {
                          "end\n", *SILENT),
     "code interrupted": (CODE + "threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start(); run()", "", *INTERRUPTED),
 }  # fmt: skip
-"""The script, what it prints, a pattern of what Python adds on standard error, and the exit status."""
+"""The script, what it prints, a pattern of what Python adds on standard error, and the exit
+status."""
 QUICK = ("dropped", "in a daemon", "judge interrupted")
 TRAINING = """
 import os, sys, threading
@@ -134,7 +136,9 @@ def session_of(stat: Path) -> int | None:
     return None if state in "ZX" else int(session)
 
 
-def check_ends(script: str, printed: str, pattern: str, status: int, folder: Path, *arguments: str) -> None:
+def check_ends(
+    script: str, printed: str, pattern: str, status: int, folder: Path, *arguments: str
+) -> None:
     """Runs a script as a user does, and checks what it prints and that it leaves no process."""
     (folder / "script.py").write_text(CTRL_C + script)
     command = [sys.executable, "script.py", *arguments]
@@ -158,15 +162,22 @@ def check_ends(script: str, printed: str, pattern: str, status: int, folder: Pat
 
     left = []
     for _ in range(600):  # a process that was killed may still be ending
-        left = [stat for stat in Path("/proc").glob("[0-9]*/stat") if session_of(stat) == process.pid]
+        left = [
+            stat for stat in Path("/proc").glob("[0-9]*/stat") if session_of(stat) == process.pid
+        ]
         if not left:
             return
         time.sleep(0.1)
-    raise AssertionError(f"these processes are left: {[(stat.parent / 'cmdline').read_bytes() for stat in left]}")
+    raise AssertionError(
+        f"these processes are left: {[(stat.parent / 'cmdline').read_bytes() for stat in left]}"
+    )
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SCRIPTS],
+)
 def test_a_script_that_used_reward_functions_ends_silently(name: str, tmp_path: Path) -> None:
     check_ends(*SCRIPTS[name], tmp_path)
 

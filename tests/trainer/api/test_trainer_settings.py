@@ -29,38 +29,70 @@ def test_the_defaults_are_those_that_the_docs_promise() -> None:
     [
         ({"betta": 0.1}, r"no field betta.*remedy: did you mean beta"),
         ({"learning_rat": 1}, r"no field learning_rat.*did you mean learning_rate\\?"),
-        ({"learning_rate": -1}, r"too small.*field: learning_rate.*value: -1.*remedy: give a number above 0"),
+        (
+            {"learning_rate": -1},
+            r"too small.*field: learning_rate.*value: -1.*remedy: give a number above 0",
+        ),
         ({"trainer_type": "dpo"}, r"field: trainer_type.*value: dpo.*use grpo, dr_grpo, dapo"),
         ({"max_steps": 0}, r"field: max_steps.*value: 0"),
-        ({"num_generations": 1}, r"grpo compares the answers.*field: num_generations.*value: 1.*trainer_type='ppo'"),
-        ({"num_generations": 5}, r"= 32 answers a step are not a multiple of num_generations = 5.*change one of these three"),
+        (
+            {"num_generations": 1},
+            r"grpo compares the answers.*field: num_generations.*value: 1.*trainer_type='ppo'",
+        ),
+        (
+            {"num_generations": 5},
+            r"= 32 answers a step are not a multiple of num_generations = 5.*change one of these three",
+        ),
         ({"critic_learning_rate": 1e-4}, r"grpo has no critic.*field: critic_learning_rate"),
-        ({"kl_coef": 0, "ref_model_name_or_path": "x"}, r"no reference model.*field: ref_model_name_or_path.*value: x"),
+        (
+            {"kl_coef": 0, "ref_model_name_or_path": "x"},
+            r"no reference model.*field: ref_model_name_or_path.*value: x",
+        ),
         ({"bf16": True}, r"computed in float32.*field: bf16.*remedy: set use_gpu=True"),
         (
-            {"trainer_type": "ppo", "num_generations": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1},
+            {
+                "trainer_type": "ppo",
+                "num_generations": 1,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 1,
+            },
             r"two mini-batches.*field: gradient_accumulation_steps",
         ),
         (
             {"settings": {"seed": 1}},
             r"seed is derived from the other fields.*field: settings.*set the corresponding field of TrainerConfig",
         ),
-        ({"settings": {"trainer": {"max_grad_norm": 1}}}, r"trainer is a section.*write \{'trainer\.name': value\}"),
-        ({"settings": {"data.source": "tiny"}}, r"data\.source does not apply to a run in one process with your own data"),
-        ({"settings": {"reward.functions": ["math"]}}, r"reward\.functions does not apply to a run.*field: settings"),
+        (
+            {"settings": {"trainer": {"max_grad_norm": 1}}},
+            r"trainer is a section.*write \{'trainer\.name': value\}",
+        ),
+        (
+            {"settings": {"data.source": "tiny"}},
+            r"data\.source does not apply to a run in one process with your own data",
+        ),
+        (
+            {"settings": {"reward.functions": ["math"]}},
+            r"reward\.functions does not apply to a run.*field: settings",
+        ),
         ({"settings": {"rollout.router_port": 1}}, r"rollout\.router_port does not apply to a run"),
         ({"settings": {"trainer.port": 1}}, r"trainer\.port does not apply to a run"),
         ({"settings": {"trainer.nope": 1}}, r"there is no setting trainer\.nope"),
         ({"settings": {"algorithm.gamma": 0.9}}, r"algorithm\.gamma is set but not read"),
     ],
 )
-def test_invalid_settings_are_refused_with_field_value_and_remedy(fields: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_with_field_value_and_remedy(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         TrainerConfig(**fields)
 
 
 def test_an_error_has_the_names_of_the_python_api_in_every_part() -> None:
-    error = ConfigError("critic.model.name, model.names and model.name differ", field="model.name", remedy="set model.name.")
+    error = ConfigError(
+        "critic.model.name, model.names and model.name differ",
+        field="model.name",
+        remedy="set model.name.",
+    )
     own = renamed(error, FIELDS, "refused: ")
     assert own.message == "refused: critic.model.name, model.names and model_name_or_path differ"
     assert (own.field, own.remedy) == ("model_name_or_path", "set model_name_or_path.")
@@ -74,7 +106,9 @@ def test_minus_one_means_all_steps_as_in_trl() -> None:
     assert TrainerConfig(max_steps=-1).max_steps is None
 
 
-@pytest.mark.parametrize(("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 50)])
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "steps"), [(1, None, 12), (2, None, 25), (1, 5, 5), (1, 50, 50)]
+)
 def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
     """100 problems, 8 per step."""
     assert TrainerConfig(num_train_epochs=epochs, max_steps=max_steps).total_steps(100) == steps
@@ -82,7 +116,12 @@ def test_steps_of_a_run(epochs: int, max_steps: int | None, steps: int) -> None:
 
 def test_the_warm_up_is_a_share_of_all_steps_rounded_up() -> None:
     assert TrainerConfig(warmup_ratio=0.1).to_config(100, 0, OUT).trainer.warmup_steps == 2
-    assert TrainerConfig(warmup_ratio=0.1, max_steps=30, num_train_epochs=9).to_config(100, 0, OUT).trainer.warmup_steps == 3
+    assert (
+        TrainerConfig(warmup_ratio=0.1, max_steps=30, num_train_epochs=9)
+        .to_config(100, 0, OUT)
+        .trainer.warmup_steps
+        == 3
+    )
     assert TrainerConfig().to_config(100, 0, OUT).trainer.warmup_steps == 0
 
 
@@ -94,9 +133,16 @@ def test_bf16_is_the_precision_of_the_update_on_a_gpu() -> None:
 
 
 def test_presets() -> None:
-    small, medium, rloo = TrainerConfig.grpo_math_small(), TrainerConfig.grpo_math_medium(), TrainerConfig.rloo_math()
+    small, medium, rloo = (
+        TrainerConfig.grpo_math_small(),
+        TrainerConfig.grpo_math_medium(),
+        TrainerConfig.rloo_math(),
+    )
     assert (small.trainer_type, small.model_name_or_path) == ("grpo", "Qwen/Qwen2.5-0.5B-Instruct")
-    assert (medium.trainer_type, medium.model_name_or_path) == ("grpo", "Qwen/Qwen2.5-1.5B-Instruct")
+    assert (medium.trainer_type, medium.model_name_or_path) == (
+        "grpo",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+    )
     assert (medium.num_generations, medium.problems_per_step) == (8, 16)
     assert (rloo.trainer_type, rloo.kl_coef) == ("rloo", 0.05)
     for name, fields in PRESETS.items():
@@ -107,5 +153,8 @@ def test_presets() -> None:
 
 def test_a_preset_takes_changes() -> None:
     assert TrainerConfig.grpo_math_small(learning_rate=1e-6, max_steps=3).learning_rate == 1e-6
-    with pytest.raises(ConfigError, match=r"no such preset.*value: grpo_huge.*grpo_math_small, grpo_math_medium, rloo_math"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no such preset.*value: grpo_huge.*grpo_math_small, grpo_math_medium, rloo_math",
+    ):
         TrainerConfig.preset("grpo_huge")

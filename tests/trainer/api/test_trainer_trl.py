@@ -1,4 +1,5 @@
-"""TRL's arguments: each is mapped, accepted or refused with a reason, as the table in the documentation says."""
+"""TRL's arguments: each is mapped, accepted or refused with a reason, as the table in the
+documentation says."""
 
 import json
 from pathlib import Path
@@ -36,16 +37,27 @@ def test_every_argument_of_trl_is_known() -> None:
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_every_default_of_trl_is_the_default_of_grpo_config(name: str) -> None:
     """Passing a default explicitly gives the same run as leaving it out."""
-    if name in ("output_dir", "gradient_checkpointing"):  # the first has no default here, the second changes no number
+    if name in (
+        "output_dir",
+        "gradient_checkpointing",
+    ):  # the first has no default here, the second changes no number
         return
-    given = GRPOConfig(**{name: DEFAULTS[name]}, use_gpu=False) if name != "use_cpu" else GRPOConfig(**{"use_cpu": True})
+    given = (
+        GRPOConfig(**{name: DEFAULTS[name]}, use_gpu=False)
+        if name != "use_cpu"
+        else GRPOConfig(**{"use_cpu": True})
+    )
     plain = GRPOConfig(use_gpu=False)
     assert given.to_config(100, 0, OUT) == plain.to_config(100, 0, OUT)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, argument in ARGUMENTS.items() if not argument.ours))
+@pytest.mark.parametrize(
+    "name", sorted(name for name, argument in ARGUMENTS.items() if not argument.ours)
+)
 def test_unsupported_arguments_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"does not support TRL's argument {name}: .*field: {name}.*leave it out"):
+    with pytest.raises(
+        ConfigError, match=rf"does not support TRL's argument {name}: .*field: {name}.*leave it out"
+    ):
         TrainerConfig(**{name: "something else"})
 
 
@@ -54,12 +66,16 @@ def test_every_row_maps_to_a_field_or_a_setting() -> None:
     for name, argument in ARGUMENTS.items():
         section, dot, setting = argument.ours.partition(".")
         if argument.ours not in ("", "-") and not argument.ours.startswith("train("):
-            assert setting in sections[section] if dot else argument.ours in TrainerConfig.model_fields, name
+            assert (
+                setting in sections[section] if dot else argument.ours in TrainerConfig.model_fields
+            ), name
 
 
 @pytest.mark.parametrize("arguments", [ARGUMENTS, TRAINER], ids=["GRPOConfig", "GRPOTrainer"])
 def test_the_table_in_the_documentation_matches_the_code(arguments: Any) -> None:
-    assert table(arguments) in (ROOT / "docs" / "how-to" / "from-trl.md").read_text(encoding="utf-8")
+    assert table(arguments) in (ROOT / "docs" / "how-to" / "from-trl.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -89,11 +105,19 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
         ({"top_k": 50}, "sampling.top_k", 50),
         ({"top_k": 0}, "sampling.top_k", None),
         ({"min_p": 0.1}, "sampling.min_p", 0.1),
-        ({"temperature": 0.5, "generation_kwargs": {"temperature": 0.7, "do_sample": True}}, "sampling.temperature", 0.7),
+        (
+            {"temperature": 0.5, "generation_kwargs": {"temperature": 0.7, "do_sample": True}},
+            "sampling.temperature",
+            0.7,
+        ),
         ({"generation_kwargs": {"stop_strings": "\n\n"}}, "sampling.stop", ["\n\n"]),
         ({"max_completion_length": 99}, "sampling.max_new_tokens", 99),
         ({"scale_rewards": False}, "algorithm.advantage", "group_centred"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "algorithm.advantage", "reward_normalised"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            "algorithm.advantage",
+            "reward_normalised",
+        ),
         ({"importance_sampling_level": "sequence"}, "algorithm.importance_level", "sequence"),
         ({"delta": 4.0}, "algorithm.dual_clip", 4.0),
         ({"adam_beta2": 0.95}, "trainer.adam_betas", (0.9, 0.95)),
@@ -108,8 +132,16 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
         ({"eval_strategy": "no", "eval_steps": 5}, "trainer.eval_every", 0),
         ({"eval_strategy": "steps", "eval_steps": 5}, "trainer.eval_every", 5),
         ({"eval_strategy": "steps", "logging_steps": 7}, "trainer.eval_every", 7),
-        ({"gradient_checkpointing": True, "activation_checkpointing": None}, "trainer.activation_checkpointing", True),
-        ({"loss_type": "bnpo", "gradient_accumulation_steps": 1}, "algorithm.aggregation", "token_mean"),
+        (
+            {"gradient_checkpointing": True, "activation_checkpointing": None},
+            "trainer.activation_checkpointing",
+            True,
+        ),
+        (
+            {"loss_type": "bnpo", "gradient_accumulation_steps": 1},
+            "algorithm.aggregation",
+            "token_mean",
+        ),
         (
             {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
             "algorithm.advantage",
@@ -156,12 +188,20 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("given", PAIRS, ids=str)
-def test_pairs_of_arguments_mean_what_they_mean_in_transformers(given: dict[str, Any], tmp_path: Path) -> None:
-    """Compares with transformers' own arguments and trainer, on a data set that fills its batches."""
+def test_pairs_of_arguments_mean_what_they_mean_in_transformers(
+    given: dict[str, Any], tmp_path: Path
+) -> None:
+    """Compares with transformers' own arguments and trainer, on a data set that fills its
+    batches."""
     import torch
     from transformers import Trainer, TrainingArguments
 
-    plain = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True, "per_device_train_batch_size": 8}
+    plain = {
+        "output_dir": str(tmp_path),
+        "report_to": "none",
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+    }
     theirs = TrainingArguments(**plain | given)
     answers = theirs.per_device_train_batch_size * theirs.gradient_accumulation_steps
     rows = [{"x": i} for i in range(5 * answers)]
@@ -176,7 +216,9 @@ def test_pairs_of_arguments_mean_what_they_mean_in_transformers(given: dict[str,
     assert ours.total_steps(problems) == steps
     assert settings.warmup_steps == theirs.get_warmup_steps(steps)
     assert settings.eval_every == (theirs.eval_steps if theirs.eval_strategy == "steps" else 0)
-    assert settings.checkpoint_every == (theirs.save_steps if theirs.save_strategy == "steps" else 0)
+    assert settings.checkpoint_every == (
+        theirs.save_steps if theirs.save_strategy == "steps" else 0
+    )
 
 
 def test_all_trackers_are_those_that_are_installed() -> None:
@@ -188,17 +230,44 @@ def test_all_trackers_are_those_that_are_installed() -> None:
     [
         ({"beta": 0.1, "kl_coef": 0.2}, r"kl_coef has another value.*field: beta"),
         ({"loss_type": "vespo"}, r"no such loss.*field: loss_type.*use grpo, bnpo"),
-        ({"loss_type": "cispo", "epsilon": 0.2}, r"TRL's cispo does not read epsilon.*field: epsilon"),
-        ({"loss_type": "cispo", "epsilon_high": 0.2}, r"bounds the ratio itself.*field: epsilon_high"),
-        ({"loss_type": "gdpo", "trainer_type": "rloo"}, r"a way to compute advantages, and trainer_type is rloo"),
+        (
+            {"loss_type": "cispo", "epsilon": 0.2},
+            r"TRL's cispo does not read epsilon.*field: epsilon",
+        ),
+        (
+            {"loss_type": "cispo", "epsilon_high": 0.2},
+            r"bounds the ratio itself.*field: epsilon_high",
+        ),
+        (
+            {"loss_type": "gdpo", "trainer_type": "rloo"},
+            r"a way to compute advantages, and trainer_type is rloo",
+        ),
         ({"loss_type": "sapo", "clip_range": 0.1}, r"clip_range is set but not read|not read"),
         ({"scale_rewards": "batch"}, r"this trainer has no such option.*field: scale_rewards"),
-        ({"eval_strategy": "epoch"}, r"this trainer has no such option.*field: eval_strategy.*'steps', 'no'"),
-        ({"generation_kwargs": {"num_beams": 4}}, r"plain sampling.*field: generation_kwargs\['num_beams'\]"),
-        ({"loss_type": "bnpo"}, r"not by the batch.*field: loss_type.*gradient_accumulation_steps=1.*loss_type='dapo'"),
-        ({"loss_type": "luspo"}, r"whole answers.*field: loss_type.*set importance_sampling_level='sequence'"),
-        ({"eval_strategy": "steps", "logging_steps": 0}, r"are 0.*field: eval_steps.*above 0, or eval_strategy to no"),
-        ({"activation_checkpointing": True, "gradient_checkpointing": False}, r"gradient_checkpointing has another value"),
+        (
+            {"eval_strategy": "epoch"},
+            r"this trainer has no such option.*field: eval_strategy.*'steps', 'no'",
+        ),
+        (
+            {"generation_kwargs": {"num_beams": 4}},
+            r"plain sampling.*field: generation_kwargs\['num_beams'\]",
+        ),
+        (
+            {"loss_type": "bnpo"},
+            r"not by the batch.*field: loss_type.*gradient_accumulation_steps=1.*loss_type='dapo'",
+        ),
+        (
+            {"loss_type": "luspo"},
+            r"whole answers.*field: loss_type.*set importance_sampling_level='sequence'",
+        ),
+        (
+            {"eval_strategy": "steps", "logging_steps": 0},
+            r"are 0.*field: eval_steps.*above 0, or eval_strategy to no",
+        ),
+        (
+            {"activation_checkpointing": True, "gradient_checkpointing": False},
+            r"gradient_checkpointing has another value",
+        ),
         ({"eval_strategy": "steps", "eval_steps": 0.5}, r"field: eval_steps"),
         ({"generation_kwargs": "stop"}, r"no value for it.*field: generation_kwargs"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, r"warmup_steps is 3.*field: warmup_ratio"),
@@ -219,13 +288,23 @@ def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
     from peft import LoraConfig
 
     targets = {"v_proj", "q_proj"}
-    given = LoraConfig(r=8, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM")
+    given = LoraConfig(
+        r=8, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM"
+    )
     settings = of_peft(given)
     names = ["q_proj", "v_proj"]
-    assert settings == {"lora.rank": 8, "lora.alpha": 16, "lora.dropout": 0.1, "lora.target_modules": names}
+    assert settings == {
+        "lora.rank": 8,
+        "lora.alpha": 16,
+        "lora.dropout": 0.1,
+        "lora.target_modules": names,
+    }
     assert mapped(settings=settings).lora.rank == 8
     stable = of_peft(LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear"))
-    assert (stable["lora.alpha"], stable["lora.target_modules"]) == (32, [])  # 8 / sqrt(16) = 32 / 16
+    assert (stable["lora.alpha"], stable["lora.target_modules"]) == (
+        32,
+        [],
+    )  # 8 / sqrt(16) = 32 / 16
 
 
 @pytest.mark.parametrize(
@@ -253,8 +332,14 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
     import torch
 
     weight = [torch.nn.Parameter(torch.zeros(1))]
-    found = of_optimizers((torch.optim.AdamW(weight, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.5), None))
-    assert found == {"learning_rate": 3e-4, "weight_decay": 0.5, "settings": {"trainer.adam_betas": (0.8, 0.9)}}
+    found = of_optimizers(
+        (torch.optim.AdamW(weight, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.5), None)
+    )
+    assert found == {
+        "learning_rate": 3e-4,
+        "weight_decay": 0.5,
+        "settings": {"trainer.adam_betas": (0.8, 0.9)},
+    }
     assert of_optimizers((None, None)) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)
     for optimizers, message in [
@@ -268,7 +353,9 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
 
 def test_the_table_of_verl_names_settings_that_exist() -> None:
     page = (ROOT / "docs" / "how-to" / "from-verl.md").read_text(encoding="utf-8")
-    rows = [line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    rows = [
+        line.split("|")[2] for line in page.splitlines() if line.startswith("| ") and "`" in line
+    ]
     assert len(rows) > 30
     sections = mapped().model_dump()
     for name in (word for row in rows for word in row.split("`")[1::2]):

@@ -19,7 +19,8 @@ def test_standard_error_hand_computed() -> None:
 
 
 def test_wilson_interval_hand_computed() -> None:
-    """With z² = 3.8415: 0 of 10 ends at z²/(10 + z²); 5 of 10 gives 0.5 ± z/(10 + z²)·sqrt(2.5 + z²/4)."""
+    """With z² = 3.8415: 0 of 10 ends at z²/(10 + z²); 5 of 10 gives 0.5 ± z/(10 + z²)·sqrt(2.5 +
+    z²/4)."""
     assert wilson_interval(0, 10) == pytest.approx((0, 0.27753), abs=1e-5)
     assert wilson_interval(10, 10) == pytest.approx((0.72247, 1), abs=1e-5)
     assert wilson_interval(5, 10) == pytest.approx((0.23659, 0.76341), abs=1e-5)
@@ -34,12 +35,18 @@ def test_avg_at_k_is_the_share_of_right_answers() -> None:
     [
         (["4", "5", "4", None], [True, False, True, False], 1),
         (["4", "5", "5", None], [True, False, False, False], 0),
-        (["4", "5", "6", "5", "4"], [True, False, False, False, True], 0.5),  # a tie of a right and a wrong answer
+        (
+            ["4", "5", "6", "5", "4"],
+            [True, False, False, False, True],
+            0.5,
+        ),  # a tie of a right and a wrong answer
         (["4", None, None, None], [True, False, False, False], 1),  # a missing answer has no vote
         ([None, None], [False, False], 0),
     ],
 )
-def test_maj_at_k_hand_computed(answers: list[str | None], correct: list[bool], expected: float) -> None:
+def test_maj_at_k_hand_computed(
+    answers: list[str | None], correct: list[bool], expected: float
+) -> None:
     assert maj_at_k(answers, correct) == expected
 
 
@@ -59,7 +66,9 @@ def test_paired_difference_hand_computed() -> None:
     assert found.p_value == pytest.approx(0.375)
     assert (found.gained, found.lost, found.num_samples) == ([0, 1, 2, 3], [4], 10)
     back = paired_difference(second, first)
-    assert (back.difference, back.low, back.high) == pytest.approx((-found.difference, -found.high, -found.low))
+    assert (back.difference, back.low, back.high) == pytest.approx(
+        (-found.difference, -found.high, -found.low)
+    )
     assert (back.gained, back.lost, back.p_value) == (found.lost, found.gained, found.p_value)
 
 

@@ -1,4 +1,5 @@
-"""The commands, and the code in the documentation, as a user runs them: processes, files, exit statuses, Ctrl-C."""
+"""The commands, and the code in the documentation, as a user runs them: processes, files, exit
+statuses, Ctrl-C."""
 
 import ast
 import itertools
@@ -35,8 +36,17 @@ trainer.train(); trainer.save_model("./outputs/my_model")
 from trainer import ModelEvaluator
 results = ModelEvaluator("./outputs/my_model").evaluate(GSM8KLoader().load("test", num_samples=50), MathRewardFunction())
 print(f"Accuracy: {results['accuracy']:.2%}")
-"""  # noqa: E501
-QUICK = ("--dataset", "tiny", "--per-device-train-batch-size", "8", "--max-new-tokens", "24", "--eval-samples", "4")
+"""
+QUICK = (
+    "--dataset",
+    "tiny",
+    "--per-device-train-batch-size",
+    "8",
+    "--max-new-tokens",
+    "24",
+    "--eval-samples",
+    "4",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -44,21 +54,30 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def command(*words: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=environment(), capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=cwd, env=environment(), capture_output=True, text=True
+    )
 
 
 def test_the_example_of_the_documentation_runs_as_it_is(base_model: Path, tmp_path: Path) -> None:
     """Only the model is smaller; the library's own code loads GSM8K from a hub on this machine."""
 
     def rows(split: Split, count: int) -> list[dict[str, Any]]:
-        return [{"question": p.question, "answer": p.solution} for p in itertools.islice(problems(split), count)]
+        return [
+            {"question": p.question, "answer": p.solution}
+            for p in itertools.islice(problems(split), count)
+        ]
 
     code = EXAMPLE.replace("Qwen/Qwen2.5-0.5B-Instruct", str(base_model.resolve()))
     assert code != EXAMPLE
     with hub({"openai/gsm8k": data_set("main", rows("train", 150), rows("test", 60))}) as address:
         words = environment(HF_ENDPOINT=address, HF_HOME=str(tmp_path / "hf"))
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, env=words, capture_output=True, text=True
+            [sys.executable, "-W", "error", "-c", code],
+            cwd=tmp_path,
+            env=words,
+            capture_output=True,
+            text=True,
         )
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.rpartition("Accuracy: ")[2].strip().removesuffix("%"))
@@ -76,13 +95,32 @@ def test_the_example_is_the_one_of_the_documentation() -> None:
 def test_training_and_evaluation_on_the_built_in_task(
     base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fourteen steps are enough to learn to show the working; the comparison says so and names changed problems."""
+    """Fourteen steps are enough to learn to show the working; the comparison says so and names
+    changed problems."""
     out, report = tmp_path / "run", tmp_path / "r.json"
     train_math.main(
         [
-            *("--model", str(base_model), "--dataset", "tiny", "--num-samples", "256", "--num-train-epochs", "3"),
+            *(
+                "--model",
+                str(base_model),
+                "--dataset",
+                "tiny",
+                "--num-samples",
+                "256",
+                "--num-train-epochs",
+                "3",
+            ),
             *("--max-steps", "14", "--num-generations", "8", "--per-device-train-batch-size", "64"),
-            *("--max-new-tokens", "24", "--learning-rate", "5e-4", "--eval-samples", "50", "--output-dir", str(out)),
+            *(
+                "--max-new-tokens",
+                "24",
+                "--learning-rate",
+                "5e-4",
+                "--eval-samples",
+                "50",
+                "--output-dir",
+                str(out),
+            ),
         ]
     )
     said = capsys.readouterr().out
@@ -90,17 +128,36 @@ def test_training_and_evaluation_on_the_built_in_task(
     assert f"model:      {out}/final" in said
     evaluate_model.main(
         [
-            *("--model", str(out / "final"), "--compare", str(base_model), "--dataset", "tiny", "--num-samples", "100"),
+            *(
+                "--model",
+                str(out / "final"),
+                "--compare",
+                str(base_model),
+                "--dataset",
+                "tiny",
+                "--num-samples",
+                "100",
+            ),
             *("--max-new-tokens", "24", "--k", "4", "--output-file", str(report)),
         ]
     )
     said = capsys.readouterr().out
-    for word in ("pass@4", "avg@4", "maj@4", "more than chance", "right by the first only:", "95 % interval", "tokens"):
+    for word in (
+        "pass@4",
+        "avg@4",
+        "maj@4",
+        "more than chance",
+        "right by the first only:",
+        "95 % interval",
+        "tokens",
+    ):
         assert word in said
     found = json.loads(report.read_text())
     assert found["num_samples"] == found["compare"]["num_samples"] == 100
     assert found["comparison"]["low"] > 0.1
-    assert found["comparison"]["difference"] == pytest.approx(found["accuracy"] - found["compare"]["accuracy"])
+    assert found["comparison"]["difference"] == pytest.approx(
+        found["accuracy"] - found["compare"]["accuracy"]
+    )
     gained = found["comparison"]["gained"][0]
     assert found["correct"][gained]
     assert not found["compare"]["correct"][gained]
@@ -111,8 +168,24 @@ def test_training_and_evaluation_on_the_built_in_task(
 def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, kind: str) -> None:
     train_math.main(
         [
-            *("--preset", "rloo_math", "--model", str(base_model), "--trainer", kind, *QUICK, "--max-steps", "1"),
-            *("--output-dir", str(tmp_path / "run"), "--save-to", str(tmp_path / "saved"), "--quiet"),
+            *(
+                "--preset",
+                "rloo_math",
+                "--model",
+                str(base_model),
+                "--trainer",
+                kind,
+                *QUICK,
+                "--max-steps",
+                "1",
+            ),
+            *(
+                "--output-dir",
+                str(tmp_path / "run"),
+                "--save-to",
+                str(tmp_path / "saved"),
+                "--quiet",
+            ),
             *("--set", "algorithm.entropy_coef=0.01", "--set", "data.curriculum=difficulty"),
         ]
     )
@@ -123,11 +196,24 @@ def test_other_trainers_presets_and_settings(base_model: Path, tmp_path: Path, k
     assert (tmp_path / "saved" / "model.safetensors").exists()
 
 
-def test_custom_problems_and_resuming(base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_custom_problems_and_resuming(
+    base_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "mine.jsonl"
-    rows = [{"question": p.question, "answer": p.answer} for p in itertools.islice(problems("train"), 40)]
+    rows = [
+        {"question": p.question, "answer": p.answer}
+        for p in itertools.islice(problems("train"), 40)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["--model", str(base_model), "--dataset", str(file), *QUICK[2:], "--output-dir", str(tmp_path / "run")]
+    words = [
+        "--model",
+        str(base_model),
+        "--dataset",
+        str(file),
+        *QUICK[2:],
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     train_math.main([*words, "--max-steps", "1"])
     with pytest.raises(ConfigError, match="the output directory already has a run"):
         train_math.main([*words, "--max-steps", "2"])
@@ -141,9 +227,31 @@ def test_custom_problems_and_resuming(base_model: Path, tmp_path: Path, capsys: 
 def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> None:
     file = tmp_path / "few.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n{"question": "1+2?", "answer": 3}\n')
-    evaluate_model.main(["--model", str(base_model), "--dataset", str(file), "--split", "all", "--max-new-tokens", "8"])
+    evaluate_model.main(
+        [
+            "--model",
+            str(base_model),
+            "--dataset",
+            str(file),
+            "--split",
+            "all",
+            "--max-new-tokens",
+            "8",
+        ]
+    )
     with pytest.raises(ConfigError, match=r"has only 2 problems.*field: --num-samples.*value: 3"):
-        evaluate_model.main(["--model", str(base_model), "--dataset", str(file), "--split", "all", "--num-samples", "3"])
+        evaluate_model.main(
+            [
+                "--model",
+                str(base_model),
+                "--dataset",
+                str(file),
+                "--split",
+                "all",
+                "--num-samples",
+                "3",
+            ]
+        )
 
 
 @pytest.mark.parametrize(
@@ -162,9 +270,15 @@ def test_a_data_set_smaller_than_asked_for(base_model: Path, tmp_path: Path) -> 
             "error: torch finds no GPU",
             marks=pytest.mark.slow,  # imports torch
         ),
-        (("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"), "error: there is no such directory here"),
+        (
+            ("trainer.evaluate_model", "--model", "nothing/here", "--dataset", "tiny"),
+            "error: there is no such directory here",
+        ),
         (("trainer.evaluate_model",), "error: this argument is required · field: --model"),
-        (("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"), "error: there is no such directory"),
+        (
+            ("trainer.evaluate_model", "--model", "x", "--output-file", "/no/r.json"),
+            "error: there is no such directory",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_status_2(words: tuple[str, ...], message: str) -> None:
@@ -188,16 +302,30 @@ def test_help_teaches_and_does_not_wait_for_torch() -> None:
         assert "examples:" in done.stdout
         assert f"python -m trainer.{name} --model" in done.stdout
     code = "import sys, trainer, trainer.train_math, trainer.evaluate_model; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "False"
 
 
-def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(base_model: Path, tmp_path: Path) -> None:
-    words = ["--model", str(base_model), *QUICK, "--save-steps", "1", "--output-dir", str(tmp_path / "run")]
+def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(
+    base_model: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--model",
+        str(base_model),
+        *QUICK,
+        "--save-steps",
+        "1",
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     log = tmp_path / "log"
     process = Forked("trainer.train_math", *words, log=log)
     limit = time.monotonic() + 400
-    while not (tmp_path / "run" / "checkpoints" / "step_000001").exists() and time.monotonic() < limit:
+    while (
+        not (tmp_path / "run" / "checkpoints" / "step_000001").exists() and time.monotonic() < limit
+    ):
         assert process.poll() is None, log.read_text()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
@@ -208,8 +336,21 @@ def test_ctrl_c_ends_training_with_130_and_says_how_to_go_on(base_model: Path, t
 
 
 @pytest.mark.slow
-def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(base_model: Path) -> None:
-    words = ["--model", str(base_model), "--dataset", "tiny", "--num-samples", "1000", "--k", "64", "--max-new-tokens", "400"]
+def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(
+    base_model: Path,
+) -> None:
+    words = [
+        "--model",
+        str(base_model),
+        "--dataset",
+        "tiny",
+        "--num-samples",
+        "1000",
+        "--k",
+        "64",
+        "--max-new-tokens",
+        "400",
+    ]
     terminal, end = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "trainer.evaluate_model", *words, "--temperature", "5"],
@@ -234,11 +375,18 @@ def test_a_progress_bar_on_a_terminal_and_ctrl_c_ends_an_evaluation_with_130(bas
 
 
 def test_settings_are_read_as_yaml() -> None:
-    assert setting("a.b=1e-3") == ("a.b", "1e-3")  # YAML reads a text here, the setting reads a number
+    assert setting("a.b=1e-3") == (
+        "a.b",
+        "1e-3",
+    )  # YAML reads a text here, the setting reads a number
     assert setting("a.b=[1, 2]") == ("a.b", [1, 2])
     assert setting("a.b=true") == ("a.b", True)
 
 
 def test_a_missing_key_variable_is_named(base_model: Path) -> None:
-    with pytest.raises(ServiceError, match=r"no such environment variable.*--api-key-env.*NOT_SET_HERE"):
-        evaluate_model.main(["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"])
+    with pytest.raises(
+        ServiceError, match=r"no such environment variable.*--api-key-env.*NOT_SET_HERE"
+    ):
+        evaluate_model.main(
+            ["--model", "http://127.0.0.1:1", "--dataset", "tiny", "--api-key-env", "NOT_SET_HERE"]
+        )

@@ -1,4 +1,5 @@
-"""Typical mistakes in all programs: status 2, and field, value and remedy in the program's own terms."""
+"""Typical mistakes in all programs: status 2, and field, value and remedy in the program's own
+terms."""
 
 import importlib
 import subprocess
@@ -35,7 +36,9 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "services.rollout": lambda words: load(words, {}),
     "services.replay": lambda words: load(words, {}),
     "environment": lambda words: load([], dict(word.split("=", 1) for word in words)),
-    "services.engine": lambda words: importlib.import_module("services.engine.__main__").parse(words),
+    "services.engine": lambda words: importlib.import_module("services.engine.__main__").parse(
+        words
+    ),
 }
 MISTAKES = [
     (
@@ -43,18 +46,38 @@ MISTAKES = [
         "--dataset FOLDER/rows.jsonl --model BASE",
         "--dataset|there is no column 'question'|--set data.prompt_field=NAME",
     ),
-    ("train_math", "--model FOLDER --dataset tiny", "--model|config.json is not JSON|restore that file"),
-    ("evaluate_model", "--dataset FOLDER/rows.jsonl --model BASE", "--dataset|there are foo|--set data.prompt_field=NAME"),
-    ("evaluate_model", "--dataset no/where --model BASE", "--dataset|use a copy in files: --dataset PATH"),
+    (
+        "train_math",
+        "--model FOLDER --dataset tiny",
+        "--model|config.json is not JSON|restore that file",
+    ),
+    (
+        "evaluate_model",
+        "--dataset FOLDER/rows.jsonl --model BASE",
+        "--dataset|there are foo|--set data.prompt_field=NAME",
+    ),
+    (
+        "evaluate_model",
+        "--dataset no/where --model BASE",
+        "--dataset|use a copy in files: --dataset PATH",
+    ),
     (
         "evaluate_model",
         "--dataset tiny --model BASE --set trainer.seed=3",
         "--set trainer.seed|an evaluation does not read this setting",
     ),
     ("trainer", "--config FOLDER/broken.yaml", "--config|line 2: expected the node content"),
-    ("local", "FOLDER/broken.yaml", "YAML|line 2: expected the node content|name the YAML of a job group"),
+    (
+        "local",
+        "FOLDER/broken.yaml",
+        "YAML|line 2: expected the node content|name the YAML of a job group",
+    ),
     ("local", "FOLDER/text.yaml", "YAML|text.yaml|every document of a job group must be a mapping"),
-    ("local", f"{GROUP} --log-dir FOLDER/logs --clear README.md", "--clear|README.md|name another directory"),
+    (
+        "local",
+        f"{GROUP} --log-dir FOLDER/logs --clear README.md",
+        "--clear|README.md|name another directory",
+    ),
     ("dashboard", "FOLDER --host 999.1.1.1", "host|999.1.1.1|name an address of this machine"),
     ("train_math", "--modl x", "--modl|x|did you mean --model?"),
     ("train_math", "--model", "--model|write --model VALUE"),
@@ -72,18 +95,42 @@ MISTAKES = [
     ("train_math", "--num-generations 5", "--per-device-train-batch-size|--num-generations"),
     ("train_math", "--bf16", "--bf16|True|set --use-gpu"),
     ("train_math", "--report-to wandbb", "--report-to|wandbb|did you mean wandb?"),
-    ("train_math", "--model .cache/tiny-base --dataset gsm9k", "--dataset|gsm9k|the path of a file or a directory"),
+    (
+        "train_math",
+        "--model .cache/tiny-base --dataset gsm9k",
+        "--dataset|gsm9k|the path of a file or a directory",
+    ),
     ("train_math", "--model .cache/tiny-base --dataset nothing.jsonl", "--dataset|nothing.jsonl"),
     ("train_math", "--num-samples 0", "--num-samples|'0'|above 0"),
     ("train_math", "--eval-samples -5", "--eval-samples|'-5'|above 0"),
-    ("train_math", "--set algorithm.entropy=0.1", "--set algorithm.entropy|0.1|algorithm.entropy_coef"),
-    ("train_math", "--set algorithm.entropy_coef=high", "--set algorithm.entropy_coef|high|give a number"),
+    (
+        "train_math",
+        "--set algorithm.entropy=0.1",
+        "--set algorithm.entropy|0.1|algorithm.entropy_coef",
+    ),
+    (
+        "train_math",
+        "--set algorithm.entropy_coef=high",
+        "--set algorithm.entropy_coef|high|give a number",
+    ),
     ("train_math", "--set seed", "--set|'seed'|write it like"),
-    ("train_math", "--model .cache/tiny-base --set data.levels=hard --dataset math", "--set data.levels|hard|write levels"),
+    (
+        "train_math",
+        "--model .cache/tiny-base --set data.levels=hard --dataset math",
+        "--set data.levels|hard|write levels",
+    ),
     ("train_math", "--set data.levels=4", "--set data.levels|gsm8k|leave it out"),
     ("train_math", "--resume", "--resume|--output-dir"),
-    ("train_math", "--output-dir /proc/x --dataset tiny", "--output-dir|/proc/x|name another directory"),
-    ("train_math", "--save-to README.md --dataset tiny", "--save-to|README.md|name another directory"),
+    (
+        "train_math",
+        "--output-dir /proc/x --dataset tiny",
+        "--output-dir|/proc/x|name another directory",
+    ),
+    (
+        "train_math",
+        "--save-to README.md --dataset tiny",
+        "--save-to|README.md|name another directory",
+    ),
     ("train_math", "--critic-learning-rate 1e-5", "--critic-learning-rate|1e-05|--trainer ppo"),
     ("evaluate_model", "", "--model|add it"),
     ("evaluate_model", "--model ./nothing", "--model|./nothing|local model directory"),
@@ -91,8 +138,16 @@ MISTAKES = [
     ("evaluate_model", "--model x --k 0", "--k|'0'|above 0"),
     ("evaluate_model", "--model x --temperature 0", "--temperature|0.0|above 0"),
     ("evaluate_model", "--model x --output-file /no/r.json", "--output-file|/no/r.json"),
-    ("evaluate_model", "--model .cache/tiny-base --api-key-env KEY", "--api-key-env|KEY|leave it out"),
-    ("evaluate_model", "--model .cache/tiny-base --dataset tiny --split tst", "--dataset|'tst'|train and test"),
+    (
+        "evaluate_model",
+        "--model .cache/tiny-base --api-key-env KEY",
+        "--api-key-env|KEY|leave it out",
+    ),
+    (
+        "evaluate_model",
+        "--model .cache/tiny-base --dataset tiny --split tst",
+        "--dataset|'tst'|train and test",
+    ),
     ("export", "docs/nothing out", "CHECKPOINT|docs/nothing"),
     ("export", "docs /tmp/out-of-docs", "CHECKPOINT|docs|no config.json"),
     ("export", "docs out --dtype float8", "--dtype|float8|use float32"),
@@ -112,7 +167,11 @@ MISTAKES = [
     ("doctor", "--task trainer", "--task|trainer|ppo-trainer"),
     ("doctor", "--gpus 8", "--gpus|8|--gpu-memory-gb"),
     ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give a number"),
-    ("trainer", "--trainer.lerning_rate 1", "--trainer.lerning_rate|1|did you mean --trainer.learning_rate?"),
+    (
+        "trainer",
+        "--trainer.lerning_rate 1",
+        "--trainer.lerning_rate|1|did you mean --trainer.learning_rate?",
+    ),
     ("trainer", "--learning-rate 1", "--learning-rate|--trainer.learning_rate"),
     ("trainer", "--algorithm.name gropo", "algorithm.name|gropo|did you mean grpo?"),
     ("trainer", "--trainer.max_steps", "--trainer.max_steps|it has no value"),
@@ -132,7 +191,11 @@ MISTAKES = [
         "replay.priority|advntage|did you mean advantage?",
     ),
     ("services.engine", "", "--model-path|add it"),
-    ("environment", "RLHF_TRAINER__LERNING_RATE=1", "RLHF_TRAINER__LERNING_RATE|did you mean RLHF_TRAINER__LEARNING_RATE?"),
+    (
+        "environment",
+        "RLHF_TRAINER__LERNING_RATE=1",
+        "RLHF_TRAINER__LERNING_RATE|did you mean RLHF_TRAINER__LEARNING_RATE?",
+    ),
     ("environment", "BATCH_SIZE=many", "trainer.batch_size|many|give a whole number"),
     ("environment", "RLHF_TRAINER=3", "RLHF_TRAINER|RLHF_SECTION__FIELD"),
 ]
@@ -148,7 +211,12 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
     base_model: Path,
     tmp_path: Path,
 ) -> None:
-    for name, text in (("rows.jsonl", '{"foo": 1}'), ("broken.yaml", "{\n"), ("text.yaml", "root:x:0:0"), ("config.json", "{")):
+    for name, text in (
+        ("rows.jsonl", '{"foo": 1}'),
+        ("broken.yaml", "{\n"),
+        ("text.yaml", "root:x:0:0"),
+        ("config.json", "{"),
+    ):
         (tmp_path / name).write_text(text)
     words = words.replace("FOLDER", str(tmp_path)).replace("BASE", str(base_model))
     monkeypatch.chdir(ROOT)
@@ -180,7 +248,9 @@ def test_a_typical_mistake_is_reported_in_the_terms_of_the_program(
         ({"settings": {"algorithm.entropy": 1}}, "algorithm.entropy|1|algorithm.entropy_coef"),
     ],
 )
-def test_a_mistake_in_the_python_api_is_reported_with_its_field(fields: dict[str, Any], told: str) -> None:
+def test_a_mistake_in_the_python_api_is_reported_with_its_field(
+    fields: dict[str, Any], told: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainerConfig(**fields)
     assert caught.value.field
@@ -208,6 +278,8 @@ for module in sys.argv[1:]:
 
 @pytest.mark.integration
 def test_help_and_wrong_arguments_of_every_program_do_not_wait_for_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LIGHT, *MODULES.split()], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("error: ") == len(MODULES.split())

@@ -14,7 +14,8 @@ from trainer import train_in_process
 
 @pytest.fixture(scope="session")
 def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of four steps on the built-in task, with a critic and evaluations; tests only read it.
+    """The directory of a run of four steps on the built-in task, with a critic and evaluations;
+    tests only read it.
 
     The processes of pytest-xdist share it.
     """
@@ -25,8 +26,22 @@ def tiny_run(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     with (directory / "lock").open("w") as lock:
         flock(lock, LOCK_EX)  # one process at a time
         if not complete.exists():
-            more = ("--trainer.max_steps", "4", "--trainer.eval_samples", "8", "--trainer.eval_every", "2")
-            ppo = ("--trainer.eval_k", "2", "--algorithm.name", "ppo", "--trainer.warmup_steps", "0")
+            more = (
+                "--trainer.max_steps",
+                "4",
+                "--trainer.eval_samples",
+                "8",
+                "--trainer.eval_every",
+                "2",
+            )
+            ppo = (
+                "--trainer.eval_k",
+                "2",
+                "--algorithm.name",
+                "ppo",
+                "--trainer.warmup_steps",
+                "0",
+            )
             config = tiny(base_model, directory, *more, *ppo)
             with pytest.MonkeyPatch.context() as patch:
                 no_curves(patch)

@@ -27,7 +27,9 @@ from trainer.server import BackgroundServer
 
 @pytest.fixture
 async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_dashboard_app([RunReader(make_run(tmp_path / "first", 5)), RunReader(make_run(tmp_path / "second", 7))])
+    app = create_dashboard_app(
+        [RunReader(make_run(tmp_path / "first", 5)), RunReader(make_run(tmp_path / "second", 7))]
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         yield client
 
@@ -51,7 +53,9 @@ async def test_the_page_allows_nothing_from_elsewhere(http: httpx.AsyncClient) -
         assert answer.status_code == 200, path
         assert answer.headers["content-security-policy"].startswith("default-src 'self';")
     assert (await http.get("/dashboard/static/..%2Fapp.py")).status_code == 404
-    own = [file for file in STATIC.iterdir() if not file.name.lower().startswith(("uplot", "katex"))]
+    own = [
+        file for file in STATIC.iterdir() if not file.name.lower().startswith(("uplot", "katex"))
+    ]
     assert len(own) > 8
     for file in own:
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
@@ -59,7 +63,9 @@ async def test_the_page_allows_nothing_from_elsewhere(http: httpx.AsyncClient) -
         assert "https:" not in text, file
 
 
-async def test_files_are_open_and_data_needs_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_are_open_and_data_needs_the_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("API_TOKEN", "correct-horse-battery-staple")
     app = create_dashboard_app([RunReader(make_run(tmp_path, 2))])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -69,7 +75,9 @@ async def test_files_are_open_and_data_needs_the_token(tmp_path: Path, monkeypat
         for call in ("runs", "facts", "series", "steps/1", "csv", "health"):
             assert (await client.get(f"/dashboard/api/{call}")).status_code == 401, call
             header = {"authorization": "Bearer correct-horse-battery-staple"}
-            assert (await client.get(f"/dashboard/api/{call}", headers=header)).status_code == 200, call
+            assert (
+                await client.get(f"/dashboard/api/{call}", headers=header)
+            ).status_code == 200, call
 
 
 def ports(config: Config, **ports: int) -> Config:
@@ -81,14 +89,21 @@ def ports(config: Config, **ports: int) -> Config:
 
 
 @pytest.mark.integration
-async def test_a_service_is_healthy_then_hangs_then_is_dead(base_model: Path, tmp_path: Path) -> None:
+async def test_a_service_is_healthy_then_hangs_then_is_dead(
+    base_model: Path, tmp_path: Path
+) -> None:
     config, port = tiny(base_model, tmp_path), free_port()
     with (
         BackgroundServer(make("data", config), "127.0.0.1", 0) as data,
         BackgroundServer(make("replay", config), "127.0.0.1", 0) as replay,
         reward_server(port, tmp_path) as process,
     ):
-        health = Health(ports(config, data=data.port, replay=replay.port, reward=port), Topology(), lambda: 1, lambda: 12)
+        health = Health(
+            ports(config, data=data.port, replay=replay.port, reward=port),
+            Topology(),
+            lambda: 1,
+            lambda: 12,
+        )
         async with health.running():
             states = await until(health, "healthy", "data-server", "reward-server", "replay-buffer")
             well = {name for name, (state, _) in states.items() if state == "healthy"}
@@ -109,7 +124,9 @@ async def until(health: Health, state: str, *names: str) -> dict[str, tuple[str,
     """Returns state and text of all services, once the named ones have this state."""
     limit = time.monotonic() + 400
     while time.monotonic() < limit:
-        found: dict[str, tuple[str, str]] = {service.name: (service.state, service.text) for service in await health.ask()}
+        found: dict[str, tuple[str, str]] = {
+            service.name: (service.state, service.text) for service in await health.ask()
+        }
         if all(found[name][0] == state for name in names):
             return found
         await asyncio.sleep(0.3)
@@ -127,7 +144,9 @@ async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is
         monkeypatch.delenv("API_TOKEN")
         unwell = create_app("reward-server", not_ready=lambda: "its workers are starting")
         second = stack.enter_context(BackgroundServer(unwell, "127.0.0.1", 0))
-        health = Health(ports(config, data=first.port, reward=second.port), Topology(), lambda: 0, lambda: None)
+        health = Health(
+            ports(config, data=first.port, reward=second.port), Topology(), lambda: 0, lambda: None
+        )
         async with health.running():
             found = {service.name: service for service in await health.ask()}
     assert (found["data-server"].state, found["reward-server"].state) == ("dead", "warning")
@@ -139,7 +158,9 @@ async def test_a_service_that_wants_another_token_is_dead_and_one_that_drains_is
 async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that_hang(
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EpisodeService, "_hung", lambda _: {"hung_calls": 3, "hung_calls_limit": 64})
+    monkeypatch.setattr(
+        EpisodeService, "_hung", lambda _: {"hung_calls": 3, "hung_calls_limit": 64}
+    )
     monkeypatch.setattr("trainer.dashboard.health._FRESH_S", 0.0)
     config = tiny(base_model, tmp_path, "--environment.name", INSISTS)
     app = make("environment", config)
@@ -147,17 +168,32 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
         health = Health(ports(config, environment=server.port), Topology(), lambda: 0, lambda: None)
         async with health.running():
             found = await until(health, "healthy", "environment-server-0")
-            assert found["environment-server-0"][1] == "0 episodes; 3 calls are stuck, the limit is 64"
-            health._environment(
-                {"nodes": 2, "episodes": {"ok": 1200, "died": 2}, "running": 1, "hung_calls": 0, "hung_calls_limit": 64}
+            assert (
+                found["environment-server-0"][1] == "0 episodes; 3 calls are stuck, the limit is 64"
             )
-            assert {"environment-server-0", "environment-server-1"} <= {service.name for service in await health.ask()}
+            health._environment(
+                {
+                    "nodes": 2,
+                    "episodes": {"ok": 1200, "died": 2},
+                    "running": 1,
+                    "hung_calls": 0,
+                    "hung_calls_limit": 64,
+                }
+            )
+            assert {"environment-server-0", "environment-server-1"} <= {
+                service.name for service in await health.ask()
+            }
 
 
 def test_a_dead_service_is_red_within_five_seconds() -> None:
-    """It depends on two times: how long a service may take to answer, and how often the page asks."""
+    """It depends on two times: how long a service may take to answer, and how often the page
+    asks."""
     page = (STATIC / "page.js").read_text()
-    value = {line.split()[1]: int(line.split("=")[1].split(";")[0]) / 1000 for line in page.splitlines() if "_MS = " in line}
+    value = {
+        line.split()[1]: int(line.split("=")[1].split(";")[0]) / 1000
+        for line in page.splitlines()
+        if "_MS = " in line
+    }
     assert PATIENCE_S + value["HEALTH_MS"] < 5
     assert value["HEALTH_PATIENCE_MS"] + value["HEALTH_MS"] < 5
     assert value["HEALTH_PATIENCE_MS"] > PATIENCE_S

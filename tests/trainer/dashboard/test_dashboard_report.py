@@ -17,7 +17,9 @@ from trainer.cli.report import main
 pytestmark = pytest.mark.integration
 
 
-def test_a_report_of_a_real_run_shows_what_the_page_does(page: Page, tiny_run: Path, tmp_path: Path) -> None:
+def test_a_report_of_a_real_run_shows_what_the_page_does(
+    page: Page, tiny_run: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "elsewhere" / "report.html"
     path.parent.mkdir()
     main([str(tiny_run), "--output", str(path)])
@@ -39,7 +41,9 @@ def test_a_report_of_a_real_run_shows_what_the_page_does(page: Page, tiny_run: P
     assert page.errors() == []
 
 
-def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(page: Page, tmp_path: Path) -> None:
+def test_a_report_loads_nothing_and_no_text_of_a_model_is_markup(
+    page: Page, tmp_path: Path
+) -> None:
     make_run(tmp_path, 20)
     alarm = {"kl_rollout": "</script><img src=x onerror=alert(1)>"}
     write(tmp_path / "metrics.jsonl", [line(21, alarms=alarm)], "a")
@@ -69,7 +73,11 @@ def test_the_command_names_what_is_wrong(tmp_path: Path) -> None:
         main([str(tmp_path / "absent")])
     for module in ("trainer.report", "trainer.dashboard"):
         done = subprocess.run(
-            [sys.executable, "-m", module, str(tmp_path / "absent")], cwd=ROOT, capture_output=True, text=True, timeout=400
+            [sys.executable, "-m", module, str(tmp_path / "absent")],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=400,
         )
         assert done.returncode == 2
         assert "absent" in done.stderr
@@ -80,6 +88,9 @@ def test_a_report_of_a_long_run_of_long_answers_is_below_a_megabyte(tmp_path: Pa
     make_run(tmp_path, 2000, update={f"number_{i}": 0.123456789 * i for i in range(60)})
     answer = {"prompt": "p" * 9000, "ground_truth": "2", "response": "x" * 90_000, "correct": True}
     answers = [answer | {"prompt_id": str(i)} for i in range(50)]
-    write(tmp_path / "evaluations.jsonl", [evaluation(step, 0.5) | {"answers": answers} for step in (0, 2000)])
+    write(
+        tmp_path / "evaluations.jsonl",
+        [evaluation(step, 0.5) | {"answers": answers} for step in (0, 2000)],
+    )
     main([str(tmp_path)])
     assert (tmp_path / "report.html").stat().st_size < 1_000_000

@@ -34,7 +34,9 @@ def test_the_newest_lines_of_a_file_are_read_first_and_every_line_once(tmp_path:
     assert list(reader.damaged) == [996]
     with path.open("a") as file:
         file.write("01}\n")
-    assert [(reader.at(offset), content) for offset, content in reader.read(200)] == [({"step": 1001}, {"step": 1001})]
+    assert [(reader.at(offset), content) for offset, content in reader.read(200)] == [
+        ({"step": 1001}, {"step": 1001})
+    ]
     assert list(reader.read(200)) == []
 
 
@@ -56,11 +58,17 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: Path) ->
 def test_new_steps_are_appended(tmp_path: Path) -> None:
     run = RunReader(make_run(tmp_path, 3))
     first = run.series()
-    assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (True, [1, 2, 3], 2)
+    assert (first["whole"], first["steps"].tolist(), len(first["evaluations"])) == (
+        True,
+        [1, 2, 3],
+        2,
+    )
     write(tmp_path / "metrics.jsonl", [line(4), line(5)], "a")
     more = run.series(after=3, generation=first["generation"], evaluations=2)
     assert (more["whole"], more["steps"].tolist(), more["evaluations"]) == (False, [4, 5], [])
-    assert more["columns"]["reward"].tolist() == [np.float32(line(step)["reward"]) for step in (4, 5)]
+    assert more["columns"]["reward"].tolist() == [
+        np.float32(line(step)["reward"]) for step in (4, 5)
+    ]
     assert run.series(after=5, generation=first["generation"])["steps"].tolist() == []
     assert [line["step"] for line in run.steps()] == [1, 2, 3, 4, 5]
 
@@ -99,7 +107,10 @@ def test_ten_thousand_steps_are_thinned_to_fit_a_chart_and_spikes_stay(tmp_path:
     assert near["steps"].tolist() == list(range(6990, 7011))
     assert "high" not in near
     detail = run.step(7000)
-    assert (detail["numbers"]["reward"], detail["notes"]) == (50, [{"kind": "alarm", "text": "far away"}])
+    assert (detail["numbers"]["reward"], detail["notes"]) == (
+        50,
+        [{"kind": "alarm", "text": "far away"}],
+    )
 
 
 def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
@@ -107,7 +118,9 @@ def test_a_resumed_run_begins_again_where_it_was_cut(tmp_path: Path) -> None:
     before = run.series()
     (tmp_path / "again").write_text("")
     write(tmp_path / "again", [line(step, reward=-1.0) for step in range(1, 41)])
-    (tmp_path / "again").replace(tmp_path / "metrics.jsonl")  # as the recorder does; the new file even has more lines
+    (tmp_path / "again").replace(
+        tmp_path / "metrics.jsonl"
+    )  # as the recorder does; the new file even has more lines
     after = run.series(after=30, generation=before["generation"], evaluations=2)
     assert after["whole"]
     assert after["generation"] != before["generation"]
@@ -121,7 +134,11 @@ def test_lines_of_an_attempt_that_was_undone_do_not_count(tmp_path: Path) -> Non
     generation = run.series()["generation"]
     write(tmp_path / "metrics.jsonl", [line(3, reward=7.0)], "a")
     series = run.series(after=5, generation=generation)
-    assert (series["whole"], series["steps"].tolist(), series["columns"]["reward"][-1]) == (True, [1, 2, 3], 7)
+    assert (series["whole"], series["steps"].tolist(), series["columns"]["reward"][-1]) == (
+        True,
+        [1, 2, 3],
+        7,
+    )
     assert run.step(3)["numbers"]["reward"] == 7
     with pytest.raises(NotFound):
         run.step(4)
@@ -142,14 +159,22 @@ def test_an_empty_directory_opens_and_says_what_is_missing(tmp_path: Path) -> No
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such run directory.*absent.*name the directory of a run"):
+    with pytest.raises(
+        ConfigError, match=r"no such run directory.*absent.*name the directory of a run"
+    ):
         RunReader(tmp_path / "absent")
 
 
 def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) -> None:
     make_run(tmp_path, 2)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 3, "rew\n' + b"[1]\n" + b"\xff\xfe\n" + json.dumps(line(4)).encode() + b'\n{"step": 5')
+        file.write(
+            b'{"step": 3, "rew\n'
+            + b"[1]\n"
+            + b"\xff\xfe\n"
+            + json.dumps(line(4)).encode()
+            + b'\n{"step": 5'
+        )
     (tmp_path / "config.json").write_text('{"seed": ')
     run = RunReader(tmp_path)
     assert run.series()["steps"].tolist() == [1, 2, 4]
@@ -167,9 +192,20 @@ def test_damaged_and_half_written_files_open_with_what_is_there(tmp_path: Path) 
 
 def test_the_numbers_in_lines_of_another_version_are_read(tmp_path: Path) -> None:
     make_run(tmp_path, 1)
-    strange = {"step": 2, "reward": "high", "update": 3, "new": {"deep": 1.5, "flag": True}, "alarms": ["x"], "huge": 1e300}
+    strange = {
+        "step": 2,
+        "reward": "high",
+        "update": 3,
+        "new": {"deep": 1.5, "flag": True},
+        "alarms": ["x"],
+        "huge": 1e300,
+    }
     nothing = float("nan")
-    write(tmp_path / "metrics.jsonl", [strange, {"no": "step"}, {"step": nothing}, {"step": 3, "reward": nothing}], "a")
+    write(
+        tmp_path / "metrics.jsonl",
+        [strange, {"no": "step"}, {"step": nothing}, {"step": 3, "reward": nothing}],
+        "a",
+    )
     columns = RunReader(tmp_path).series()["columns"]
     assert columns["new.deep"].tolist()[1] == 1.5
     assert "new.flag" not in columns
@@ -205,7 +241,9 @@ def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
         ["accuracy", "k", "num_samples", "pass_at_k", "standard_error", "step", "time"]
     ] * 2
     write(tmp_path / "evaluations.jsonl", [evaluation(4, 0.95)], "a")
-    assert [each["step"] for each in run.series(after=3, generation=0, evaluations=2)["evaluations"]] == [4]
+    assert [
+        each["step"] for each in run.series(after=3, generation=0, evaluations=2)["evaluations"]
+    ] == [4]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +260,9 @@ def test_evaluations_come_without_their_answers(tmp_path: Path) -> None:
     ],
 )
 def test_one_sentence_says_whether_it_learns(reward: np.ndarray, level: str) -> None:
-    noise = 0.02 * np.random.default_rng(0).standard_normal(len(reward)) if len(set(reward)) > 1 else 0
+    noise = (
+        0.02 * np.random.default_rng(0).standard_normal(len(reward)) if len(set(reward)) > 1 else 0
+    )
     assert verdict(reward + noise, reward)["level"] == level
 
 

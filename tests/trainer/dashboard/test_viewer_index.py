@@ -26,14 +26,29 @@ def write(directory: Path, *lines: object) -> None:
 
 
 def test_every_filter_finds_its_groups_and_no_others(tmp_path: Path) -> None:
-    dropped = entry(9, reason="reward", detail="no grader", reward=None, rewards=[None], marks=["timeout"], tokens=[400])
+    dropped = entry(
+        9,
+        reason="reward",
+        detail="no grader",
+        reward=None,
+        rewards=[None],
+        marks=["timeout"],
+        tokens=[400],
+    )
     write(
         tmp_path,
         {
             "step": 1,
-            "groups": [entry(1, reward=0.25, tokens=[5, 50]), entry(2, reward=0.5, prompt="Straße", marks=["truncated"])],
+            "groups": [
+                entry(1, reward=0.25, tokens=[5, 50]),
+                entry(2, reward=0.5, prompt="Straße", marks=["truncated"]),
+            ],
         },
-        {"step": 2, "groups": [entry(3, reward=1.0, tokens=[70]), entry(4, reward=0.0, reused=True)], "dropped": [dropped]},
+        {
+            "step": 2,
+            "groups": [entry(3, reward=1.0, tokens=[70]), entry(4, reward=0.0, reused=True)],
+            "dropped": [dropped],
+        },
     )
     index = GroupIndex(tmp_path)
     assert found(index, sort="step") == [1, 2, 3, 4, 9]
@@ -48,13 +63,24 @@ def test_every_filter_finds_its_groups_and_no_others(tmp_path: Path) -> None:
     assert found(index, text="group-3") == [3]
     assert found(index, text="% _ ' \" ;--") == []
     assert found(index, error="truncated") == [2]
-    assert found(index, error="timeout") == found(index, error="dropped") == found(index, error="reward") == [9]
+    assert (
+        found(index, error="timeout")
+        == found(index, error="dropped")
+        == found(index, error="reward")
+        == [9]
+    )
     assert found(index, error="any", sort="step") == [2, 9]
     assert found(index, error="none", sort="step") == [1, 3, 4]
     assert found(index, error="reused") == [4]
     row = index.find("group-9")
     assert row is not None
-    assert (row["step"], row["place"], row["reason"], row["detail"], row["rewards"]) == (2, 2, "reward", "no grader", [None])
+    assert (row["step"], row["place"], row["reason"], row["detail"], row["rewards"]) == (
+        2,
+        2,
+        "reward",
+        "no grader",
+        [None],
+    )
     assert (row["lengths"], row["marks"]) == ([400], ["timeout", "dropped", "reward"])
 
 
@@ -93,17 +119,40 @@ def test_only_new_lines_are_read_but_a_rewritten_file_is_read_again(tmp_path: Pa
     assert found(index, sort="position") == [0, 1, 50]
     (tmp_path / LINES).unlink()
     assert found(index) == []
-    assert index.problems() == ["groups.jsonl is missing: which groups a step trained on is not known"]
+    assert index.problems() == [
+        "groups.jsonl is missing: which groups a step trained on is not known"
+    ]
 
 
-OLD = {"id": "group-7", "prompt_id": "p", "position": 3, "versions": [1, 2], "reward": 0.5, "correct": 2, "reused": False}
+OLD = {
+    "id": "group-7",
+    "prompt_id": "p",
+    "position": 3,
+    "versions": [1, 2],
+    "reward": 0.5,
+    "correct": 2,
+    "reused": False,
+}
 
 
 def test_damaged_lines_are_named_and_lines_of_another_version_partly_shown(tmp_path: Path) -> None:
-    strange = [5, {"id": 5}, {}, entry(1, reward="high", tokens={"a": 1}, versions=[], prompt=["x"], marks=3, position=2**70)]
+    strange = [
+        5,
+        {"id": 5},
+        {},
+        entry(
+            1, reward="high", tokens={"a": 1}, versions=[], prompt=["x"], marks=3, position=2**70
+        ),
+    ]
     write(
         tmp_path,
-        *("{", "[1]", {"step": "one", "groups": [entry(2)]}, {"step": 3}, {"step": 4, "groups": "none"}),
+        *(
+            "{",
+            "[1]",
+            {"step": "one", "groups": [entry(2)]},
+            {"step": 3},
+            {"step": 4, "groups": "none"},
+        ),
         *({"step": 5, "groups": strange}, {"step": 6, "groups": [OLD]}),
     )
     index = GroupIndex(tmp_path)
@@ -115,9 +164,21 @@ def test_damaged_lines_are_named_and_lines_of_another_version_partly_shown(tmp_p
     old, odd = index.find("group-7"), index.find("group-1")
     assert old is not None
     assert odd is not None
-    assert (old["reward"], old["correct"], old["completions"], old["prompt"], old["tokens"]) == (0.5, 2, None, None, None)
+    assert (old["reward"], old["correct"], old["completions"], old["prompt"], old["tokens"]) == (
+        0.5,
+        2,
+        None,
+        None,
+        None,
+    )
     assert (old["oldest"], old["newest"]) == (1, 2)
-    assert (odd["place"], odd["reward"], odd["oldest"], odd["position"], odd["prompt"]) == (3, None, None, None, None)
+    assert (odd["place"], odd["reward"], odd["oldest"], odd["position"], odd["prompt"]) == (
+        3,
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 class Store:
@@ -137,7 +198,13 @@ class Store:
 
 def stored(number: int, state: str) -> dict[str, Any]:
     return {
-        **{"id": f"group-{number}", "prompt_id": "prompt-1", "state": state, "version": 3, "position": number},
+        **{
+            "id": f"group-{number}",
+            "prompt_id": "prompt-1",
+            "state": state,
+            "version": 3,
+            "position": number,
+        },
         **{"completions": 4, "correct": 1, "mean_reward": 0.25},
     }
 
@@ -153,7 +220,11 @@ def test_groups_that_only_the_replay_store_has_are_listed_until_a_step_has_them(
     index = GroupIndex(tmp_path, store)
     assert found(index) == [2, 3, 1] or found(index) == [3, 2, 1]
     assert found(index, error="waiting") in ([2, 3], [3, 2])
-    assert found(index, text="1 + 1", sort="position") == [1, 2, 3]  # 2 and 3 have the text of group 1
+    assert found(index, text="1 + 1", sort="position") == [
+        1,
+        2,
+        3,
+    ]  # 2 and 3 have the text of group 1
     with (tmp_path / LINES).open("a") as file:
         file.write(json.dumps({"step": 2, "groups": [entry(2)]}) + "\n")
     assert found(index, error="waiting") == [3]

@@ -1,4 +1,5 @@
-"""What a run records of its groups: those it trained on, as in the replay store and more, and why it dropped others."""
+"""What a run records of its groups: those it trained on, as in the replay store and more, and why
+it dropped others."""
 
 import io
 import json
@@ -37,7 +38,9 @@ def run_dir(config: Config) -> Path:
     return config.trainer.run_dir
 
 
-def train(config: Config, transport: Callable[[FastAPI], httpx.AsyncBaseTransport] | None = None) -> None:
+def train(
+    config: Config, transport: Callable[[FastAPI], httpx.AsyncBaseTransport] | None = None
+) -> None:
     train_in_process(config, Console(file=io.StringIO()), transport)
 
 
@@ -50,7 +53,14 @@ def stored(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> None:
-    config = tiny(base_model, tmp_path, "--reward.functions", '["math", "length"]', "--trainer.learning_rate", "1e-3")
+    config = tiny(
+        base_model,
+        tmp_path,
+        "--reward.functions",
+        '["math", "length"]',
+        "--trainer.learning_rate",
+        "1e-3",
+    )
     train(config)
     lines, store = read_lines(run_dir(config) / LINES), stored(config)
     assert [line["step"] for line in lines] == [1, 2] == sorted(recorded_steps(run_dir(config)))
@@ -72,17 +82,24 @@ def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> N
                 == [c.pop("kept_counts") + c.pop("kept_tokens") for c in wanted["completions"]][:1]
             )
             assert content == wanted
-            assert all(completion["components"].keys() == {"math", "length"} for completion in content["completions"])
+            assert all(
+                completion["components"].keys() == {"math", "length"}
+                for completion in content["completions"]
+            )
             rewards = np.array([completion["reward"] for completion in content["completions"]])
             normalised = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-            for completion, own, theirs, expected in zip(content["completions"], advantages, logprobs, normalised, strict=True):
+            for completion, own, theirs, expected in zip(
+                content["completions"], advantages, logprobs, normalised, strict=True
+            ):
                 assert own == pytest.approx([expected] * len(completion["token_ids"]), abs=1e-4)
                 assert (theirs is None) == (expected == 0)
                 if theirs is not None:
                     computed += 1
                     assert theirs == pytest.approx(completion["logprobs"], abs=1e-3)
             assert entry["rewards"] == pytest.approx(rewards, abs=1e-4)
-            assert entry["tokens"] == [len(completion["token_ids"]) for completion in content["completions"]]
+            assert entry["tokens"] == [
+                len(completion["token_ids"]) for completion in content["completions"]
+            ]
             assert entry["prompt"] == content["prompt"]
             assert entry["delta"] is None or entry["delta"] < 1e-3
     assert computed
@@ -91,7 +108,14 @@ def test_a_run_records_what_it_trained_on(base_model: Path, tmp_path: Path) -> N
 def test_with_several_updates_of_a_batch_every_row_has_the_log_probabilities_before_them(
     base_model: Path, tmp_path: Path
 ) -> None:
-    words = ("--algorithm.mini_batches", "2", "--algorithm.rollout_correction", "truncate", "--trainer.learning_rate", "1e-2")
+    words = (
+        "--algorithm.mini_batches",
+        "2",
+        "--algorithm.rollout_correction",
+        "truncate",
+        "--trainer.learning_rate",
+        "1e-2",
+    )
     config = tiny(base_model, tmp_path, *words)
     train(config)
     for place in range(4):
@@ -118,7 +142,9 @@ class Failing(httpx.AsyncBaseTransport):
         if request.url.path == "/generate":
             self.calls += 1
             if not self.failing or self.calls in self.failing:
-                return httpx.Response(400, json={"error": {"code": "bad", "message": "the engine has no wish to"}})
+                return httpx.Response(
+                    400, json={"error": {"code": "bad", "message": "the engine has no wish to"}}
+                )
         return await self.inner.handle_async_request(request)
 
 
@@ -126,15 +152,28 @@ def test_a_dropped_group_is_recorded_with_its_reason(base_model: Path, tmp_path:
     config = tiny(base_model, tmp_path)
     train(config, lambda app: Failing(app, 2))
     lines = read_lines(run_dir(config) / LINES)
-    dropped = [(line["step"], i, entry) for line in lines for i, entry in enumerate(line.get("dropped", ()))]
+    dropped = [
+        (line["step"], i, entry)
+        for line in lines
+        for i, entry in enumerate(line.get("dropped", ()))
+    ]
     assert len(dropped) == 1
     step, place, entry = dropped[0]
     assert entry["reason"] == "generation"
     assert "the engine has no wish to" in entry["detail"]
-    assert (entry["rewards"], entry["reward"], entry["versions"], entry["tokens"]) == ([], None, None, [])
+    assert (entry["rewards"], entry["reward"], entry["versions"], entry["tokens"]) == (
+        [],
+        None,
+        None,
+        [],
+    )
     content = read_group(run_dir(config), step, 4 + place)
     assert content is not None
-    assert (content["id"], content["reason"], content["completions"]) == (entry["id"], "generation", [])
+    assert (content["id"], content["reason"], content["completions"]) == (
+        entry["id"],
+        "generation",
+        [],
+    )
     assert content["prompt"] == entry["prompt"]
 
 
@@ -158,7 +197,9 @@ def test_a_resumed_run_has_no_groups_of_lost_steps(base_model: Path, tmp_path: P
     before = (directory / "groups" / "step_000001.zip").read_bytes()
     train(tiny(base_model, tmp_path, "--trainer.max_steps", "3"))
     assert sorted(recorded_steps(directory)) == [1, 2, 3]
-    assert {path.name for path in (directory / "groups").iterdir()} == {f"step_00000{step}.zip" for step in (1, 2, 3)}
+    assert {path.name for path in (directory / "groups").iterdir()} == {
+        f"step_00000{step}.zip" for step in (1, 2, 3)
+    }
     assert (directory / "groups" / "step_000001.zip").read_bytes() == before
     assert [line["step"] for line in read_lines(directory / LINES)] == [1, 2, 3]
 
@@ -167,7 +208,10 @@ def test_ungraded_answers_have_no_reward(tmp_path: Path) -> None:
     item = group(1, [1.0, float("nan"), 0.0])
     item.completions[1].status = "timeout"
     item.completions[2].finish_reason = "length"
-    record(tmp_path, [[RecordedGroup(item, reason="reward", detail="an answer could not be graded: timeout")]])
+    record(
+        tmp_path,
+        [[RecordedGroup(item, reason="reward", detail="an answer could not be graded: timeout")]],
+    )
     (line,) = read_lines(tmp_path / LINES)
     (entry,) = line["dropped"]
     assert (entry["reward"], entry["rewards"]) == (None, [1.0, None, 0.0])
@@ -190,7 +234,9 @@ def test_the_oldest_steps_are_removed_when_space_runs_out(tmp_path: Path) -> Non
     record(tmp_path / "all", steps)
     sizes = [path.stat().st_size for _, path in sorted(recorded_steps(tmp_path / "all").items())]
     record(tmp_path / "some", steps[:4], keep_bytes=sum(sizes[3:]))
-    record(tmp_path / "some", steps[4:], keep_bytes=sum(sizes[3:]), done=4)  # a resumed run knows the existing ones
+    record(
+        tmp_path / "some", steps[4:], keep_bytes=sum(sizes[3:]), done=4
+    )  # a resumed run knows the existing ones
     assert sorted(recorded_steps(tmp_path / "some")) == [4, 5, 6]
     assert len(read_lines(tmp_path / "some" / LINES)) == 6
     record(tmp_path / "none", steps, keep_bytes=1)
@@ -228,7 +274,9 @@ def test_a_file_that_is_damaged_or_cannot_be_written_is_named(tmp_path: Path) ->
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:60] + b"\xff" * 20 + whole[80:]):
         path.write_bytes(damaged)
-        with pytest.raises(ServiceError, match=r"the groups of step 1 cannot be read.*step_000001.zip"):
+        with pytest.raises(
+            ServiceError, match=r"the groups of step 1 cannot be read.*step_000001.zip"
+        ):
             read_group(tmp_path, 1, 0)
     path.write_bytes(whole)
     with pytest.raises(ServiceError, match=r"00007\.msgpack"):

@@ -1,4 +1,5 @@
-"""The tab "Rollouts" in headless Chromium: list, filters, links, reading, single tokens, hostile text, keyboard."""
+"""The tab "Rollouts" in headless Chromium: list, filters, links, reading, single tokens, hostile
+text, keyboard."""
 
 import json
 from pathlib import Path
@@ -22,7 +23,8 @@ SHOWN = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>�
 
 
 def written(texts: list[str], directory: Path) -> Group:
-    """Returns a group whose completions are these texts, split by a tokenizer that it saves in `directory`."""
+    """Returns a group whose completions are these texts, split by a tokenizer that it saves in
+    `directory`."""
     tokenizer = make_tokenizer(iter(["How many apples now? 1 2 3", "#### 12"]))
     tokenizer.save_pretrained(directory / "model")
     made = group(1, [float(i % 2) for i in range(len(texts))], texts, prompt=HOSTILE)
@@ -32,20 +34,28 @@ def written(texts: list[str], directory: Path) -> Group:
         logprobs = -np.linspace(0, 3, len(ids), dtype=np.float32)
         completions.append(
             replace(
-                completion, token_ids=ids, logprobs=logprobs, weight_versions=[(1, 0, len(ids))], extracted_answer=text[:80]
+                completion,
+                token_ids=ids,
+                logprobs=logprobs,
+                weight_versions=[(1, 0, len(ids))],
+                extracted_answer=text[:80],
             )
         )
     return replace(made, completions=completions)
 
 
 def recorded(made: Group, shift: float) -> RecordedGroup:
-    advantages = [np.full(len(completion.token_ids), 0.5, np.float32) for completion in made.completions]
+    advantages = [
+        np.full(len(completion.token_ids), 0.5, np.float32) for completion in made.completions
+    ]
     logprobs = [completion.logprobs + np.float32(shift) for completion in made.completions]
     return RecordedGroup(made, advantages, logprobs)
 
 
 @pytest.mark.parametrize("steps", [1000, pytest.param(3125, marks=pytest.mark.slow)])
-def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(page: Page, steps: int, tmp_path: Path) -> None:
+def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(
+    page: Page, steps: int, tmp_path: Path
+) -> None:
     """The short form has 32,000."""
     write_lines(tmp_path, 1, steps)
     groups, alike = steps * 32, len(range(123, steps * 32, 1000))
@@ -71,7 +81,10 @@ def test_a_hundred_thousand_groups_are_paged_filtered_and_sorted(page: Page, ste
         assert set(tab.texts(".row-facts b")) == {" unparsable"}
         for sort, downwards in (("-length", True), ("length", False)):
             tab.choose("sort", sort)
-            page.until(lambda d=downwards: (found := longest(tab)) == sorted(found, reverse=d), sort)  # type: ignore[misc]
+            page.until(
+                lambda d=downwards: (found := longest(tab)) == sorted(found, reverse=d),  # type: ignore[misc]
+                sort,
+            )
         assert len(set(longest(tab))) > 1
         assert tab.address == "#rollouts?text=IS+123+%2B&step_to=500&error=unparsable&sort=length"
         tab.type("reward_min", "0.9")
@@ -86,7 +99,8 @@ def longest(tab: Tab) -> list[int]:
 
 
 def run_of(directory: Path, steps: int = 3, each: int = 20) -> Path:
-    """Records steps of groups with four completions each: rewards 0, 1, 0.5 and 0, different lengths."""
+    """Records steps of groups with four completions each: rewards 0, 1, 0.5 and 0, different
+    lengths."""
     words = ["short", "the longest of them all by far", "middle one here", "needle"]
     rewards, number = [0.0, 1.0, 0.5, 0.0], 0
     found = []
@@ -97,7 +111,9 @@ def run_of(directory: Path, steps: int = 3, each: int = 20) -> Path:
     return directory
 
 
-def test_a_researcher_reads_a_group_and_its_neighbours_by_keys_and_sends_a_link(page: Page, tmp_path: Path) -> None:
+def test_a_researcher_reads_a_group_and_its_neighbours_by_keys_and_sends_a_link(
+    page: Page, tmp_path: Path
+) -> None:
     run_of(tmp_path)
     with shown(page, tmp_path) as tab:
         first = tab.texts(".viewer-open")[0]
@@ -172,10 +188,19 @@ def test_math_and_code_are_set_and_hostile_text_is_text(page: Page, tmp_path: Pa
         page.press("ARROW_RIGHT")
         tab.reads(3)
         page.until(
-            lambda: page.count(".reader-card .formula") == 5 and page.count(".formula.unset") >= 1, "formulas that are refused"
+            lambda: page.count(".reader-card .formula") == 5 and page.count(".formula.unset") >= 1,
+            "formulas that are refused",
         )
-        page.until(lambda: page.count(".reader-card math") + page.count(".formula.unset") == 5, "all are decided")
-        assert tab.texts(".reader-card a") == tab.texts(".reader-card img") == tab.texts(".reader-card [style]") == []
+        page.until(
+            lambda: page.count(".reader-card math") + page.count(".formula.unset") == 5,
+            "all are decided",
+        )
+        assert (
+            tab.texts(".reader-card a")
+            == tab.texts(".reader-card img")
+            == tab.texts(".reader-card [style]")
+            == []
+        )
         page.press("ARROW_RIGHT")
         tab.reads(4)
         assert '"name": "add"' in tab.text(".call code")
@@ -191,10 +216,15 @@ def test_tokens_are_shaded_and_their_numbers_shown_exactly(page: Page, tmp_path:
     with shown(page, tmp_path) as tab:
         tab.open()
         page.press("t")
-        assert (tab.texts("[data-token]", "class")[0], tab.texts("[data-token]", "class")[-1]) == ("", "viewer-low4")
+        assert (tab.texts("[data-token]", "class")[0], tab.texts("[data-token]", "class")[-1]) == (
+            "",
+            "viewer-low4",
+        )
         assert "below −2" in tab.text(".viewer-legend")
         tab.choose("shade", "difference")
-        assert set(tab.texts("[data-token]", "class")) == {"viewer-up2"}  # the difference is above 0.01
+        assert set(tab.texts("[data-token]", "class")) == {
+            "viewer-up2"
+        }  # the difference is above 0.01
         tab.choose("shade", "none")
         assert set(tab.texts("[data-token]", "class")) == {""}
         assert tab.address.endswith("&show=tokens&shade=none")
@@ -208,7 +238,11 @@ def test_tokens_are_shaded_and_their_numbers_shown_exactly(page: Page, tmp_path:
         numbers = {name: np.float32(value) for name, value in said.items()}
         assert (numbers["rollout"], numbers["trainer"]) == (last, last + np.float32(0.05))
         assert numbers["difference"] == pytest.approx(0.05, abs=1e-6)
-        assert [numbers[name] for name in ("advantage", "weights", "id")] == [0.5, 1, completion.token_ids[-1]]
+        assert [numbers[name] for name in ("advantage", "weights", "id")] == [
+            0.5,
+            1,
+            completion.token_ids[-1],
+        ]
         page.press("HOME", "ARROW_RIGHT", "ARROW_RIGHT", "ARROW_LEFT")
         assert tab.text(".viewer-tip").startswith("token 2 of")
         tab.run("document.querySelector('.viewer-facts').open = true")
@@ -225,14 +259,20 @@ def test_tokens_are_shaded_and_their_numbers_shown_exactly(page: Page, tmp_path:
         }
 
 
-def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(page: Page, tmp_path: Path) -> None:
+def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(
+    page: Page, tmp_path: Path
+) -> None:
     made = written([f"1 2 3 #### 12 1 2 3{TURN_END}"], tmp_path)
     (completion,) = made.completions
     count = len(completion.token_ids)
     mask = np.array([1, 1, *[0] * (count - 5), 1, 1, 1], np.int32)
     turns = [Turn(0, 2), Turn(count - 3, count)]
     episode = replace(completion, mask=mask, turns=turns, episode=0)
-    item = RecordedGroup(replace(made, completions=[episode]), [np.full(5, 0.5, np.float32)], [np.zeros(5, np.float32)])
+    item = RecordedGroup(
+        replace(made, completions=[episode]),
+        [np.full(5, 0.5, np.float32)],
+        [np.zeros(5, np.float32)],
+    )
     record(tmp_path, [[item]])
     with shown(page, tmp_path) as tab:
         tab.open()
@@ -244,18 +284,30 @@ def test_turns_of_an_episode_and_what_is_not_trained_can_be_told_apart(page: Pag
         tab.push("Text")
         assert [("not trained" in text) for text in tab.texts(".turn h5")] == [False, True, False]
         page.press("t")
-        assert [name == "viewer-masked" for name in tab.texts("[data-token]", "class")] == [kept == 0 for kept in mask]
+        assert [name == "viewer-masked" for name in tab.texts("[data-token]", "class")] == [
+            kept == 0 for kept in mask
+        ]
         assert "not trained" in tab.text(".viewer-legend")
 
 
 def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Path) -> None:
-    late = RecordedGroup(group(7, [1.0, float("nan")]), reason="reward", detail="an answer could not be graded: timeout")
-    steps = [[trained(group(1, [0.0, 0.0, 1.0]))], [trained(group(4, [1.0, 1.0, 1.0])), late], [trained(group(2, [0.0, 1.0]))]]
+    late = RecordedGroup(
+        group(7, [1.0, float("nan")]),
+        reason="reward",
+        detail="an answer could not be graded: timeout",
+    )
+    steps = [
+        [trained(group(1, [0.0, 0.0, 1.0]))],
+        [trained(group(4, [1.0, 1.0, 1.0])), late],
+        [trained(group(2, [0.0, 1.0]))],
+    ]
     record(tmp_path, steps)
     with shown(page, tmp_path) as tab:
         tab.focus(".viewer-open")
         page.press("ARROW_DOWN", "ARROW_DOWN", "ARROW_UP", "ENTER")
-        page.until(lambda: tab.text("#viewer-title") == "Group of step 2", "the group of the second row")
+        page.until(
+            lambda: tab.text("#viewer-title") == "Group of step 2", "the group of the second row"
+        )
         assert tab.run("return document.activeElement.id") == "viewer-title"
         assert "Not known: the texts of tokens" in tab.text(".reader .viewer-missing")
         assert tab.texts(".viewer-history button", "title") == [
@@ -266,14 +318,22 @@ def test_a_prompt_is_compared_across_steps_by_keyboard(page: Page, tmp_path: Pat
         assert len(tab.texts(".viewer-history li:first-child rect")) == 3
         tab.focus(".viewer-history button", 2)
         page.press("ENTER")
-        page.until(lambda: tab.text("#viewer-title").startswith("Dropped group of step 2"), "the dropped group")
+        page.until(
+            lambda: tab.text("#viewer-title").startswith("Dropped group of step 2"),
+            "the dropped group",
+        )
         assert "Dropped (reward): an answer could not be graded: timeout" in tab.text(".reader")
-        assert [text.startswith("2not graded") for text in tab.texts(".reader-list button")] == [False, True]
+        assert [text.startswith("2not graded") for text in tab.texts(".reader-list button")] == [
+            False,
+            True,
+        ]
         tab.push("‹ All groups")
         assert tab.texts(".reader") == []
 
 
-def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(page: Page, tmp_path: Path) -> None:
+def test_the_list_follows_a_run_that_goes_on_and_the_step_of_the_page(
+    page: Page, tmp_path: Path
+) -> None:
     one, two = make_run(tmp_path / "one", 3), make_run(tmp_path / "two", 3)
     write_lines(one, 1, 2, each=2)
     write_lines(two, 1, 1, each=1)
@@ -307,7 +367,10 @@ def test_missing_data_is_reported(page: Page, tmp_path: Path) -> None:
         tab.run("document.querySelector('.viewer-open').click()")
         alert = ".viewer-detail p[role=alert]"
         page.until(lambda: tab.text(alert), "why it is not shown")
-        assert "the group is known, but its content is not: the run directory has no complete groups" in tab.text(alert)
+        assert (
+            "the group is known, but its content is not: the run directory has no complete groups"
+            in tab.text(alert)
+        )
         (complaint,) = page.errors()
         assert "404" in complaint
         tab.push("Close")
@@ -315,10 +378,17 @@ def test_missing_data_is_reported(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(360, True), (1600, False)])
-def test_the_tab_is_never_wider_than_the_screen(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
+def test_the_tab_is_never_wider_than_the_screen(
+    page: Page, tmp_path: Path, width: int, dark: bool
+) -> None:
     record(tmp_path, [[recorded(written([HOSTILE, "x" * 500, "1 2 3"], tmp_path), 0.05)]])
     with shown(page, tmp_path, width=width, dark=dark) as tab:
-        assert tab.run("return document.querySelector('.row-completion').getBoundingClientRect().width") > 200
+        assert (
+            tab.run(
+                "return document.querySelector('.row-completion').getBoundingClientRect().width"
+            )
+            > 200
+        )
         fits = "return document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         assert tab.run(fits)
         tab.open()

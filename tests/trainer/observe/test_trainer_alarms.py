@@ -10,13 +10,18 @@ from trainer.observe.alarms import alarms
 from trainer.policy.update_metrics import Sums
 
 WELL = replace(
-    Sums().metrics([0.1], 1e-6, 0.0, 0, False), delta_logprob_current=0.01, kl_rollout=5e-4, effective_sample_size=0.99
+    Sums().metrics([0.1], 1e-6, 0.0, 0, False),
+    delta_logprob_current=0.01,
+    kl_rollout=5e-4,
+    effective_sample_size=0.99,
 )
 
 
 def test_silent_when_all_is_well() -> None:
     assert alarms(WELL, 0.0, Config()) == {}
-    assert alarms(replace(WELL, kl_rollout=5e-3), 1.0, Config()) == {}  # old experience may be further away
+    assert (
+        alarms(replace(WELL, kl_rollout=5e-3), 1.0, Config()) == {}
+    )  # old experience may be further away
 
 
 def test_on_policy_the_cause_of_a_difference_is_the_engine() -> None:
@@ -31,7 +36,10 @@ def test_dropout_of_the_model_is_the_cause_that_is_named() -> None:
     measured = replace(WELL, delta_logprob_current=0.1, kl_rollout=0.02)
     found = alarms(measured, 0.0, Config(), ["attn_pdrop 0.1", "lora.dropout 0.05"])
     for text in found.values():
-        assert "dropout (attn_pdrop 0.1, lora.dropout 0.05), which applies in updates and not in the engine" in text
+        assert (
+            "dropout (attn_pdrop 0.1, lora.dropout 0.05), which applies in updates and not in the engine"
+            in text
+        )
         assert "config.json" in text
         assert "precision" not in text
     old = alarms(measured, 1.5, Config(), ["attn_pdrop 0.1"])
@@ -50,4 +58,6 @@ def test_off_policy_the_cause_is_the_age_and_the_remedy_names_the_settings(reuse
         assert "algorithm.rollout_correction" in line
         assert ("replay.max_reuse_staleness" in line) == (reuse > 0)
     config.algorithm = AlgorithmSection.model_validate({"rollout_correction": "truncate"})
-    assert "rollout_correction" not in alarms(replace(WELL, kl_rollout=1.0), 1.5, config)["kl_rollout"]
+    assert (
+        "rollout_correction" not in alarms(replace(WELL, kl_rollout=1.0), 1.5, config)["kl_rollout"]
+    )

@@ -1,4 +1,5 @@
-"""Hints: each comes from a hand-made history, with its numbers and settings; a healthy run gets none."""
+"""Hints: each comes from a hand-made history, with its numbers and settings; a healthy run gets
+none."""
 
 import re
 from typing import Any
@@ -25,13 +26,22 @@ HEALTHY: dict[str, Any] = {
         **{"update": 4.0, "publish": 1.0, "evaluation": 100.0, "generation": 4.0, "reward": 0.5},
         **{"replay": 0.3, "waiting": 0.2},
     },
-    "update": {"kl_reference": 0.01, "ratio": 1.0, "clip_fraction": 0.01, "entropy": 0.5, "skipped": 0},
+    "update": {
+        "kl_reference": 0.01,
+        "ratio": 1.0,
+        "clip_fraction": 0.01,
+        "entropy": 0.5,
+        "skipped": 0,
+    },
 }
-SECTIONS = "|".join(name for name in Config.model_fields if name not in ("seed", "state_dir", "max_body_mb"))
+SECTIONS = "|".join(
+    name for name in Config.model_fields if name not in ("seed", "state_dir", "max_body_mb")
+)
 
 
 def history(*changes: dict[str, Any], healthy: int = FIRST) -> list[dict[str, Any]]:
-    """Returns healthy steps, then a window of changed ones: `changes` in turn, the last one repeated."""
+    """Returns healthy steps, then a window of changed ones: `changes` in turn, the last one
+    repeated."""
     lines: list[dict[str, Any]] = [HEALTHY] * healthy
     for i in range(WINDOW):
         change = dict(changes[min(i, len(changes) - 1)])
@@ -58,8 +68,13 @@ def test_without_verdicts_hints_look_at_the_reward() -> None:
     assert "accuracy" not in text
     text = only("truncated", history(unrated | {"truncated": 0.4}), sampling__max_new_tokens=400)
     assert "(400), and the reward does not rise" in text
-    assert "the reward does not rise" in only("entropy", history(unrated | {"update": {"entropy": 0.04}}))
-    rising = [unrated | {"reward": 0.05 * i, "truncated": 0.4, "update": {"entropy": 0.04}} for i in range(WINDOW)]
+    assert "the reward does not rise" in only(
+        "entropy", history(unrated | {"update": {"entropy": 0.04}})
+    )
+    rising = [
+        unrated | {"reward": 0.05 * i, "truncated": 0.4, "update": {"entropy": 0.04}}
+        for i in range(WINDOW)
+    ]
     assert hints(history(*rising), config()) == {}
 
 
@@ -74,7 +89,10 @@ def settings_in(text: str) -> set[str]:
     return set(re.findall(rf"\b(?:{SECTIONS})\.[a-z_]+", text))
 
 
-KL_RISES = [{"update": {"kl_reference": kl}} for kl in (0.004, 0.004, 0.005, 0.01, 0.02, 0.03, 0.05, 0.06, 0.08, 0.09)]
+KL_RISES = [
+    {"update": {"kl_reference": kl}}
+    for kl in (0.004, 0.004, 0.005, 0.01, 0.02, 0.03, 0.05, 0.06, 0.08, 0.09)
+]
 ASYNC = {"trainer__max_staleness": 1}
 CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = [
     (
@@ -93,39 +111,78 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "zero_variance_groups",
         [{"zero_variance_groups": 9, "solved_groups": 0, "failed_groups": 9, "accuracy": 0.02}],
         {},
-        ("90% of the groups", "wrong (accuracy 0.02)", "too hard", "model.name", "sampling.group_size"),
+        (
+            "90% of the groups",
+            "wrong (accuracy 0.02)",
+            "too hard",
+            "model.name",
+            "sampling.group_size",
+        ),
     ),
     (
         "format",
         [{"unparsable": 0.6, "reward": 0.1, "accuracy": 0.55}],
         {},
-        ("in 60% of the completions", "does not rise (mean 0.100)", "sampling.system_prompt", "reward.format_required"),
+        (
+            "in 60% of the completions",
+            "does not rise (mean 0.100)",
+            "sampling.system_prompt",
+            "reward.format_required",
+        ),
     ),
     (
         "truncated",
         [{"truncated": 0.4, "accuracy": 0.2}],
         {"sampling__max_new_tokens": 300},
-        ("40% of the completions are cut at sampling.max_new_tokens (300)", "accuracy is 0.20", "algorithm.overlong_buffer"),
+        (
+            "40% of the completions are cut at sampling.max_new_tokens (300)",
+            "accuracy is 0.20",
+            "algorithm.overlong_buffer",
+        ),
     ),
     (
         "policy_moves",
         KL_RISES,
         {"algorithm__kl_coef": 0.01},
-        ("rose from 0.00433 to 0.0767 nats", "trainer.learning_rate (1e-06)", "algorithm.kl_coef 0.01"),
+        (
+            "rose from 0.00433 to 0.0767 nats",
+            "trainer.learning_rate (1e-06)",
+            "algorithm.kl_coef 0.01",
+        ),
     ),
-    ("policy_moves", [{"update": {"kl_reference": 0.8}}], {}, ("KL to the reference is 0.8 nats", "trainer.learning_rate")),
+    (
+        "policy_moves",
+        [{"update": {"kl_reference": 0.8}}],
+        {},
+        ("KL to the reference is 0.8 nats", "trainer.learning_rate"),
+    ),
     (
         "policy_moves",
         [{"update": {"ratio": 1.5, "clip_fraction": 0.45}}],
         {"algorithm__update_epochs": 4, **ASYNC},
-        ("ratio is 1.50", "45% of the tokens are clipped", "algorithm.early_stop_kl", "trainer.max_staleness 1"),
+        (
+            "ratio is 1.50",
+            "45% of the tokens are clipped",
+            "algorithm.early_stop_kl",
+            "trainer.max_staleness 1",
+        ),
     ),
-    ("not_finite", [{"update": {"skipped": 1}}], {}, ("10 updates were skipped", "trainer.max_grad_norm")),
+    (
+        "not_finite",
+        [{"update": {"skipped": 1}}],
+        {},
+        ("10 updates were skipped", "trainer.max_grad_norm"),
+    ),
     (
         "entropy",
         [{"update": {"entropy": 0.04}}],
         {},
-        ("from 0.5 to 0.04 nats", "accuracy stays at 0.50", "algorithm.entropy_coef", "sampling.temperature"),
+        (
+            "from 0.5 to 0.04 nats",
+            "accuracy stays at 0.50",
+            "algorithm.entropy_coef",
+            "sampling.temperature",
+        ),
     ),
     (
         "generation_bound",
@@ -133,12 +190,22 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         {},
         ("87% of the time", "rollout.max_running_requests", "trainer.max_staleness 1 lets"),
     ),
-    ("generation_bound", [{"seconds": {"generation": 7.0}}], ASYNC, ("54% of the time", "sampling.max_new_tokens")),
+    (
+        "generation_bound",
+        [{"seconds": {"generation": 7.0}}],
+        ASYNC,
+        ("54% of the time", "sampling.max_new_tokens"),
+    ),
     (
         "rollout_idle",
         [{"seconds": {"update": 40.0}, "generating": 0.05}],
         {},
-        ("idle in 95% of the time", "takes 87%", "trainer.max_staleness 1", "trainer.micro_batch_tokens"),
+        (
+            "idle in 95% of the time",
+            "takes 87%",
+            "trainer.max_staleness 1",
+            "trainer.micro_batch_tokens",
+        ),
     ),
     (
         "rollout_idle",
@@ -146,23 +213,60 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ASYNC,
         ("idle in 70% of the time", "as old as trainer.max_staleness (1)"),
     ),
-    ("reward_bound", [{"seconds": {"reward": 8.0}}], {}, ("46% of the time", "reward.workers", "reward.math_timeout_s")),
-    ("replay_bound", [{"seconds": {"replay": 4.0}}], {}, ("29% of the time", "state_dir", "replay.reuse_ratio")),
-    ("publish_bound", [{"seconds": {"publish": 8.0}}], {}, ("47% of the time", "trainer.weight_sync", "lora.rank")),
-    ("nothing_active", [{"seconds": {"waiting": 8.0}}], {}, ("45% of the time", "data-server", "trainer.num_threads")),
+    (
+        "reward_bound",
+        [{"seconds": {"reward": 8.0}}],
+        {},
+        ("46% of the time", "reward.workers", "reward.math_timeout_s"),
+    ),
+    (
+        "replay_bound",
+        [{"seconds": {"replay": 4.0}}],
+        {},
+        ("29% of the time", "state_dir", "replay.reuse_ratio"),
+    ),
+    (
+        "publish_bound",
+        [{"seconds": {"publish": 8.0}}],
+        {},
+        ("47% of the time", "trainer.weight_sync", "lora.rank"),
+    ),
+    (
+        "nothing_active",
+        [{"seconds": {"waiting": 8.0}}],
+        {},
+        ("45% of the time", "data-server", "trainer.num_threads"),
+    ),
     (
         "dropped_generation",
         [{"dropped": {"generation": 7 * i}} for i in range(1, WINDOW + 1)],
         {},
         ("70 groups (41%) were dropped (generation)", "sampling.request_timeout_s"),
     ),
-    ("dropped_reward", [{"dropped": {"reward": 20}}], {}, ("20 groups (17%)", "reward-server", "reward.math_timeout_s")),
-    ("stragglers", [{"seconds": {"stragglers": 2.0}}], ASYNC, ("17% of the time", "trainer.max_staleness", "when_stale train")),
-    ("dropped_stale", [{"dropped": {"stale": 20}}], ASYNC, ("20 groups (17%)", "trainer.max_staleness")),
+    (
+        "dropped_reward",
+        [{"dropped": {"reward": 20}}],
+        {},
+        ("20 groups (17%)", "reward-server", "reward.math_timeout_s"),
+    ),
+    (
+        "stragglers",
+        [{"seconds": {"stragglers": 2.0}}],
+        ASYNC,
+        ("17% of the time", "trainer.max_staleness", "when_stale train"),
+    ),
+    (
+        "dropped_stale",
+        [{"dropped": {"stale": 20}}],
+        ASYNC,
+        ("20 groups (17%)", "trainer.max_staleness"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "settings", "phrases"), CASES, ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("name", "changes", "settings", "phrases"), CASES, ids=[case[0] for case in CASES]
+)
 def test_a_problem_is_reported_with_its_numbers_and_settings(
     name: str, changes: list[dict[str, Any]], settings: dict[str, Any], phrases: tuple[str, ...]
 ) -> None:
@@ -172,7 +276,9 @@ def test_a_problem_is_reported_with_its_numbers_and_settings(
     assert settings_in(text) or "state_dir" in text
     for setting in settings_in(text):
         section, key = setting.split(".")
-        assert key in type(getattr(Config(), section)).model_fields, f"{setting} is named and does not exist"
+        assert key in type(getattr(Config(), section)).model_fields, (
+            f"{setting} is named and does not exist"
+        )
     assert name in (ROOT / "docs" / "how-to" / "troubleshooting.md").read_text()
 
 
@@ -185,7 +291,8 @@ def test_there_is_no_hint_when_all_is_well_or_unknown() -> None:
 
 
 def test_there_is_no_hint_in_a_healthy_run() -> None:
-    """The metrics of a real run: the tiny task on two busy cores (`jobgroup.local` with tiny-cpu.yaml)."""
+    """The metrics of a real run: the tiny task on two busy cores (`jobgroup.local` with
+    tiny-cpu.yaml)."""
     lines = read_lines(ROOT / "tests" / "golden" / "healthy_metrics.jsonl")
     assert len(lines) > WINDOW
     for count in range(1, len(lines) + 1):
@@ -198,12 +305,17 @@ def test_there_is_no_hint_for_what_improves_by_itself() -> None:
     learns = [{"update": {"entropy": 0.04}, "accuracy": 0.3 + 0.05 * i} for i in range(WINDOW)]
     assert hints(history(*learns), config()) == {}
     assert hints(history({"update": {"entropy": 0.01}, "accuracy": 0.95}), config()) == {}  # solved
-    assert hints(history({"truncated": 0.4, "accuracy": 0.7}), config()) == {}  # long answers, but right ones
+    assert (
+        hints(history({"truncated": 0.4, "accuracy": 0.7}), config()) == {}
+    )  # long answers, but right ones
 
 
 def test_replaced_groups_of_dynamic_sampling_count_too() -> None:
     lines = history(
-        *({"zero_variance_groups": 0, "solved_groups": 0, "dropped": {"zero_variance": 40 * i}} for i in range(1, 11))
+        *(
+            {"zero_variance_groups": 0, "solved_groups": 0, "dropped": {"zero_variance": 40 * i}}
+            for i in range(1, 11)
+        )
     )
     text = only("zero_variance_groups", lines, algorithm__dynamic_sampling=True)
     assert text.startswith("80% of the groups")
@@ -211,12 +323,16 @@ def test_replaced_groups_of_dynamic_sampling_count_too() -> None:
 
 
 def test_a_resumed_process_counts_drops_anew() -> None:
-    lines = history({"dropped": {"reward": 500}}, {"dropped": {"reward": 500}}, {"dropped": {"reward": 3}})
+    lines = history(
+        {"dropped": {"reward": 500}}, {"dropped": {"reward": 500}}, {"dropped": {"reward": 3}}
+    )
     assert hints(lines, config()) == {}
 
 
 def test_a_history_stays_short_and_gives_the_same_hints() -> None:
-    whole = [HEALTHY] * 40 + history({"dropped": {"stale": 20}, "update": {"entropy": 0.04}}, healthy=0)
+    whole = [HEALTHY] * 40 + history(
+        {"dropped": {"stale": 20}, "update": {"entropy": 0.04}}, healthy=0
+    )
     kept: list[Any] = []
     for line in whole:
         remember(kept, line)

@@ -1,4 +1,5 @@
-"""What a person reads about a run: one line per step, alarms and hints once, and the same as JSON."""
+"""What a person reads about a run: one line per step, alarms and hints once, and the same as
+JSON."""
 
 import io
 import json
@@ -21,7 +22,11 @@ from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
 from trainer.observe.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
-SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {"update": 35.2, "publish": 4.9, "generation": 80.1}
+SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {
+    "update": 35.2,
+    "publish": 4.9,
+    "generation": 80.1,
+}
 STEP = StepRecord(
     step=12,
     reward=0.5124,
@@ -40,7 +45,14 @@ STEP = StepRecord(
     in_flight=48.0,
     coordinator=0.25,
     cpu_seconds=1.0,
-    update={"kl_reference": 0.0, "ratio": 1.0, "clip_fraction": 0.0, "entropy": 0.5, "skipped": 0, "delta_logprob": 0.0},
+    update={
+        "kl_reference": 0.0,
+        "ratio": 1.0,
+        "clip_fraction": 0.0,
+        "entropy": 0.5,
+        "skipped": 0,
+        "delta_logprob": 0.0,
+    },
     critic=None,
     alarms={},
 )
@@ -48,10 +60,22 @@ STEP = StepRecord(
 
 def test_a_step_is_one_line_that_fits() -> None:
     line = step_line(STEP, 1000)
-    assert line == "step   12/1000  reward 0.512  acc 0.500  tokens 123  0.55 s (gen 0.25, train 0.30)"
-    busy = replace(STEP, step=1000, reward=-0.5, completion_tokens=4096, truncated=0.25, staleness=1.5, seconds=SECONDS)
+    assert (
+        line == "step   12/1000  reward 0.512  acc 0.500  tokens 123  0.55 s (gen 0.25, train 0.30)"
+    )
+    busy = replace(
+        STEP,
+        step=1000,
+        reward=-0.5,
+        completion_tokens=4096,
+        truncated=0.25,
+        staleness=1.5,
+        seconds=SECONDS,
+    )
     line = step_line(replace(busy, dropped={"stale": 120, "reward": 3}), 1000)
-    assert line.endswith("tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123")
+    assert line.endswith(
+        "tokens 4096  120 s (gen 80.1, train 40.1)  cut 25%  stale 1.5  dropped 123"
+    )
     assert len(line) <= 120
 
 
@@ -59,7 +83,9 @@ def run(recorder: Recorder, steps: int, truncated: float) -> None:
     """Records steps 1 to `steps`, each with too many truncated completions and an alarm."""
     with recorder.progress(0, steps):
         for step in range(1, steps + 1):
-            record = replace(STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"})
+            record = replace(
+                STEP, step=step, truncated=truncated, accuracy=0.2, alarms={"kl_rollout": "too far"}
+            )
             recorder.step(record, [GROUP])
 
 
@@ -79,7 +105,9 @@ def test_hints_and_alarms_are_reported_when_they_begin_and_repeated_later(tmp_pa
     written = read_lines(tmp_path / "metrics.jsonl")
     assert [sorted(line["hints"]) for line in written] == [[]] * 9 + [["truncated"]] * 26
 
-    resumed = Recorder(tmp_path, Config(), Console(file=said), step=30)  # it has read the earlier steps
+    resumed = Recorder(
+        tmp_path, Config(), Console(file=said), step=30
+    )  # it has read the earlier steps
     resumed.step(replace(STEP, step=31, truncated=0.5, accuracy=0.2), [GROUP])
     assert list(read_lines(tmp_path / "metrics.jsonl")[-1]["hints"]) == ["truncated"]
 
@@ -106,22 +134,34 @@ def test_with_json_the_lines_of_the_console_go_to_the_log(
     setup_logging("ppo-trainer-rank0", tmp_path, service="ppo-trainer", rank=0)
     json_log = tmp_path / "ppo-trainer-rank0.log"
     said = io.StringIO()
-    recorder = Recorder(tmp_path / "run", Config(), Console(file=said, width=120, force_terminal=True))
+    recorder = Recorder(
+        tmp_path / "run", Config(), Console(file=said, width=120, force_terminal=True)
+    )
     run(recorder, 12, 0.5)
     recorder.report(tmp_path / "checkpoint")
     assert said.getvalue() == ""  # no progress bar either
     assert json_log.read_text() == capfd.readouterr().err
     lines: list[dict[str, Any]] = [json.loads(line) for line in json_log.read_text().splitlines()]
     told = [(line["level"], line["message"]) for line in lines]
-    assert [text[:12] for level, text in told if level == "INFO"][:12] == [f"step {step:>4}/12" for step in range(1, 13)]
+    assert [text[:12] for level, text in told if level == "INFO"][:12] == [
+        f"step {step:>4}/12" for step in range(1, 13)
+    ]
     assert [text[:6] for level, text in told if level == "WARNING"] == ["alarm:", "hint: "]
-    assert any("seconds of a step" in text and "\n" in text and "\x1b" not in text for _, text in told)
+    assert any(
+        "seconds of a step" in text and "\n" in text and "\x1b" not in text for _, text in told
+    )
     assert all((line["service"], line["rank"]) == ("ppo-trainer", 0) for line in lines)
 
 
 def test_progress_bars_appear_only_on_terminals(tmp_path: Path) -> None:
     for name, terminal in (("pipe", False), ("terminal", True)):
         said = io.StringIO()
-        run(Recorder(tmp_path / name, Config(), Console(file=said, width=120, force_terminal=terminal)), 2, 0.0)
+        run(
+            Recorder(
+                tmp_path / name, Config(), Console(file=said, width=120, force_terminal=terminal)
+            ),
+            2,
+            0.0,
+        )
         assert ("training" in said.getvalue()) == terminal
         assert ("\x1b" in said.getvalue()) == terminal

@@ -1,4 +1,5 @@
-"""How far an engine and a trainer in bfloat16 are apart before any update, and what clipping makes of the difference.
+"""How far an engine and a trainer in bfloat16 are apart before any update, and what clipping makes
+of the difference.
 
 `docs/explanation/off-policy.md` states these bounds.
 """
@@ -25,11 +26,15 @@ PER_PROMPT, LIMIT_S = 8, 400
 
 
 class Lowered:
-    """Loads models in bfloat16, as FSDP2 and engines compute; rotary frequencies are buffers and stay float32."""
+    """Loads models in bfloat16, as FSDP2 and engines compute; rotary frequencies are buffers and
+    stay float32."""
 
     @staticmethod
     def from_pretrained(path: Path, **options: Any) -> Any:
-        options |= {"attn_implementation": options.get("attn_implementation", "eager"), "dtype": torch.float32}
+        options |= {
+            "attn_implementation": options.get("attn_implementation", "eager"),
+            "dtype": torch.float32,
+        }
         model = AutoModelForCausalLM.from_pretrained(path, **options)
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -41,7 +46,9 @@ def engine(base_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         # On a CPU it would compute in float32.
         patch.setattr("services.engine.model.AutoModelForCausalLM", Lowered)
-        made = Engine(Model(base_model, 256), max_running=64, max_waiting=1000, weight_version="0", seed=0)
+        made = Engine(
+            Model(base_model, 256), max_running=64, max_waiting=1000, weight_version="0", seed=0
+        )
     made.start()
     yield made
     made.stop()
@@ -49,7 +56,8 @@ def engine(base_model: Path) -> Iterator[Engine]:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities [L] per completion: the engine's, and the trainer's for all at once and group by group."""
+    """Log-probabilities [L] per completion: the engine's, and the trainer's for all at once and
+    group by group."""
 
     engine: list[torch.Tensor]
     trainer: list[torch.Tensor]
@@ -65,19 +73,30 @@ def scored(engine: Engine, base_model: Path) -> Scored:
     tokenizer = engine.model.tokenizer
     numbers = np.random.default_rng(0).integers(2, 10, (24, 3)).tolist()
     chats = [[{"role": "user", "content": QUESTION.format(*three)}] for three in numbers]
-    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
+    prompts = [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        for chat in chats
+    ]
     options = SamplingParams(max_new_tokens=48, stop_ids=tuple(engine.model.eos_ids))
-    jobs = [GenerationJob(f"job-{i}", prompt, options, PER_PROMPT) for i, prompt in enumerate(prompts)]
+    jobs = [
+        GenerationJob(f"job-{i}", prompt, options, PER_PROMPT) for i, prompt in enumerate(prompts)
+    ]
     engine.submit(jobs)
     groups = [(np.array(job.prompt, np.int32), job.done.result(LIMIT_S)) for job in jobs]
     scorer = Scorer(Lowered.from_pretrained(base_model, attn_implementation="sdpa"), "on")
 
     def score(some: list[tuple[Int32, list[Sequence]]]) -> list[torch.Tensor]:
-        rows = [(prompt, np.array(answer.tokens, np.int32)) for prompt, answers in some for answer in answers]
+        rows = [
+            (prompt, np.array(answer.tokens, np.int32))
+            for prompt, answers in some
+            for answer in answers
+        ]
         completions = [completion for _, completion in rows]
         targets = torch.from_numpy(np.concatenate(completions)).long()
         with torch.no_grad():
-            found = scorer(Packed.of([prompt for prompt, _ in rows], completions), targets, 1.0).logprobs
+            found = scorer(
+                Packed.of([prompt for prompt, _ in rows], completions), targets, 1.0
+            ).logprobs
         return list(found.split([len(completion) for completion in completions]))
 
     sampled = [torch.tensor(answer.logprobs) for _, answers in groups for answer in answers]
@@ -104,9 +123,11 @@ def test_rounding_hardly_affects_clipping_by_token(scored: Scored) -> None:
 
 
 def test_clipping_by_completion_needs_the_trainers_own_log_probabilities(scored: Scored) -> None:
-    """GSPO's narrow range contains the trainer's ratios, whatever the micro-batches, but excludes most of the engine's.
+    """GSPO's narrow range contains the trainer's ratios, whatever the micro-batches, but excludes
+    most of the engine's.
 
-    Over six seeds of prompts and samples, 65 to 76 % of the engine's were outside, and none of the trainer's.
+    Over six seeds of prompts and samples, 65 to 76 % of the engine's were outside, and none of the
+    trainer's.
     """
     assert outside_gspo(scored.apart(scored.trainer, scored.by_group)) < 0.01
     assert outside_gspo(scored.apart(scored.trainer, scored.engine)) > 0.01

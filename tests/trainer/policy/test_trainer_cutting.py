@@ -1,4 +1,5 @@
-"""How a batch is cut: every row exactly once, within budget, equally many passes on all ranks, balanced."""
+"""How a batch is cut: every row exactly once, within budget, equally many passes on all ranks,
+balanced."""
 
 import numpy as np
 import pytest
@@ -13,12 +14,21 @@ from learning.ranks import Ranks
 from tests.support.groups import off_policy_groups, whole
 from trainer.policy.policy import Policy
 
-GROUPS = st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)), min_size=1, max_size=9)
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 60), min_size=1, max_size=8)),
+    min_size=1,
+    max_size=9,
+)
 
 
 def sizes_of(groups: list[tuple[int, list[int]]], shared: bool) -> Sizes:
-    """Sizes of groups, each given as the length of its prompt and of its completions; no two groups share a prompt."""
-    rows = [(i, prompt, completion) for i, (prompt, completions) in enumerate(groups) for completion in completions]
+    """Sizes of groups, each given as the length of its prompt and of its completions; no two groups
+    share a prompt."""
+    rows = [
+        (i, prompt, completion)
+        for i, (prompt, completions) in enumerate(groups)
+        for completion in completions
+    ]
     columns = [np.array(column, np.int64) for column in zip(*rows, strict=True)]
     return Sizes(columns[1], columns[2], columns[0], shared)
 
@@ -33,15 +43,31 @@ def tokens(sizes: Sizes, indices: list[int]) -> int:
     return int(sizes.computed[indices].sum() + sizes.prompts[indices][one_each].sum())
 
 
-@given(GROUPS, st.booleans(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.none() | st.integers(1, 5))
+@given(
+    GROUPS,
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(1, 200),
+    st.none() | st.integers(1, 5),
+)
 def test_a_batch_is_cut_into_disjoint_and_complete_parts(
-    groups: list[tuple[int, list[int]]], shared: bool, parts: int, world_size: int, max_tokens: int, max_rows: int | None
+    groups: list[tuple[int, list[int]]],
+    shared: bool,
+    parts: int,
+    world_size: int,
+    max_tokens: int,
+    max_rows: int | None,
 ) -> None:
-    """Mini-batches, the ranks' shares of them and micro-batches: every row exactly once, none over the budgets."""
+    """Mini-batches, the ranks' shares of them and micro-batches: every row exactly once, none over
+    the budgets."""
     sizes = sizes_of(groups, shared)
     found: list[int] = []
     for part in mini_batches(len(sizes.prompts), parts, seed=3):
-        cuts = [micro_batches(sizes, part, Ranks(rank, world_size), max_tokens, max_rows) for rank in range(world_size)]
+        cuts = [
+            micro_batches(sizes, part, Ranks(rank, world_size), max_tokens, max_rows)
+            for rank in range(world_size)
+        ]
         assert len({len(cut) for cut in cuts}) == 1, "passes are of all ranks together"
         for micro in (micro for cut in cuts for micro in cut):
             assert len(micro) <= 1 or tokens(sizes, micro.tolist()) <= max_tokens
@@ -51,16 +77,21 @@ def test_a_batch_is_cut_into_disjoint_and_complete_parts(
 
 
 @given(GROUPS, st.integers(1, 4))
-def test_ranks_have_nearly_the_same_work_and_whole_groups(groups: list[tuple[int, list[int]]], world_size: int) -> None:
+def test_ranks_have_nearly_the_same_work_and_whole_groups(
+    groups: list[tuple[int, list[int]]], world_size: int
+) -> None:
     sizes = sizes_of(groups, shared=True)
     everything = np.arange(len(sizes.prompts))
     parts = shares(sizes, everything, world_size)
     alone = [float(sizes.costs(np.array([i])).sum()) for i in everything]
     mean = sizes.costs(sizes.order(everything)).sum() / world_size
     for part in parts:
-        assert sizes.costs(part).sum() <= mean + 2 * max(alone)  # half a row at each border, and a split prompt
+        assert sizes.costs(part).sum() <= mean + 2 * max(
+            alone
+        )  # half a row at each border, and a split prompt
     split = sum(
-        len({rank for rank, part in enumerate(parts) if group in sizes.groups[part]}) - 1 for group in range(len(groups))
+        len({rank for rank, part in enumerate(parts) if group in sizes.groups[part]}) - 1
+        for group in range(len(groups))
     )
     assert split <= world_size - 1
 
@@ -85,11 +116,23 @@ def test_cuts_hand_computed() -> None:
     groups = [(10, [5, 7]), (20, [6, 6, 6])]
     packed, padded = sizes_of(groups, shared=True), sizes_of(groups, shared=False)
     everything = np.arange(5)
-    assert [tokens(packed, [0, 1, 2, 3, 4]), tokens(packed, [1, 2]), tokens(packed, [])] == [55, 41, 0]
+    assert [tokens(packed, [0, 1, 2, 3, 4]), tokens(packed, [1, 2]), tokens(packed, [])] == [
+        55,
+        41,
+        0,
+    ]
     assert [tokens(padded, [0, 1, 2, 3, 4]), tokens(padded, [0, 1])] == [125, 32]
-    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 36)] == [[0, 1], [2, 3, 4]]
-    assert [cut.tolist() for cut in micro_batches(padded, everything, Ranks(), 99)] == [[0, 1, 2], [3, 4]]
-    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 55)] == [[0, 1, 2, 3, 4]]
+    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 36)] == [
+        [0, 1],
+        [2, 3, 4],
+    ]
+    assert [cut.tolist() for cut in micro_batches(padded, everything, Ranks(), 99)] == [
+        [0, 1, 2],
+        [3, 4],
+    ]
+    assert [cut.tolist() for cut in micro_batches(packed, everything, Ranks(), 55)] == [
+        [0, 1, 2, 3, 4]
+    ]
     assert [part.tolist() for part in shares(packed, everything, 2)] == [[0, 1], [2, 3, 4]]
     one_row = [micro_batches(packed, np.array([3]), Ranks(rank, 2), 55) for rank in (0, 1)]
     assert sorted([cut.tolist() for cut in cuts] for cuts in one_row) == [[[]], [[3]]]
@@ -123,11 +166,17 @@ class Sharded(Alone):
 def idle(kind: type[Ranks]) -> Ranks:
     """Returns the rank that gets no part of a single row."""
     one = sizes_of([(3, [2])], shared=True)
-    return kind(next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])), 2, shard_size=1)
+    return kind(
+        next(rank for rank in (0, 1) if not len(shares(one, np.arange(1), 2)[rank])),
+        2,
+        shard_size=1,
+    )
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(Alone, []), (Sharded, [[0]])])
-def test_a_rank_without_rows_scores_only_where_models_are_spread(kind: type[Ranks], expected: list[list[int]]) -> None:
+def test_a_rank_without_rows_scores_only_where_models_are_spread(
+    kind: type[Ranks], expected: list[list[int]]
+) -> None:
     sizes, seen = sizes_of([(3, [2])], shared=True), []
 
     def score(indices: Indices) -> torch.Tensor:
@@ -139,7 +188,9 @@ def test_a_rank_without_rows_scores_only_where_models_are_spread(kind: type[Rank
 
 
 @pytest.mark.parametrize("kind", [Alone, Sharded])
-def test_a_rank_without_rows_learns_nothing_but_takes_part_where_models_are_spread(config: Config, kind: type[Ranks]) -> None:
+def test_a_rank_without_rows_learns_nothing_but_takes_part_where_models_are_spread(
+    config: Config, kind: type[Ranks]
+) -> None:
     batch = whole(off_policy_groups()[:1], config)
     policy = Policy(config, Ranks())
     policy.ranks = idle(kind)

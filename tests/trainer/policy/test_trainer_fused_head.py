@@ -1,4 +1,5 @@
-"""Triton's kernels for the head against torch's operators: compiled on a GPU, elsewhere in Triton's interpreter."""
+"""Triton's kernels for the head against torch's operators: compiled on a GPU, elsewhere in Triton's
+interpreter."""
 
 import os
 import subprocess
@@ -14,7 +15,10 @@ from learning.final_logits import FinalLogits
 from tests.support.paths import ROOT
 from trainer.policy.logprobs import token_scores
 
-pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA and with the extra `dev`")
+pytest.importorskip(
+    "triton",
+    reason="triton is not installed: it comes with torch for CUDA and with the extra `dev`",
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FACTORS = [0.0, 1.0, -0.3, 2.0, 0.0, 1e-3, -5.0]
 """Gradients with respect to the log-probabilities; 0 means a token that the loss ignores."""
@@ -30,16 +34,21 @@ def computed(
     bonus: bool,
     cap: float | None = None,
 ) -> list[Tensor]:
-    """Returns log-probabilities, entropies, and the gradients with respect to hidden states and head."""
+    """Returns log-probabilities, entropies, and the gradients with respect to hidden states and
+    head."""
     patch.setattr(trainer.policy.logprobs, "has_triton", lambda _: fused)
     inputs = hidden.clone().requires_grad_()
     head.zero_grad()
-    logprobs, entropies = token_scores(head, inputs, targets, temperature, bonus, final=FinalLogits(cap=cap))
+    logprobs, entropies = token_scores(
+        head, inputs, targets, temperature, bonus, final=FinalLogits(cap=cap)
+    )
     factors = torch.tensor(FACTORS, device=DEVICE).repeat(len(targets))[: len(targets)]
     loss = (logprobs * factors).sum() + (0.1 * (entropies * factors.roll(1)).sum() if bonus else 0)
     loss.backward()
     assert inputs.grad is not None
-    gradients = [parameter.grad.clone() for parameter in head.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad.clone() for parameter in head.parameters() if parameter.grad is not None
+    ]
     return [logprobs.detach(), entropies.detach(), inputs.grad, *gradients]
 
 
@@ -78,23 +87,31 @@ def test_kernels_compute_what_torch_does(
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert one.dtype == other.dtype
         exact = i < 2 or dtype == torch.float32
-        torch.testing.assert_close(one, other, atol=2e-5 if exact else 0.02, rtol=2e-5 if exact else 0.02)
+        torch.testing.assert_close(
+            one, other, atol=2e-5 if exact else 0.02, rtol=2e-5 if exact else 0.02
+        )
     ignored = torch.tensor(FACTORS).repeat(tokens)[:tokens] == 0
     assert bonus or not found[2][ignored].any()
 
 
 def test_extreme_logits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certain token, an impossible token, rising and falling logits across blocks, and a logit of minus infinity."""
+    """A certain token, an impossible token, rising and falling logits across blocks, and a logit of
+    minus infinity."""
     vocabulary = 9000
     logits = torch.zeros(5, vocabulary)
     logits[0, 3], logits[1, 8999] = 1e4, -1e4
-    logits[2], logits[3] = torch.linspace(-300, 300, vocabulary), torch.linspace(300, -300, vocabulary)
+    logits[2], logits[3] = (
+        torch.linspace(-300, 300, vocabulary),
+        torch.linspace(300, -300, vocabulary),
+    )
     logits[4, 17] = -torch.inf
     targets = torch.tensor([3, 8999, 0, vocabulary - 1, 5])
     bias_only = nn.Linear(5, vocabulary, False)
     bias_only.weight.data = logits.nan_to_num(neginf=-3e38).T.contiguous()
     given = (bias_only.to(DEVICE), torch.eye(5, device=DEVICE), targets.to(DEVICE), 1.0, True)
-    for one, other in zip(computed(monkeypatch, True, *given), computed(monkeypatch, False, *given), strict=True):
+    for one, other in zip(
+        computed(monkeypatch, True, *given), computed(monkeypatch, False, *given), strict=True
+    ):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
@@ -128,5 +145,7 @@ def test_kernels_compile_for_absent_gpus(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {
         "TRITON_CACHE_DIR": str(tmp_path)
     }
-    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=ROOT, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr

@@ -27,7 +27,12 @@ from trainer.policy.scorer import Scorer
 @pytest.fixture
 def groups() -> list[Group]:
     rng = np.random.default_rng(0)
-    rewards = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0]]
+    rewards = [
+        [1.0, 0.0, 0.0, 1.0],
+        [0.0, 0.0, 1.0, 0.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [0.0, 1.0, 1.0, 1.0],
+    ]
     return [make_group(rng, row, position=i) for i, row in enumerate(rewards)]
 
 
@@ -41,9 +46,14 @@ def updated(config: Config, batch: Batch) -> dict[str, torch.Tensor]:
     return parameters(policy)
 
 
-def score(policy: Policy, prompt: Int32, completion: Int32, temperature: float) -> tuple[Float32, Float32]:
+def score(
+    policy: Policy, prompt: Int32, completion: Int32, temperature: float
+) -> tuple[Float32, Float32]:
     """Returns log-probabilities and entropies of one completion, scored alone."""
-    padded, targets = Padded.of([prompt], [completion]), torch.from_numpy(completion.astype(np.int64))
+    padded, targets = (
+        Padded.of([prompt], [completion]),
+        torch.from_numpy(completion.astype(np.int64)),
+    )
     with torch.no_grad():
         scores = Scorer(policy.model)(padded, targets, temperature)
     return scores.logprobs.numpy(), scores.entropy.numpy()
@@ -54,13 +64,18 @@ def on_policy(config: Config, groups: list[Group]) -> None:
     policy = Policy(config, Ranks())
     for group in groups:
         for completion in group.completions:
-            completion.logprobs = score(policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature)[0]
+            completion.logprobs = score(
+                policy, group.prompt_token_ids, completion.token_ids, config.sampling.temperature
+            )[0]
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("packing", ["on", "off"])
-def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Group], packing: Packing) -> None:
-    """Compares layout, selection before the head and temperature with a plain forward pass of every row alone."""
+def test_logprobs_equal_those_of_the_full_logits(
+    config: Config, groups: list[Group], packing: Packing
+) -> None:
+    """Compares layout, selection before the head and temperature with a plain forward pass of every
+    row alone."""
     policy = Policy(config, Ranks())
     batch = whole(groups, config)
     scorer = Scorer(policy.model, packing)
@@ -79,7 +94,9 @@ def test_logprobs_equal_those_of_the_full_logits(config: Config, groups: list[Gr
 
 
 @pytest.mark.integration
-def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Config, groups: list[Group]) -> None:
+def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(
+    config: Config, groups: list[Group]
+) -> None:
     on_policy(config, groups)
     metrics = Policy(config, Ranks()).update(whole(groups, config)).metrics
     assert metrics.ratio == pytest.approx(1, abs=1e-5)
@@ -88,16 +105,25 @@ def test_on_policy_ratio_is_one_and_the_loss_is_the_mean_advantage(config: Confi
     assert metrics.clip_fraction == 0
     assert metrics.effective_sample_size == pytest.approx(1, abs=1e-5)
     batch = whole(groups, config)
-    expected = -sum(float(advantages.sum()) for advantages in known(batch.advantages)) / sum(batch.lengths)
+    expected = -sum(float(advantages.sum()) for advantages in known(batch.advantages)) / sum(
+        batch.lengths
+    )
     assert metrics.loss == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 40, 100])
-def test_micro_batches_do_not_change_the_update(config: Config, groups: list[Group], max_tokens: int) -> None:
+def test_micro_batches_do_not_change_the_update(
+    config: Config, groups: list[Group], max_tokens: int
+) -> None:
     one = updated(config, whole(groups, config))
     config.trainer.micro_batch_tokens = max_tokens
     batch = whole(groups, config)
-    assert len(micro_batches(batch.sizes(shared=True), np.arange(len(batch.rows)), Ranks(), max_tokens)) > 1
+    assert (
+        len(
+            micro_batches(batch.sizes(shared=True), np.arange(len(batch.rows)), Ranks(), max_tokens)
+        )
+        > 1
+    )
     many = updated(config, batch)
     for name, expected in one.items():
         torch.testing.assert_close(many[name], expected, atol=2e-5, rtol=0, msg=name)
@@ -136,13 +162,25 @@ def test_the_requested_device_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Ranks(device_kind="cpu").device.type == "cpu"  # a GPU is available, but not used
 
 
-def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Config, groups: list[Group]) -> None:
+def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(
+    config: Config, groups: list[Group]
+) -> None:
     with_equal, without = Policy(config, Ranks()), Policy(config, Ranks())
-    assert [bool(row.any()) for row in known(whole(groups, config).advantages)] == [True] * 8 + [False] * 4 + [True] * 4
+    assert [bool(row.any()) for row in known(whole(groups, config).advantages)] == [True] * 8 + [
+        False
+    ] * 4 + [True] * 4
     others = [*groups[:2], groups[3]]
-    both = [policy.update(prepared(policy, part)).metrics for policy, part in ((with_equal, groups), (without, others))]
-    assert both[0].trained_tokens == both[1].trained_tokens  # the equal group is left out of the forward pass
-    tokens = [sum(len(c.token_ids) for group in part for c in group.completions) for part in (groups, others)]
+    both = [
+        policy.update(prepared(policy, part)).metrics
+        for policy, part in ((with_equal, groups), (without, others))
+    ]
+    assert (
+        both[0].trained_tokens == both[1].trained_tokens
+    )  # the equal group is left out of the forward pass
+    tokens = [
+        sum(len(c.token_ids) for group in part for c in group.completions)
+        for part in (groups, others)
+    ]
     assert both[0].loss == pytest.approx(both[1].loss * tokens[1] / tokens[0], rel=1e-4)
     policy = Policy(config, Ranks())
     before = parameters(policy)
@@ -152,7 +190,9 @@ def test_equal_groups_have_no_gradient_but_count_in_the_normaliser(config: Confi
         torch.testing.assert_close(value, before[name], atol=0, rtol=0)
 
 
-def test_momentum_and_decay_continue_on_a_batch_without_gradient(config: Config, groups: list[Group]) -> None:
+def test_momentum_and_decay_continue_on_a_batch_without_gradient(
+    config: Config, groups: list[Group]
+) -> None:
     """As on a rank beside others with rows: AdamW takes a step with a gradient of 0."""
     config.trainer.weight_decay = 0.1
     policy, zeros = Policy(config, Ranks()), Policy(config, Ranks())
@@ -168,18 +208,43 @@ def test_momentum_and_decay_continue_on_a_batch_without_gradient(config: Config,
         assert not torch.equal(before[name], value)
 
 
-SEVERAL = ["--algorithm.update_epochs", "2", "--algorithm.mini_batches", "3", "--algorithm.rollout_correction", "truncate"]
-IN_REWARD = ["--algorithm.kl_coef", "0.1", "--algorithm.kl_in", "reward", "--algorithm.aggregation", "constant"]
+SEVERAL = [
+    "--algorithm.update_epochs",
+    "2",
+    "--algorithm.mini_batches",
+    "3",
+    "--algorithm.rollout_correction",
+    "truncate",
+]
+IN_REWARD = [
+    "--algorithm.kl_coef",
+    "0.1",
+    "--algorithm.kl_in",
+    "reward",
+    "--algorithm.aggregation",
+    "constant",
+]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"])
+@pytest.mark.parametrize(
+    "settings", [[], [*SEVERAL, *IN_REWARD]], ids=["one update", "several updates"]
+)
 def test_two_trainer_processes_give_the_update_of_one(
     config: Config, groups: list[Group], tmp_path: Path, settings: list[str]
 ) -> None:
-    """Trap: trainer nodes beyond the first stay idle. Here both hold a share; the result is that of one process."""
+    """Trap: trainer nodes beyond the first stay idle. Here both hold a share; the result is that of
+    one process."""
     (tmp_path / "groups.msgpack").write_bytes(encode_groups(groups))
-    words = ("--model.name", config.model.name, "--trainer.learning_rate", "1e-3", "--trainer.warmup_steps", "0", *settings)
+    words = (
+        "--model.name",
+        config.model.name,
+        "--trainer.learning_rate",
+        "1e-3",
+        "--trainer.warmup_steps",
+        "0",
+        *settings,
+    )
     run_ranks(2, "policy_ranks", str(tmp_path), *words)
     config.algorithm = load(settings, {}).algorithm
     policy = Policy(config, Ranks())
@@ -214,12 +279,15 @@ def test_trap_settings_change_the_update(config: Config, groups: list[Group]) ->
 
 
 def test_kl_term_pulls_towards_the_reference(config: Config, groups: list[Group]) -> None:
-    """With equal rewards only the KL term is left; once the policy has moved, its gradient points to the reference."""
+    """With equal rewards only the KL term is left; once the policy has moved, its gradient points
+    to the reference."""
     config.algorithm.kl_coef = 0.5
     policy = Policy(config, Ranks())
     with torch.no_grad():
         for parameter in policy.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02
+            )
     batch = prepared(policy, [groups[2]])
     first = policy.update(batch).metrics.kl_reference
     for _ in range(10):
@@ -231,7 +299,9 @@ def test_importance_weights_scale_the_gradient(config: Config, groups: list[Grou
     config.trainer.max_grad_norm = 1e9
     policies = [Policy(config, Ranks()), Policy(config, Ranks())]
     pairs = zip(policies, (1.0, 0.5), strict=True)
-    full, half = (policy.update(prepared(policy, groups, [weight] * 4)).metrics for policy, weight in pairs)
+    full, half = (
+        policy.update(prepared(policy, groups, [weight] * 4)).metrics for policy, weight in pairs
+    )
     assert half.grad_norm == pytest.approx(full.grad_norm / 2, rel=1e-4)
 
 
@@ -249,7 +319,9 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_several_stop_the_
         assert torch.equal(value, before[name])
     assert policy.update(good).metrics.skipped == 0  # restarts the count
     policy.update(bad)
-    with pytest.raises(NonFiniteGradients, match=r"2 gradients in a row.*field: trainer\.learning_rate"):
+    with pytest.raises(
+        NonFiniteGradients, match=r"2 gradients in a row.*field: trainer\.learning_rate"
+    ):
         policy.update(bad)
 
 
@@ -286,5 +358,7 @@ def test_an_entropy_bonus_raises_the_entropy(config: Config, groups: list[Group]
     ],
 )
 def test_learning_rate_hand_computed(schedule: str, step: int, expected: float) -> None:
-    settings = TrainerSection.model_validate({"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule})
+    settings = TrainerSection.model_validate(
+        {"learning_rate": 1.0, "warmup_steps": 10, "lr_schedule": schedule}
+    )
     assert learning_rate(step, 110, settings) == pytest.approx(expected, abs=1e-6)

@@ -1,4 +1,5 @@
-"""Log-probabilities without the logits: values and gradients equal those of the full logits, but memory is smaller."""
+"""Log-probabilities without the logits: values and gradients equal those of the full logits, but
+memory is smaller."""
 
 from collections.abc import Callable
 from functools import partial
@@ -35,15 +36,22 @@ HEADS: dict[str, Callable[[], nn.Module]] = {
 
 
 def full(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     distribution = torch.distributions.Categorical(logits=head(hidden).float() / temperature)
     entropy = distribution.entropy()
     return distribution.log_prob(targets), entropy if entropy_gradient else entropy.detach()
 
 
-def computed(scores: Scores, head: nn.Module, temperature: float, entropy_gradient: bool) -> list[Tensor]:
-    """Returns log-probabilities, entropies, and the gradients of a loss of both by hidden states and head."""
+def computed(
+    scores: Scores, head: nn.Module, temperature: float, entropy_gradient: bool
+) -> list[Tensor]:
+    """Returns log-probabilities, entropies, and the gradients of a loss of both by hidden states
+    and head."""
     generator = torch.Generator().manual_seed(3)
     dtype = next(head.parameters()).dtype
     hidden = (torch.randn(TOKENS, HIDDEN, generator=generator) * 2).to(dtype).requires_grad_()
@@ -53,7 +61,11 @@ def computed(scores: Scores, head: nn.Module, temperature: float, entropy_gradie
     head.zero_grad()
     (weights * torch.stack([logprobs, entropy])).sum().backward()
     gradients = [tensor.grad for tensor in (hidden, *head.parameters())]
-    return [logprobs.detach(), entropy.detach(), *(gradient.clone() for gradient in gradients if gradient is not None)]
+    return [
+        logprobs.detach(),
+        entropy.detach(),
+        *(gradient.clone() for gradient in gradients if gradient is not None),
+    ]
 
 
 @pytest.fixture(params=["whole and kept", "whole", "chunks"])
@@ -68,7 +80,9 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("head", HEADS)
-def test_values_and_gradients_are_those_of_the_full_logits(head: str, temperature: float, entropy_gradient: bool) -> None:
+def test_values_and_gradients_are_those_of_the_full_logits(
+    head: str, temperature: float, entropy_gradient: bool
+) -> None:
     torch.manual_seed(0)
     module = HEADS[head]()
     for result, expected in zip(
@@ -94,14 +108,18 @@ def exact(
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("float32", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_low_precision_is_rounded_where_the_full_logits_are(entropy_gradient: bool, float32: bool, head: str) -> None:
+def test_low_precision_is_rounded_where_the_full_logits_are(
+    entropy_gradient: bool, float32: bool, head: str
+) -> None:
     torch.manual_seed(0)
     module = HEADS[head]().to(torch.bfloat16)
     results = computed(partial(token_scores, float32=float32), module, 0.7, entropy_gradient)
     expected = computed(exact if float32 else full, module, 0.7, entropy_gradient)
     for i, (result, wanted) in enumerate(zip(results, expected, strict=True)):
         assert result.dtype == wanted.dtype
-        close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if i < 2 else {"atol": 0.05, "rtol": 0.02}
+        close: dict[str, Any] = (
+            {"atol": 1e-5, "rtol": 1e-5} if i < 2 else {"atol": 0.05, "rtol": 0.02}
+        )
         torch.testing.assert_close(result, wanted, **close)
 
 
@@ -131,7 +149,9 @@ def test_a_tied_head_adds_to_the_gradient_of_the_embedding() -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_memory_for_the_backward_pass_is_far_below_the_logits(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_the_backward_pass_is_far_below_the_logits(
+    head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer.policy.logprobs, "_KEPT_BYTES", 0)
     monkeypatch.setattr(trainer.policy.logprobs, "_CHUNK_BYTES", 4 * VOCABULARY * 16)
     module, saved = HEADS[head](), {}

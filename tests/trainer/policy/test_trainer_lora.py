@@ -1,4 +1,5 @@
-"""LoRA: what is trained, what is saved, and that engines sample from exactly the policy the trainer computes."""
+"""LoRA: what is trained, what is saved, and that engines sample from exactly the policy the trainer
+computes."""
 
 import json
 import shutil
@@ -68,13 +69,18 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
 
-def test_only_the_adapter_moves_and_a_new_one_changes_nothing(lora: Config, policy_dir: Path) -> None:
+def test_only_the_adapter_moves_and_a_new_one_changes_nothing(
+    lora: Config, policy_dir: Path
+) -> None:
     base = plain(policy_dir)
     policy = Policy(lora, Ranks())
     assert torch.equal(logits(policy.model), logits(base))
     policy.update(prepared(policy, off_policy_groups()))
     assert distance(logits(policy.model), logits(base)) > 1e-3
-    after = {name.replace(".base_layer.", "."): tensor for name, tensor in policy.model.state_dict().items()}
+    after = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in policy.model.state_dict().items()
+    }
     for name, tensor in base.state_dict().items():
         assert torch.equal(after.pop(name), tensor), name
     assert after
@@ -90,12 +96,17 @@ def test_the_reference_is_the_frozen_model_without_a_copy(lora: Config, policy_d
     reference = Reference(policy)
     assert reference.scorer is not None
     assert reference.scorer.model is policy.model
-    batch, full = prepared(policy, off_policy_groups(), reference=reference), config.model_copy(deep=True)
+    batch, full = (
+        prepared(policy, off_policy_groups(), reference=reference),
+        config.model_copy(deep=True),
+    )
     full.lora.rank = 0
     expected = prepared(Policy(full, Ranks()), off_policy_groups())
     for found, right in zip(known(batch.ref_logprobs), known(expected.ref_logprobs), strict=True):
         np.testing.assert_array_equal(found, right)
-    assert distance(logits(policy.model), logits(plain(policy_dir))) > 1e-3  # the adapter is on again
+    assert (
+        distance(logits(policy.model), logits(plain(policy_dir))) > 1e-3
+    )  # the adapter is on again
 
 
 def test_dropout_applies_only_to_updates(lora: Config) -> None:
@@ -104,8 +115,12 @@ def test_dropout_applies_only_to_updates(lora: Config) -> None:
     olds = [known(prepared(policy, off_policy_groups()).old_logprobs) for _ in range(2)]
     assert all(np.array_equal(a, b) for a, b in zip(*olds, strict=True))
     batch = prepared(policy, off_policy_groups())
-    first, second = (score_batch(policy.scorer, batch, policy.config, policy.ranks) for _ in range(2))
-    assert not any(np.array_equal(a, b) for a, b in zip(first, second, strict=True))  # in training mode, dropout is on
+    first, second = (
+        score_batch(policy.scorer, batch, policy.config, policy.ranks) for _ in range(2)
+    )
+    assert not any(
+        np.array_equal(a, b) for a, b in zip(first, second, strict=True)
+    )  # in training mode, dropout is on
 
 
 def publish(policy: Policy, directory: Path) -> Path:
@@ -121,20 +136,31 @@ def test_peft_loads_a_published_adapter_and_merging_gives_the_same_model(
 ) -> None:
     policy = trained(lora)
     adapter = publish(policy, tmp_path / "adapter")
-    assert {path.name for path in adapter.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(policy_dir)
+    assert {path.name for path in adapter.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert json.loads((adapter / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(policy_dir)
     from peft import PeftModel  # slow to import, and every pytest process reads this file
 
     by_peft = PeftModel.from_pretrained(plain(policy_dir), adapter)
     assert distance(logits(by_peft), logits(policy.model)) < 1e-6
     lora.lora.publish = "merged"
     merged = publish(policy, tmp_path / "merged")
-    assert set(load_file(merged / "model.safetensors")) == set(load_file(policy_dir / "model.safetensors"))
+    assert set(load_file(merged / "model.safetensors")) == set(
+        load_file(policy_dir / "model.safetensors")
+    )
     assert distance(logits(plain(merged)), logits(policy.model)) < 1e-5
 
 
 def test_a_frozen_model_in_bfloat16_is_merged_in_float32_and_rounded_once() -> None:
-    base, low, high = torch.full((2, 3), 1.0, dtype=torch.bfloat16), torch.full((1, 3), 0.25), torch.full((2, 1), 1.0)
+    base, low, high = (
+        torch.full((2, 3), 1.0, dtype=torch.bfloat16),
+        torch.full((1, 3), 0.25),
+        torch.full((2, 1), 1.0),
+    )
     state = {
         "m.q.base_layer.weight": base,
         "m.q.base_layer.bias": torch.zeros(2, dtype=torch.bfloat16),
@@ -165,7 +191,9 @@ def test_only_the_named_layers_are_adapted(lora: Config, modules: list[str]) -> 
 
 def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None:
     lora.lora.target_modules = ["c_attn"]
-    with pytest.raises(ConfigError, match=r"no linear layer c_attn.*lora\.target_modules.*down_proj.*v_proj"):
+    with pytest.raises(
+        ConfigError, match=r"no linear layer c_attn.*lora\.target_modules.*down_proj.*v_proj"
+    ):
         Policy(lora, Ranks())
 
 
@@ -178,12 +206,35 @@ def test_a_missing_layer_is_refused_with_the_existing_ones(lora: Config) -> None
             ["--lora.rank", "4", "--trainer.weight_sync", "distributed"],
             r"weight_sync distributed.*lora\.publish is adapter.*set lora\.publish merged, or trainer\.weight_sync http",
         ),
-        (["--lora.rank", "4", "--lora.target_modules", "q_proj"], r"has q_proj without v_proj, and SGLang"),
-        (["--lora.rank", "4", "--lora.target_modules", "k_proj"], r"has k_proj without q_proj"),
-        (["--lora.rank", "4", "--lora.target_modules", "up_proj"], r"has up_proj without gate_proj.*lora\.publish merged"),
-        (["--lora.rank", "4", "--algorithm.kl_coef", "0.1", "--algorithm.reference_refresh", "2"], r"reference_refresh is 2"),
         (
-            ["--lora.rank", "4", "--algorithm.kl_coef", "0.1", "--trainer.offload_reference", "true"],
+            ["--lora.rank", "4", "--lora.target_modules", "q_proj"],
+            r"has q_proj without v_proj, and SGLang",
+        ),
+        (["--lora.rank", "4", "--lora.target_modules", "k_proj"], r"has k_proj without q_proj"),
+        (
+            ["--lora.rank", "4", "--lora.target_modules", "up_proj"],
+            r"has up_proj without gate_proj.*lora\.publish merged",
+        ),
+        (
+            [
+                "--lora.rank",
+                "4",
+                "--algorithm.kl_coef",
+                "0.1",
+                "--algorithm.reference_refresh",
+                "2",
+            ],
+            r"reference_refresh is 2",
+        ),
+        (
+            [
+                "--lora.rank",
+                "4",
+                "--algorithm.kl_coef",
+                "0.1",
+                "--trainer.offload_reference",
+                "true",
+            ],
             r"offload_reference is set",
         ),
     ],
@@ -214,7 +265,11 @@ def test_an_adapter_is_named_only_after_it_was_published() -> None:
 def test_a_merged_adapter_is_broadcast_as_a_whole_model(lora: Config, policy_dir: Path) -> None:
     """Every version has the layout of the first one, for which the engines made their buffers."""
     lora.lora.publish = "merged"
-    policy, snapshot, model = trained(lora, 1), HostCopy(), load_file(policy_dir / "model.safetensors")
+    policy, snapshot, model = (
+        trained(lora, 1),
+        HostCopy(),
+        load_file(policy_dir / "model.safetensors"),
+    )
     snapshot.fill(policy.weights(), 0)
     policy.update(prepared(policy, off_policy_groups()))
     snapshot.fill(policy.weights(), 1)
@@ -247,7 +302,11 @@ def run(config: Config) -> tuple[Path, list[dict[str, Any]]]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "words", [("--lora.publish", "adapter"), pytest.param(("--lora.publish", "merged"), marks=pytest.mark.slow)]
+    "words",
+    [
+        ("--lora.publish", "adapter"),
+        pytest.param(("--lora.publish", "merged"), marks=pytest.mark.slow),
+    ],
 )
 def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     settings: Callable[..., Config], base_model: Path, words: tuple[str, ...]
@@ -259,18 +318,24 @@ def test_the_engine_samples_from_the_policy_that_the_trainer_computes(
     model: Any = plain(base_model)
     with torch.no_grad():
         before = model(IDS).logits
-    assert distance(logits(plain(saved)), before) > 1e-2  # far more than rounding, so the engine used the adapter
+    assert (
+        distance(logits(plain(saved)), before) > 1e-2
+    )  # far more than rounding, so the engine used the adapter
 
 
 @pytest.mark.integration
-def test_with_staleness_every_group_was_sampled_from_the_adapter_it_names(settings: Callable[..., Config]) -> None:
+def test_with_staleness_every_group_was_sampled_from_the_adapter_it_names(
+    settings: Callable[..., Config],
+) -> None:
     _, lines = run(settings("--trainer.max_staleness", "1", "--trainer.max_steps", "5"))
     assert max(line["staleness"] for line in lines) > 0
     assert not any(line["dropped"].get("generation") for line in lines)
 
 
 @pytest.mark.integration
-def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_as_an_unbroken_one(
+    settings: Callable[..., Config], tmp_path: Path
+) -> None:
     _, unbroken = run(settings("--trainer.max_steps", "4"))
     run(settings("--trainer.max_steps", "2", directory=tmp_path / "broken"))
     _, resumed = run(settings("--trainer.max_steps", "4", directory=tmp_path / "broken"))
@@ -278,7 +343,11 @@ def test_a_resumed_run_goes_on_as_an_unbroken_one(settings: Callable[..., Config
     for a, b in zip(unbroken, resumed, strict=True):
         assert a["reward"] == b["reward"]
         assert a["update"] == pytest.approx(b["update"], abs=1e-4)
-    for words in (("--lora.alpha", "64"), ("--lora.target_modules", "q_proj"), ("--lora.rank", "0")):
+    for words in (
+        ("--lora.alpha", "64"),
+        ("--lora.target_modules", "q_proj"),
+        ("--lora.rank", "0"),
+    ):
         with pytest.raises(ConfigError, match=r"the checkpoint.*trainer\.resume false"):
             run(settings(*words, directory=tmp_path / "broken"))
 
@@ -295,19 +364,23 @@ def test_a_checkpoint_loads_is_evaluated_and_is_exported(
     assert distance(logits(plain(merged)), logits(adapted)) < 1e-5
     assert not (merged / "adapter_config.json").exists()
     assert (
-        AutoTokenizer.from_pretrained(merged)("1 + 1").input_ids == AutoTokenizer.from_pretrained(base_model)("1 + 1").input_ids
+        AutoTokenizer.from_pretrained(merged)("1 + 1").input_ids
+        == AutoTokenizer.from_pretrained(base_model)("1 + 1").input_ids
     )
     data = [problem for problem, _ in zip(problems("test"), range(8), strict=False)]
     rows = [{"question": problem.question, "answer": problem.solution} for problem in data]
     results = [
-        ModelEvaluator(path, max_new_tokens=24, progress=False).evaluate(rows, Digits()) for path in (saved, merged, base_model)
+        ModelEvaluator(path, max_new_tokens=24, progress=False).evaluate(rows, Digits())
+        for path in (saved, merged, base_model)
     ]
     assert results[0]["responses"] == results[1]["responses"]
     with pytest.raises(ConfigError, match="exists"):
         export(saved, tmp_path / "merged")
 
 
-def test_a_whole_checkpoint_is_exported_in_another_precision(policy_dir: Path, tmp_path: Path) -> None:
+def test_a_whole_checkpoint_is_exported_in_another_precision(
+    policy_dir: Path, tmp_path: Path
+) -> None:
     out = export(policy_dir, tmp_path / "half", "bfloat16")
     tensors = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -331,8 +404,13 @@ class Digits(RewardFunction):
 
 
 @pytest.mark.integration
-def test_the_python_api_trains_an_adapter_and_saves_a_whole_model(base_model: Path, tmp_path: Path) -> None:
-    rows = [{"question": p.question, "answer": p.solution} for p, _ in zip(problems("train"), range(8), strict=False)]
+def test_the_python_api_trains_an_adapter_and_saves_a_whole_model(
+    base_model: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": p.question, "answer": p.solution}
+        for p, _ in zip(problems("train"), range(8), strict=False)
+    ]
     config = TrainerConfig(
         model_name_or_path=str(base_model),
         per_device_train_batch_size=8,

@@ -1,4 +1,5 @@
-"""LoRA on several ranks: the same update as on one, from files visible to all ranks or only to rank 0."""
+"""LoRA on several ranks: the same update as on one, from files visible to all ranks or only to rank
+0."""
 
 import json
 from pathlib import Path
@@ -18,7 +19,10 @@ from tests.support.workers.sharded_policies import learned
 from trainer.policy.checkpoint import newest
 from trainer.policy.policy import Policy
 
-pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
+]
 SETTINGS = {
     "trainer.learning_rate": "1e-2",
     "trainer.warmup_steps": "0",
@@ -51,12 +55,17 @@ class OneAdapter(One):
         self.merged = {name: tensor.clone() for name, tensor in policy.weights()}
 
 
-def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy_dir: Path, tmp_path: Path) -> None:
-    """With weight decay, clipping and the frozen model as reference; resumed runs continue with the third update."""
+def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    """With weight decay, clipping and the frozen model as reference; resumed runs continue with the
+    third update."""
     one = OneAdapter(load(words(policy_dir), {}), tmp_path)
     assert one.metrics[-1][2] > 0, "the policy is no longer the reference"
     sharded, replicated = words(policy_dir), words(policy_dir, trainer__shard_size=1)
-    offload = words(policy_dir, trainer__offload_optimizer=True, trainer__activation_checkpointing=True)
+    offload = words(
+        policy_dir, trainer__offload_optimizer=True, trainer__activation_checkpointing=True
+    )
     cases: dict[str, dict[str, Any]] = {
         "sharded": {"settings": sharded},
         "replicated": {"settings": replicated},
@@ -77,10 +86,13 @@ def test_the_update_of_an_adapter_is_the_same_however_the_model_is_spread(policy
         assert found.keys() == one.merged.keys()
         for name, expected in one.merged.items():
             torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
-    # The frozen model in bfloat16 and the adapter in float32, gathered together: equal except for rounding.
+    # The frozen model in bfloat16 and the adapter in float32, gathered together: equal except for
+    # rounding.
     low = torch.tensor(json.loads((tmp_path / "low.json").read_text()))
     torch.testing.assert_close(low, torch.tensor(one.metrics), atol=0.02, rtol=0.1)
-    assert {tensor.dtype for tensor in load_file(tmp_path / "low-0.safetensors").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "low-0.safetensors").values()} == {
+        torch.bfloat16
+    }
     for name in ("two", "alone"):
         check_checkpoint(policy_dir, tmp_path / name, one)
 
@@ -102,10 +114,13 @@ def check_checkpoint(policy_dir: Path, run: Path, one: One) -> None:
 
 
 def test_a_damaged_adapter_is_refused_by_name(policy_dir: Path, tmp_path: Path) -> None:
-    """The damage keeps the file's size: with another size it would count as incomplete (`test_trainer_files.py`)."""
+    """The damage keeps the file's size: with another size it would count as incomplete
+    (`test_trainer_files.py`)."""
     config = load(words(policy_dir), {})
     path = save(Policy(config, Ranks()), tmp_path / "checkpoints")
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(ConfigError, match=r"cannot be used.*adapter_model\.safetensors has changed.*remedy"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be used.*adapter_model\.safetensors has changed.*remedy"
+    ):
         Policy.resume(config, Ranks(), tmp_path)

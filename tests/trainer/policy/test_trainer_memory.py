@@ -25,17 +25,25 @@ def test_one_process_holds_what_is_estimated(config: Config) -> None:
     policy = Policy(config, Ranks())
     policy.update(whole(off_policy_groups(), config))
     estimate = trainer_memory(shape_of(config), config, 1, width=4)
-    assert held(policy) == {name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")}
+    assert held(policy) == {
+        name: getattr(estimate, name) for name in ("weights", "gradients", "optimizer")
+    }
 
 
 @pytest.mark.integration
-def test_two_sharded_processes_together_hold_what_is_estimated(config: Config, tmp_path: Path) -> None:
+def test_two_sharded_processes_together_hold_what_is_estimated(
+    config: Config, tmp_path: Path
+) -> None:
     run_ranks(2, "policy_memory", str(tmp_path), config.model.name)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
-    estimate = trainer_memory(shape_of(config), load(["--model.name", config.model.name], {}), 2, width=4)
+    estimate = trainer_memory(
+        shape_of(config), load(["--model.name", config.model.name], {}), 2, width=4
+    )
     for name in ("weights", "gradients", "optimizer"):
         assert sum(each[name] for each in found) == 2 * getattr(estimate, name)
-        assert [each[name] for each in found] == pytest.approx([getattr(estimate, name)] * 2, rel=0.02)
+        assert [each[name] for each in found] == pytest.approx(
+            [getattr(estimate, name)] * 2, rel=0.02
+        )
 
 
 def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
@@ -60,7 +68,10 @@ def test_autograd_keeps_about_what_is_estimated(config: Config) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         policy.update(whole(groups, config))
-    tokens = sum(len(group.prompt_token_ids) + sum(len(c.token_ids) - 1 for c in group.completions) for group in groups)
+    tokens = sum(
+        len(group.prompt_token_ids) + sum(len(c.token_ids) - 1 for c in group.completions)
+        for group in groups
+    )
     config.trainer.micro_batch_tokens = tokens
     shape = shape_of(config)
     estimate = trainer_memory(shape, config, 1, width=4).activations

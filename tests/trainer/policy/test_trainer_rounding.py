@@ -1,4 +1,5 @@
-"""Engine and trainer round differently in bfloat16: what clipping makes of it before the policy has moved."""
+"""Engine and trainer round differently in bfloat16: what clipping makes of it before the policy has
+moved."""
 
 from pathlib import Path
 
@@ -20,7 +21,8 @@ PROMPTS, GROUP, TOKENS = 4, 8, 8
 
 
 def sampled(model_dir: Path) -> list[Group]:
-    """Groups that the model generates in bfloat16, with the log-probabilities it sampled them with."""
+    """Groups that the model generates in bfloat16, with the log-probabilities it sampled them
+    with."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
     make_float32_logits(model)
     rng, found = np.random.default_rng(0), []
@@ -74,16 +76,36 @@ def low(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def clipped(policy_dir: Path, groups: list[Group], *words: str) -> tuple[float, float]:
-    """Returns the share of clipped tokens and the mean |Δ logprob| of an update on the policy's own samples."""
-    names = ("--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded")
-    config = load([*names, "--sampling.group_size", str(GROUP), "--sampling.max_new_tokens", str(TOKENS), *words], {})
+    """Returns the share of clipped tokens and the mean |Δ logprob| of an update on the policy's own
+    samples."""
+    names = (
+        "--model.name",
+        str(policy_dir),
+        "--algorithm.name",
+        "gspo",
+        "--rollout.engine",
+        "embedded",
+    )
+    config = load(
+        [
+            *names,
+            "--sampling.group_size",
+            str(GROUP),
+            "--sampling.max_new_tokens",
+            str(TOKENS),
+            *words,
+        ],
+        {},
+    )
     policy = Policy(config, Ranks())
     metrics = policy.update(prepared(policy, groups)).metrics
     return metrics.clip_fraction, metrics.delta_logprob
 
 
 @pytest.mark.usefixtures("low")
-def test_the_engines_rounding_is_not_clipped_as_if_the_policy_had_moved(policy_dir: Path, groups: list[Group]) -> None:
+def test_the_engines_rounding_is_not_clipped_as_if_the_policy_had_moved(
+    policy_dir: Path, groups: list[Group]
+) -> None:
     before, distance = clipped(policy_dir, groups, "--algorithm.old_logprobs", "engine")
     assert before > 0.05
     assert distance > 1e-4
@@ -93,10 +115,31 @@ def test_the_engines_rounding_is_not_clipped_as_if_the_policy_had_moved(policy_d
 
 
 @pytest.mark.usefixtures("low")
-def test_with_several_updates_the_first_ratio_is_still_one(policy_dir: Path, groups: list[Group]) -> None:
-    """A pass over other rows rounds differently too, so the first update uses its own log-probabilities."""
-    words = ("--algorithm.update_epochs", "2", "--trainer.learning_rate", "1e-12", "--trainer.micro_batch_tokens", "300")
-    config = load(["--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded", *words], {})
+def test_with_several_updates_the_first_ratio_is_still_one(
+    policy_dir: Path, groups: list[Group]
+) -> None:
+    """A pass over other rows rounds differently too, so the first update uses its own
+    log-probabilities."""
+    words = (
+        "--algorithm.update_epochs",
+        "2",
+        "--trainer.learning_rate",
+        "1e-12",
+        "--trainer.micro_batch_tokens",
+        "300",
+    )
+    config = load(
+        [
+            "--model.name",
+            str(policy_dir),
+            "--algorithm.name",
+            "gspo",
+            "--rollout.engine",
+            "embedded",
+            *words,
+        ],
+        {},
+    )
     policy = Policy(config, Ranks())
     batch = prepared(policy, groups)
     assert batch.old_logprobs is not None
@@ -105,11 +148,25 @@ def test_with_several_updates_the_first_ratio_is_still_one(policy_dir: Path, gro
     assert (sums["clipped"], sums["ratio"]) == (0, sums["tokens"])
 
 
-def test_in_float32_the_engines_log_probabilities_are_kept(policy_dir: Path, groups: list[Group]) -> None:
+def test_in_float32_the_engines_log_probabilities_are_kept(
+    policy_dir: Path, groups: list[Group]
+) -> None:
     """Nothing is computed twice if the result would be the same."""
-    config = load(["--model.name", str(policy_dir), "--algorithm.name", "gspo", "--rollout.engine", "embedded"], {})
+    config = load(
+        [
+            "--model.name",
+            str(policy_dir),
+            "--algorithm.name",
+            "gspo",
+            "--rollout.engine",
+            "embedded",
+        ],
+        {},
+    )
     assert not config.algorithm.own_old_logprobs(low_precision=False)
-    assert not load(["--algorithm.rollout_correction", "none"], {}).algorithm.own_old_logprobs(low_precision=True)
+    assert not load(["--algorithm.rollout_correction", "none"], {}).algorithm.own_old_logprobs(
+        low_precision=True
+    )
     assert Policy(config, Ranks()).logprobs(prepared(Policy(config, Ranks()), groups)) is None
 
 
@@ -117,4 +174,6 @@ def test_on_gpus_the_difference_is_corrected_by_default() -> None:
     assert Config().algorithm.rollout_correction == "truncate"
     assert load(["--rollout.device", "cpu"], {}).algorithm.rollout_correction == "none"
     assert load(["--rollout.engine", "embedded"], {}).algorithm.rollout_correction == "none"
-    assert load(["--algorithm.rollout_correction", "none"], {}).algorithm.rollout_correction == "none"
+    assert (
+        load(["--algorithm.rollout_correction", "none"], {}).algorithm.rollout_correction == "none"
+    )

@@ -1,4 +1,5 @@
-"""Log-probabilities are those of the model's own logits, which some models scale or cap after their head."""
+"""Log-probabilities are those of the model's own logits, which some models scale or cap after their
+head."""
 
 from typing import Any
 
@@ -13,9 +14,26 @@ from learning.final_logits import FinalLogits, final_logits
 from trainer.policy import logprobs
 from trainer.policy.scorer import Scorer
 
-SHAPE = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-PLAIN = ("qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "gpt_oss")
+PLAIN = (
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "gpt_oss",
+)
 CHANGED: dict[str, tuple[dict[str, Any], FinalLogits]] = {
     "gemma2": ({"final_logit_softcapping": 0.5}, FinalLogits(1.0, 0.5)),
     "gemma3_text": ({"final_logit_softcapping": 0.3}, FinalLogits(1.0, 0.3)),
@@ -42,7 +60,8 @@ def model_of(name: str, **more: Any) -> Any:
 
 
 def own_scores(model: Any, temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities and entropies of the completions' tokens by the model's own logits, row by row."""
+    """Returns log-probabilities and entropies of the completions' tokens by the model's own logits,
+    row by row."""
     scores, entropies = [], []
     for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
         ids = torch.from_numpy(np.concatenate([prompt, completion])).long()[None]
@@ -57,7 +76,11 @@ def gradients_of(model: Any, scores: tuple[Tensor, Tensor]) -> dict[str, Tensor]
     weights = torch.randn(2, len(scores[0]), generator=torch.Generator().manual_seed(1))
     model.zero_grad()
     (weights * torch.stack(scores)).sum().backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -76,7 +99,9 @@ def test_scaled_and_capped_logits_are_scored_as_the_model_computes_them(name: st
     settings, wanted = CHANGED[name]
     model = model_of(name, **settings)
     found = final_logits(model)
-    assert (found.scale, found.cap or 0.0) == pytest.approx((wanted.scale, wanted.cap or 0.0), rel=1e-6)
+    assert (found.scale, found.cap or 0.0) == pytest.approx(
+        (wanted.scale, wanted.cap or 0.0), rel=1e-6
+    )
     scorer = Scorer(model)
     rows = scorer.layout.of(PROMPTS, COMPLETIONS)
     targets = torch.from_numpy(np.concatenate(COMPLETIONS)).long()
@@ -87,7 +112,9 @@ def test_scaled_and_capped_logits_are_scored_as_the_model_computes_them(name: st
     ours = gradients_of(model, tuple(scored))
     assert ours.keys() == theirs.keys()
     for key, gradient in theirs.items():
-        torch.testing.assert_close(ours[key], gradient, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            ours[key], gradient, atol=1e-5, rtol=1e-4, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 class Head(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
@@ -101,7 +128,9 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy here
         return self.linear(hidden)
 
 
-@pytest.mark.parametrize("final", [FinalLogits(0.25, 2.0), FinalLogits(3.0)], ids=["capped", "scaled"])
+@pytest.mark.parametrize(
+    "final", [FinalLogits(0.25, 2.0), FinalLogits(3.0)], ids=["capped", "scaled"]
+)
 @pytest.mark.parametrize("bonus", [False, True])
 @pytest.mark.parametrize("plain", [True, False], ids=["linear", "other head"])
 @pytest.mark.parametrize("kept", [True, False])

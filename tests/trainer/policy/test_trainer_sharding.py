@@ -1,4 +1,5 @@
-"""Sharded policies: the same update on any number of ranks, from files visible to all ranks or only to rank 0."""
+"""Sharded policies: the same update on any number of ranks, from files visible to all ranks or only
+to rank 0."""
 
 import json
 import shutil
@@ -45,11 +46,16 @@ def one(policy_dir: Path, directory: Path) -> One:
 
 
 @pytest.mark.integration
-def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, directory: Path, one: One) -> None:
-    """With weight decay, clipping, and a reference that is refreshed; resumed runs continue with the third update."""
+def test_the_update_is_the_same_however_models_are_spread(
+    policy_dir: Path, directory: Path, one: One
+) -> None:
+    """With weight decay, clipping, and a reference that is refreshed; resumed runs continue with
+    the third update."""
     settings = arguments(policy_dir)
     replicated = arguments(policy_dir, shard_size=1)
-    offload = arguments(policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True)
+    offload = arguments(
+        policy_dir, offload_optimizer=True, offload_reference=True, activation_checkpointing=True
+    )
     cases: dict[str, dict[str, Any]] = {
         "sharded": {"settings": settings, "messages": True},
         "replicated": {"settings": replicated},
@@ -61,7 +67,12 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
         "to_replicated": {"settings": replicated, "resume": "two", "updates": 1},
         "from_replicated": {"settings": settings, "resume": "two_replicated", "updates": 1},
         "hidden": {"settings": settings, "resume": "alone", "updates": 1, "hidden": True},
-        "hidden_replicated": {"settings": replicated, "resume": "two", "updates": 1, "hidden": True},
+        "hidden_replicated": {
+            "settings": replicated,
+            "resume": "two",
+            "updates": 1,
+            "hidden": True,
+        },
         "every": {"settings": settings, "whole": 0, "messages": True},
         "parked": {"settings": settings, "parked": True},
     }
@@ -72,11 +83,18 @@ def test_the_update_is_the_same_however_models_are_spread(policy_dir: Path, dire
     once, every = (messages(directory, name, "reduce_scatter") for name in ("sharded", "every"))
     assert once == 3 * _UNITS, "one sum of the gradients of every unit in each of three updates"
     assert every == once * _MICRO_BATCHES
-    shares = {path.name for path in (directory / "two" / "checkpoints" / "step_000002" / "state").iterdir()}
+    shares = {
+        path.name
+        for path in (directory / "two" / "checkpoints" / "step_000002" / "state").iterdir()
+    }
     assert shares == {".metadata", "__0_0.distcp", "__1_0.distcp"}, "every rank writes its share"
     assert not list((directory / "alone").rglob("__1_0.distcp"))
     back = {"settings": settings, "updates": 1}
-    run_cases(1, directory, {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")})
+    run_cases(
+        1,
+        directory,
+        {f"back_{name}": back | {"resume": name} for name in ("two", "two_replicated", "alone")},
+    )
     for name in ("two", "two_replicated", "alone"):
         one.check(directory, f"back_{name}", 1)
         path = newest(directory / name / "checkpoints")
@@ -101,7 +119,9 @@ def test_groups_of_ranks_that_share_a_copy(policy_dir: Path, directory: Path, on
     assert messages(directory, "hsdp", "reduce_scatter") == 3 * _UNITS
     assert messages(directory, "hsdp_every", "reduce_scatter") > 3 * _UNITS
     between_copies = [messages(directory, name, "allreduce") for name in ("hsdp", "hsdp_every")]
-    assert between_copies[0] == between_copies[1], "gradients are summed between the copies once either way"
+    assert between_copies[0] == between_copies[1], (
+        "gradients are summed between the copies once either way"
+    )
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 2), (4, 3), (2, 4)])
@@ -112,13 +132,17 @@ def test_ranks_that_cannot_be_divided_are_refused(ranks: int, size: int) -> None
 
 def test_an_unsharded_model_is_not_offloaded(config: Config) -> None:
     config.trainer.offload_optimizer = True
-    with pytest.raises(ConfigError, match=r"only sharded models can be offloaded.*trainer\.offload_optimizer"):
+    with pytest.raises(
+        ConfigError, match=r"only sharded models can be offloaded.*trainer\.offload_optimizer"
+    ):
         Policy(config, Ranks())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_made_on_the_meta_device_equals_from_pretrained(tmp_path: Path, tied: bool, dtype: torch.dtype) -> None:
+def test_a_model_made_on_the_meta_device_equals_from_pretrained(
+    tmp_path: Path, tied: bool, dtype: torch.dtype
+) -> None:
     from learning.loading import SafetensorsReader
     from trainer.cli.tiny_base import make_model
 
@@ -136,7 +160,10 @@ def test_a_model_made_on_the_meta_device_equals_from_pretrained(tmp_path: Path, 
     fill(named_tensors(found), SafetensorsReader(tmp_path), Ranks(), everywhere=True)
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
     assert found.generation_config.to_dict() == expected.generation_config.to_dict()
-    for ours, theirs in ((found.state_dict(), expected.state_dict()), (buffers(found), buffers(expected))):
+    for ours, theirs in (
+        (found.state_dict(), expected.state_dict()),
+        (buffers(found), buffers(expected)),
+    ):
         assert ours.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert tensor.dtype == ours[name].dtype
@@ -149,7 +176,8 @@ def buffers(model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.integration
 def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
-    """A model of 120 MB on two ranks: beyond its start, a rank needs far less than twice the model."""
+    """A model of 120 MB on two ranks: beyond its start, a rank needs far less than twice the
+    model."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -163,7 +191,9 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(tmp_path / "model")
     size = sum(parameter.numel() * 4 for parameter in model.parameters())
-    run_cases(2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}})
+    run_cases(
+        2, tmp_path, {"peak": {"settings": ["--model.name", str(tmp_path / "model")], "peak": True}}
+    )
     for rank in (0, 1):
         peak = int((tmp_path / f"peak-{rank}.txt").read_text())
         assert size / 2 < peak < 1.5 * size, (peak, size)
@@ -171,20 +201,27 @@ def test_loading_never_holds_the_model_twice(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("kind", ["missing", "killed"])
-def test_an_incomplete_checkpoint_leaves_the_previous_one(config: Config, tmp_path: Path, kind: str) -> None:
-    """Either the process is killed while it writes, or writing fails; then the next step reports the failure."""
+def test_an_incomplete_checkpoint_leaves_the_previous_one(
+    config: Config, tmp_path: Path, kind: str
+) -> None:
+    """Either the process is killed while it writes, or writing fails; then the next step reports
+    the failure."""
     policy = Policy(config, Ranks())
     first = save(policy, tmp_path)
     policy.step = 1
     if kind == "killed":
         log = tmp_path.with_suffix(".log")
-        writer = Forked("tests.support.workers.killed_save", config.model.name, str(tmp_path), log=log)
+        writer = Forked(
+            "tests.support.workers.killed_save", config.model.name, str(tmp_path), log=log
+        )
         assert writer.wait(400) == 9, log.read_text()
         assert (tmp_path / "step_000001.partial").is_dir()
     else:
         checkpoints = Checkpoints(tmp_path, Ranks(), 3, static=lambda: [tmp_path / "is not there"])
         checkpoints.save(RunState(1, 7, "run", 0.0), policy.snapshots(alone=False))
-        with pytest.raises(CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"):
+        with pytest.raises(
+            CheckpointFailed, match=r"could not be written: FileNotFoundError.*remedy"
+        ):
             checkpoints.wait()
     assert newest(tmp_path) == first
     second = save(policy, tmp_path)
@@ -201,7 +238,11 @@ def test_the_best_checkpoint_stays(config: Config, tmp_path: Path) -> None:
     assert names == ["best", "step_000003", "step_000005", "step_000006"]
     policy.step = 7
     save(policy, tmp_path, keep=2, accuracy=0.5)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "step_000006", "step_000007"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "best",
+        "step_000006",
+        "step_000007",
+    ]
 
 
 def test_a_checkpoint_holds_the_model_of_its_step(config: Config, tmp_path: Path) -> None:
@@ -228,7 +269,9 @@ def test_a_checkpoint_holds_the_model_of_its_step(config: Config, tmp_path: Path
 @pytest.mark.integration
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
-def test_a_mixture_is_sharded_saved_and_resumed_as_its_files_have_it(kind: str, policy_dir: Path, tmp_path: Path) -> None:
+def test_a_mixture_is_sharded_saved_and_resumed_as_its_files_have_it(
+    kind: str, policy_dir: Path, tmp_path: Path
+) -> None:
     directory = tmp_path / "model"
     shutil.copytree(policy_dir, directory)
     make(kind, vocab_size=VOCABULARY).save_pretrained(directory)

@@ -1,4 +1,5 @@
-"""Several updates per batch, the reference model, KL in the reward, and reuse without correction."""
+"""Several updates per batch, the reference model, KL in the reward, and reuse without
+correction."""
 
 from pathlib import Path
 
@@ -10,7 +11,17 @@ from common.errors import ConfigError
 from common.settings.config import Config
 from common.wire.schemas import Group
 from learning.ranks import Ranks
-from tests.support.groups import batch_of, fill, known, make_group, off_policy_groups, prepared, save, whole, with_algorithm
+from tests.support.groups import (
+    batch_of,
+    fill,
+    known,
+    make_group,
+    off_policy_groups,
+    prepared,
+    save,
+    whole,
+    with_algorithm,
+)
 from trainer.algorithms.batch import Batch, MicroBatch, TrainingGroup
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.policy import Policy
@@ -41,19 +52,29 @@ def test_two_passes_over_a_batch_are_two_updates_on_it(config: Config, groups: l
         torch.testing.assert_close(parameters(twice)[name], expected, atol=1e-6, rtol=0, msg=name)
 
 
-def test_mini_batches_are_updates_on_shares_of_the_batch(config: Config, groups: list[Group]) -> None:
+def test_mini_batches_are_updates_on_shares_of_the_batch(
+    config: Config, groups: list[Group]
+) -> None:
     changed = with_algorithm(config, mini_batches=4)
-    first, again, other = Policy(changed, Ranks()), Policy(changed, Ranks()), Policy(changed, Ranks())
+    first, again, other = (
+        Policy(changed, Ranks()),
+        Policy(changed, Ranks()),
+        Policy(changed, Ranks()),
+    )
     other.config = changed.model_copy(update={"seed": 1})
     metrics = first.update(whole(groups, changed)).metrics
     assert metrics.updates == 4
     again.update(whole(groups, changed))
     other.update(whole(groups, changed))
-    assert not differ(parameters(first), parameters(again))  # the seed decides the order of the rows
+    assert not differ(
+        parameters(first), parameters(again)
+    )  # the seed decides the order of the rows
     assert differ(parameters(first), parameters(other))
 
 
-def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, groups: list[Group]) -> None:
+def test_updates_end_early_when_the_policy_has_moved_too_far(
+    config: Config, groups: list[Group]
+) -> None:
     # The ratio refers to the policy before the updates.
     settings = {"update_epochs": 5, "rollout_correction": "truncate"}
     full = Policy(with_algorithm(config, **settings), Ranks())
@@ -68,7 +89,9 @@ def test_updates_end_early_when_the_policy_has_moved_too_far(config: Config, gro
         torch.testing.assert_close(parameters(early)[name], expected, atol=1e-6, rtol=0, msg=name)
 
 
-def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Config, groups: list[Group]) -> None:
+def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(
+    config: Config, groups: list[Group]
+) -> None:
     changed = with_algorithm(config, rollout_correction="truncate", update_epochs=2)
     policy = Policy(changed, Ranks())
     batch = prepared(policy, groups)
@@ -76,15 +99,21 @@ def test_decoupled_updates_take_the_ratio_to_the_policy_before_them(config: Conf
         for row, old in zip(batch.rows, known(batch.old_logprobs), strict=True):
             ids = torch.tensor(np.concatenate([row.prompt_ids, row.completion_ids]))[None].long()
             logits = policy.model(ids).logits[0, len(row.prompt_ids) - 1 : -1]
-            expected = torch.log_softmax(logits, -1).gather(-1, torch.tensor(row.completion_ids).long()[:, None])[:, 0]
+            expected = torch.log_softmax(logits, -1).gather(
+                -1, torch.tensor(row.completion_ids).long()[:, None]
+            )[:, 0]
             torch.testing.assert_close(torch.from_numpy(old), expected, atol=1e-5, rtol=0)
     one = Policy(with_algorithm(config, rollout_correction="truncate"), Ranks())
     ratio = one.update(prepared(one, groups)).metrics.ratio
     assert ratio == pytest.approx(1, abs=1e-5)  # not the ratio to the engine's log-probabilities
-    assert Policy(config, Ranks()).update(whole(groups, config)).metrics.ratio != pytest.approx(1, abs=1e-2)
+    assert Policy(config, Ranks()).update(whole(groups, config)).metrics.ratio != pytest.approx(
+        1, abs=1e-2
+    )
 
 
-def test_dropout_of_the_model_itself_applies_only_to_updates(config: Config, groups: list[Group]) -> None:
+def test_dropout_of_the_model_itself_applies_only_to_updates(
+    config: Config, groups: list[Group]
+) -> None:
     config = with_algorithm(config, update_epochs=2, old_logprobs="trainer")
     config.trainer.packing = "off"  # as for every model with dropout
     policy = Policy(config, Ranks())
@@ -99,9 +128,14 @@ def test_dropout_of_the_model_itself_applies_only_to_updates(config: Config, gro
     assert policy.model.training
 
 
-def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups: list[Group]) -> None:
+def test_the_mismatch_is_measured_before_the_policy_moves(
+    config: Config, groups: list[Group]
+) -> None:
     one, five = Policy(config, Ranks()), Policy(with_algorithm(config, update_epochs=5), Ranks())
-    first, last = one.update(whole(groups, config)).metrics, five.update(whole(groups, five.config)).metrics
+    first, last = (
+        one.update(whole(groups, config)).metrics,
+        five.update(whole(groups, five.config)).metrics,
+    )
     for name in ("delta_logprob", "kl_rollout", "effective_sample_size"):
         assert getattr(first, name) == pytest.approx(getattr(last, name), rel=1e-5)
     for completion in groups[0].completions:  # the current weights sampled only this group
@@ -114,15 +148,22 @@ def test_the_mismatch_is_measured_before_the_policy_moves(config: Config, groups
     assert every.delta_logprob_current == pytest.approx(only_first.delta_logprob, rel=1e-5)
 
 
-def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group: r − coef · Σ k1 enters the group baseline; with a critic, the penalty is applied token by token."""
+def test_kl_in_the_reward_hand_computed(
+    config: Config, groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group: r − coef · Σ k1 enters the group baseline; with a critic, the penalty is applied
+    token by token."""
     in_reward = {"kl_coef": 0.5, "kl_in": "reward"}
     config = with_algorithm(config, advantage="group_centred", **in_reward)
     batch = batch_of([groups[0]], config)
     batch.old_logprobs = [np.full(length, -1.0, np.float32) for length in batch.lengths]
-    batch.ref_logprobs = [np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)]
+    batch.ref_logprobs = [
+        np.full(length, -1.0 - 0.1 * i, np.float32) for i, length in enumerate(batch.lengths)
+    ]
     found, _ = compute_advantages(batch, config, kl_coef=0.5)
-    shaped = [reward - 0.5 * 0.1 * i * batch.lengths[i] for i, reward in enumerate([1.0, 0.0, 0.0, 1.0])]
+    shaped = [
+        reward - 0.5 * 0.1 * i * batch.lengths[i] for i, reward in enumerate([1.0, 0.0, 0.0, 1.0])
+    ]
     for advantages, value in zip(found, shaped, strict=True):
         np.testing.assert_allclose(advantages, value - sum(shaped) / 4, atol=1e-5)
     config = with_algorithm(config, advantage="gae", gae_lambda=0.0, **in_reward)
@@ -135,7 +176,9 @@ def test_kl_in_the_reward_hand_computed(config: Config, groups: list[Group], mon
         np.testing.assert_allclose(advantages, expected, atol=1e-6)
 
 
-def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, groups: list[Group]) -> None:
+def test_gae_advantages_are_whitened_over_the_tokens_that_count(
+    config: Config, groups: list[Group]
+) -> None:
     config = with_algorithm(config, name="ppo", mask_truncated=True)
     groups[0].completions[0].finish_reason = "length"
     batch = whole(groups, config)
@@ -145,14 +188,20 @@ def test_gae_advantages_are_whitened_over_the_tokens_that_count(config: Config, 
     returns, values = np.concatenate(known(batch.returns)), np.concatenate(known(batch.values))
     assert (returns - values).std() != pytest.approx(1, abs=1e-2)  # computed before whitening
     means = [np.abs(advantages).mean() for advantages in known(batch.advantages)]
-    assert np.concatenate(batch.mean_advantages()) == pytest.approx(means, rel=1e-6)  # the tokens have both signs
+    assert np.concatenate(batch.mean_advantages()) == pytest.approx(
+        means, rel=1e-6
+    )  # the tokens have both signs
 
 
 def test_batch_normalised_hand_computed(config: Config) -> None:
-    """REINFORCE++ with a group baseline whitens over tokens, as in verl and OpenRLHF, not over completions."""
+    """REINFORCE++ with a group baseline whitens over tokens, as in verl and OpenRLHF, not over
+    completions."""
     group = make_group(np.random.default_rng(0), [1.0, 0.0])
     for completion, length in zip(group.completions, (1, 3), strict=True):
-        completion.token_ids, completion.logprobs = completion.token_ids[:1].repeat(length), np.zeros(length, np.float32)
+        completion.token_ids, completion.logprobs = (
+            completion.token_ids[:1].repeat(length),
+            np.zeros(length, np.float32),
+        )
     changed = with_algorithm(config, name="reinforce_pp")
     found, _ = compute_advantages(batch_of([group], changed), changed, 0.0)
     # Tokens: ½ −½ −½ −½; mean −¼, unbiased variance (0.75² + 3 · 0.25²) / 3 = ¼
@@ -165,10 +214,14 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
     other = Policy(config, Ranks())
     with torch.no_grad():
         for parameter in other.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.02
+            )
     other.model.save_pretrained(tmp_path / "other")
     changed = with_algorithm(config, kl_coef=0.1)
-    assert Policy(changed, Ranks()).update(whole(groups, changed)).metrics.kl_reference == pytest.approx(0, abs=1e-6)
+    assert Policy(changed, Ranks()).update(
+        whole(groups, changed)
+    ).metrics.kl_reference == pytest.approx(0, abs=1e-6)
     changed.model.reference = str(tmp_path / "other")
     far = Policy(changed, Ranks()).update(whole(groups, changed)).metrics
     assert far.kl_reference > 1e-3
@@ -178,14 +231,18 @@ def test_a_named_reference_is_loaded_and_can_be_refreshed_and_offloaded(
     policy = Policy(changed, Ranks())
     reference, distances = Reference(policy), []
     for _ in range(3):
-        distances.append(policy.update(prepared(policy, groups, reference=reference)).metrics.kl_reference)
+        distances.append(
+            policy.update(prepared(policy, groups, reference=reference)).metrics.kl_reference
+        )
         reference.refresh(policy)
     assert distances[0] > 1e-3
     assert distances[1] > 1e-3
     assert distances[2] == pytest.approx(0, abs=1e-6)
 
 
-def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(config: Config, groups: list[Group]) -> None:
+def test_a_refreshed_reference_and_an_adapted_coefficient_survive_a_restart(
+    config: Config, groups: list[Group]
+) -> None:
     assert config.trainer.run_dir is not None
     changed = with_algorithm(config, kl_coef=0.1, reference_refresh=1, kl_target=1e-3)
     unbroken = Policy(changed, Ranks())
@@ -213,10 +270,14 @@ def test_the_coefficient_adapts_towards_its_target(config: Config, groups: list[
     assert coefficient(10.0) < 0.1
 
 
-def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: Config, groups: list[Group]) -> None:
+def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(
+    config: Config, groups: list[Group]
+) -> None:
     config.replay.corrected = False
     policy = Policy(config, Ranks())
-    batch = Batch.of([TrainingGroup(group, reused=i >= 2) for i, group in enumerate(groups)], config)
+    batch = Batch.of(
+        [TrainingGroup(group, reused=i >= 2) for i, group in enumerate(groups)], config
+    )
     fill(batch, policy, Reference(policy))
     assert [row.corrected for row in batch.rows] == [True] * 8 + [False] * 8
     engine = [completion.logprobs for group in groups for completion in group.completions]
@@ -228,7 +289,9 @@ def test_reuse_without_correction_takes_old_tokens_for_the_policys_own(config: C
     assert np.array_equal(micro.rollout_logprobs.numpy(), expected)
 
 
-def test_a_skipped_update_leaves_the_policy_and_its_version_moves(config: Config, groups: list[Group]) -> None:
+def test_a_skipped_update_leaves_the_policy_and_its_version_moves(
+    config: Config, groups: list[Group]
+) -> None:
     policy = Policy(config, Ranks())
     before = parameters(policy)
     metrics = policy.skip_update(whole(groups, config)).metrics

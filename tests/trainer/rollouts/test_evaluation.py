@@ -1,4 +1,5 @@
-"""What an evaluation during training measures: accuracy on greedy answers, and pass@k on sampled ones alone."""
+"""What an evaluation during training measures: accuracy on greedy answers, and pass@k on sampled
+ones alone."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +44,9 @@ class OnlyGreedyIsRight(Faulty):
 
 
 def test_pass_at_k_leaves_out_the_greedy_answer(settings: Callable[..., Config]) -> None:
-    config = settings("--trainer.max_steps", "1", "--trainer.eval_samples", "3", "--trainer.eval_k", "2")
+    config = settings(
+        "--trainer.max_steps", "1", "--trainer.eval_samples", "3", "--trainer.eval_k", "2"
+    )
 
     def wrapped(app: FastAPI) -> OnlyGreedyIsRight:
         return OnlyGreedyIsRight(app, set(), lambda: httpx.Response(500))
@@ -53,4 +56,7 @@ def test_pass_at_k_leaves_out_the_greedy_answer(settings: Callable[..., Config])
     assert config.trainer.run_dir is not None
     evaluations = read_lines(config.trainer.run_dir / "evaluations.jsonl")
     assert [line["accuracy"] for line in evaluations] == [1.0, 1.0]
-    assert [line["pass_at_k"] for line in evaluations if line["pass_at_k"] is not None] == [0.0, 0.0]
+    assert [line["pass_at_k"] for line in evaluations if line["pass_at_k"] is not None] == [
+        0.0,
+        0.0,
+    ]

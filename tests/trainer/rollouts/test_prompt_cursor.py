@@ -1,4 +1,5 @@
-"""The prompt cursor: every position is drawn once, again only after a failure, and kept across restarts."""
+"""The prompt cursor: every position is drawn once, again only after a failure, and kept across
+restarts."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,7 +14,10 @@ EPOCH = 7
 
 def stream(position: int, count: int) -> list[Prompt]:
     """Returns what the data-server answers at `position`."""
-    return [Prompt(id=f"p{i % EPOCH}", prompt="?", ground_truth="1") for i in range(position, position + count)]
+    return [
+        Prompt(id=f"p{i % EPOCH}", prompt="?", ground_truth="1")
+        for i in range(position, position + count)
+    ]
 
 
 def draw(cursor: PromptCursor, count: int) -> list[Drawn]:
@@ -31,7 +35,9 @@ def positions(drawn: list[Drawn]) -> list[int]:
 def test_new_prompts_come_in_the_order_of_the_stream_with_their_epoch() -> None:
     cursor = PromptCursor(PromptProgress())
     drawn = draw(cursor, 5) + draw(cursor, 4)
-    assert [(each.position, each.prompt.id, each.epoch) for each in drawn] == [(i, f"p{i % 7}", i // 7) for i in range(9)]
+    assert [(each.position, each.prompt.id, each.epoch) for each in drawn] == [
+        (i, f"p{i % 7}", i // 7) for i in range(9)
+    ]
     assert cursor.next == 9
     assert cursor.progress == PromptProgress(0, [])
 
@@ -89,7 +95,9 @@ class Cursors(RuleBasedStateMachine):
     @initialize(position=st.integers(0, 20), later=st.sets(st.integers(1, 12)))
     def start(self, position: int, later: set[int]) -> None:
         self.finished = {*range(position), *(position + i for i in later)}
-        self.cursor = PromptCursor(PromptProgress(position, sorted(self.finished - set(range(position)))))
+        self.cursor = PromptCursor(
+            PromptProgress(position, sorted(self.finished - set(range(position))))
+        )
 
     @rule(count=st.integers(1, 6))
     def draw(self, count: int) -> None:
@@ -102,7 +110,9 @@ class Cursors(RuleBasedStateMachine):
             expected.append(next(i for i in range(len(seen) + 1) if i not in seen))
             seen.add(expected[-1])
         assert positions(drawn[len(again) :]) == expected
-        assert all(each[1:] == (stream(each.position, 1)[0], each.position // EPOCH) for each in drawn)
+        assert all(
+            each[1:] == (stream(each.position, 1)[0], each.position // EPOCH) for each in drawn
+        )
         self.open |= {each.position: each for each in drawn}
 
     @precondition(lambda self: self.open)
@@ -134,7 +144,9 @@ class Cursors(RuleBasedStateMachine):
     @invariant()
     def progress_is_what_is_finished(self) -> None:
         first = next(i for i in range(len(self.finished) + 1) if i not in self.finished)
-        assert self.cursor.progress == PromptProgress(first, sorted(i for i in self.finished if i > first))
+        assert self.cursor.progress == PromptProgress(
+            first, sorted(i for i in self.finished if i > first)
+        )
 
 
 TestCursors = Cursors.TestCase

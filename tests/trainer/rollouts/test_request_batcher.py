@@ -78,7 +78,9 @@ async def test_a_call_that_timed_out_is_not_repeated_for_each_item() -> None:
 
 
 @pytest.mark.parametrize("error", [ServiceLost("it has died"), asyncio.CancelledError()])
-async def test_a_call_that_no_other_could_replace_fails_for_every_item(error: BaseException) -> None:
+async def test_a_call_that_no_other_could_replace_fails_for_every_item(
+    error: BaseException,
+) -> None:
     calls = 0
 
     async def call(items: list[int]) -> list[int]:

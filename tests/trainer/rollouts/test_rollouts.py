@@ -27,28 +27,44 @@ def groups() -> list[TrainingGroup]:
     """Two fresh groups, and two reused ones with their weights."""
     rng = np.random.default_rng(0)
     made = [make_group(rng, [1.0, 0.0, 0.5], version=i, position=i) for i in range(4)]
-    return [*map(TrainingGroup, made[:2]), TrainingGroup(made[2], 0.1, True), TrainingGroup(made[3], 1 / 3, True)]
+    return [
+        *map(TrainingGroup, made[:2]),
+        TrainingGroup(made[2], 0.1, True),
+        TrainingGroup(made[3], 1 / 3, True),
+    ]
 
 
 def assert_same(found: list[TrainingGroup], expected: list[TrainingGroup]) -> None:
-    assert [(item.weight, item.reused) for item in found] == [(item.weight, item.reused) for item in expected]
-    for mine, theirs in zip((item.group for item in found), (item.group for item in expected), strict=True):
+    assert [(item.weight, item.reused) for item in found] == [
+        (item.weight, item.reused) for item in expected
+    ]
+    for mine, theirs in zip(
+        (item.group for item in found), (item.group for item in expected), strict=True
+    ):
         np.testing.assert_array_equal(mine.prompt_token_ids, theirs.prompt_token_ids)
         names = ("id", "prompt_id", "prompt", "ground_truth", "epoch", "position", "created_at")
         assert [getattr(mine, name) for name in names] == [getattr(theirs, name) for name in names]
         for ours, other in zip(mine.completions, theirs.completions, strict=True):
             np.testing.assert_array_equal(ours.token_ids, other.token_ids)
             np.testing.assert_array_equal(ours.logprobs, other.logprobs)
-            assert (ours.reward, ours.correct, ours.finish_reason) == (other.reward, other.correct, other.finish_reason)
+            assert (ours.reward, ours.correct, ours.finish_reason) == (
+                other.reward,
+                other.correct,
+                other.finish_reason,
+            )
             assert ours.weight_versions == other.weight_versions
 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
-def test_shared_groups_come_back_with_weight_and_origin(groups: list[TrainingGroup], count: int) -> None:
+def test_shared_groups_come_back_with_weight_and_origin(
+    groups: list[TrainingGroup], count: int
+) -> None:
     assert_same(_decode(_encode(groups[:count])), groups[:count])
 
 
-def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(groups: list[TrainingGroup]) -> None:
+def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(
+    groups: list[TrainingGroup],
+) -> None:
     assert_same(Rollouts(Told(_encode(groups))).next(step=3), groups)
     assert Rollouts(Told(b"70")).prepare(step=3, known=True) == 70
 
@@ -63,7 +79,9 @@ def test_a_rank_above_0_gets_the_groups_and_the_steps_of_rank_0(groups: list[Tra
         ("reward_model: the chat has 5000 tokens, at most 4096 are scored", "reward.functions"),
     ],
 )
-def test_a_failed_first_answer_names_the_setting_of_its_own_function(reason: str, field: str) -> None:
+def test_a_failed_first_answer_names_the_setting_of_its_own_function(
+    reason: str, field: str
+) -> None:
     error = no_reward(reason, RewardSection(reward_model_name="some/model"))
     assert error.field == field
     assert reason in error.message

@@ -1,4 +1,5 @@
-"""The parts of `make demo-agent` in one process: warm start, calculator behind the gateway, training, report."""
+"""The parts of `make demo-agent` in one process: warm start, calculator behind the gateway,
+training, report."""
 
 import json
 from pathlib import Path
@@ -47,7 +48,10 @@ def settings(directory: Path, run: Path, **more: Any) -> Config:
 
 def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made / "base")
-    template, tools = Template(tokenizer, [tokenizer.eos_token_id]), [get_json_schema(Calculator().multiply)]
+    template, tools = (
+        Template(tokenizer, [tokenizer.eos_token_id]),
+        [get_json_schema(Calculator().multiply)],
+    )
     problem = Problem(4739, 8526)
     tokens, labels = conversations(problem, tokenizer).called
     question = parse_messages([{"role": "user", "content": "4739 * 8526 = ?"}])
@@ -55,9 +59,18 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
     end = tokens.index(tokenizer.eos_token_id, len(prompt)) + 1
     answer, problem_of_call = parse_answer(template.decode(tokens[len(prompt) : end]), tools=True)
     assert not problem_of_call
-    assert [call["function"] for call in answer.calls] == [{"name": "multiply", "arguments": {"a": 4739, "b": 8526}}]
+    assert [call["function"] for call in answer.calls] == [
+        {"name": "multiply", "arguments": {"a": 4739, "b": 8526}}
+    ]
     result = parse_messages(
-        [{"role": "tool", "content": "40404714", "tool_call_id": answer.calls[0]["id"], "name": "multiply"}]
+        [
+            {
+                "role": "tool",
+                "content": "40404714",
+                "tool_call_id": answer.calls[0]["id"],
+                "name": "multiply",
+            }
+        ]
     )
     between = template.continuation(answer, result, tools, ended=True)
     assert between is not None
@@ -65,9 +78,9 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
     assert tokens[end : end + len(between)] == between
     assert template.decode(tokens[end + len(between) :]) == "#### 40404714"
     learned = [label != -100 for label in labels]
-    assert learned == [False] * len(prompt) + [True] * (end - len(prompt)) + [False] * len(between) + [True] * (
-        len(tokens) - end - len(between)
-    )
+    assert learned == [False] * len(prompt) + [True] * (end - len(prompt)) + [False] * len(
+        between
+    ) + [True] * (len(tokens) - end - len(between))
 
 
 def test_no_problem_is_held_out_and_trained_on(made: Path) -> None:
@@ -75,11 +88,14 @@ def test_no_problem_is_held_out_and_trained_on(made: Path) -> None:
     assert {name: len(lines) for name, lines in parts.items()} == {"train": 2048, "test": 256}
     found = problems(0, 128 + 2048 + 256)
     assert len({*found}) == len(found)
-    assert [json.loads(line)["question"] for line in parts["train"]] == [each.question for each in found[128:-256]]
+    assert [json.loads(line)["question"] for line in parts["train"]] == [
+        each.question for each in found[128:-256]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("answer", "reward"), [("#### 42", 1), ("#### 6 * 7", 0), ("42", 0), ("#### 42 ", 0), ("#### 042", 0), ("", 0)]
+    ("answer", "reward"),
+    [("#### 42", 1), ("#### 6 * 7", 0), ("42", 0), ("#### 42 ", 0), ("#### 042", 0), ("", 0)],
 )
 def test_only_the_number_itself_is_rewarded(answer: str, reward: float) -> None:
     environment = Calculator()
@@ -107,7 +123,11 @@ def test_episodes_with_the_calculator_train_on_the_tokens_that_were_sampled(
     assert max(step["update"]["delta_logprob_current"] for step in steps) < 1e-6
     completions = [completion for group in stored(config) for completion in group.completions]
     result = AutoTokenizer.from_pretrained(made / "base").convert_tokens_to_ids("<tool_response>")
-    context = [completion.token_ids[completion.mask == 0] for completion in completions if completion.mask is not None]
+    context = [
+        completion.token_ids[completion.mask == 0]
+        for completion in completions
+        if completion.mask is not None
+    ]
     assert any(result in tokens for tokens in context), "what the tool said is context"
     alone = {"accuracy": 0.0, "compare": {"accuracy": 0.0}}
     (tmp_path / "alone.json").write_text(json.dumps(alone))
@@ -124,4 +144,10 @@ def test_the_model_learns_to_use_the_tool(tmp_path: Path) -> None:
     before, *_, after = read_lines(tmp_path / "run" / "evaluations.jsonl")
     error = (before["standard_error"] ** 2 + after["standard_error"] ** 2) ** 0.5
     assert after["accuracy"] - before["accuracy"] > 4 * error
-    assert max(step["update"]["delta_logprob_current"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")) < 1e-6
+    assert (
+        max(
+            step["update"]["delta_logprob_current"]
+            for step in read_lines(tmp_path / "run" / "metrics.jsonl")
+        )
+        < 1e-6
+    )

@@ -1,4 +1,5 @@
-"""Training on episodes in one process: embedded engine, gateway, the unsandboxed environments below, real updates."""
+"""Training on episodes in one process: embedded engine, gateway, the unsandboxed environments
+below, real updates."""
 
 from pathlib import Path
 from typing import Any
@@ -41,24 +42,41 @@ def episodes_of(config: Config, environment: type) -> Config:
 
 
 def train(config: Config, count: int = 8) -> list[dict[str, Any]]:
-    made = [Prompt(id=str(i), prompt=f"How many apples are {i} and 1?", ground_truth=str(i)) for i in range(count + 2)]
+    made = [
+        Prompt(id=str(i), prompt=f"How many apples are {i} and 1?", ground_truth=str(i))
+        for i in range(count + 2)
+    ]
     problems = Problems(made[:count], made[count:])
-    train_in_process(config, Console(quiet=True), problems=problems, rewards=[LengthPenaltyFunction()])
+    train_in_process(
+        config, Console(quiet=True), problems=problems, rewards=[LengthPenaltyFunction()]
+    )
     assert config.trainer.run_dir is not None
     return read_lines(config.trainer.run_dir / "metrics.jsonl")
 
 
-def test_every_trained_token_has_the_log_probability_that_the_engine_sampled_it_with(small: Config, tmp_path: Path) -> None:
+def test_every_trained_token_has_the_log_probability_that_the_engine_sampled_it_with(
+    small: Config, tmp_path: Path
+) -> None:
     records = train(episodes_of(small, Insists))
     assert len(records) == 2
     for record in records:
         assert record["update"]["trained_tokens"] > 0
-        assert record["update"]["delta_logprob"] < 1e-6, "the trainer reads other tokens than the engine sampled"
+        assert record["update"]["delta_logprob"] < 1e-6, (
+            "the trainer reads other tokens than the engine sampled"
+        )
         assert record["dropped"] == {}
     run_dir = tmp_path / "run"
     index = GroupIndex(run_dir)
-    rows = [index.find(entry["id"]) for line in read_lines(run_dir / "groups.jsonl") for entry in line["groups"]]
-    shown = [group_detail(run_dir, row, None, ServiceError("no texts")) for row in rows if row is not None]
+    rows = [
+        index.find(entry["id"])
+        for line in read_lines(run_dir / "groups.jsonl")
+        for entry in line["groups"]
+    ]
+    shown = [
+        group_detail(run_dir, row, None, ServiceError("no texts"))
+        for row in rows
+        if row is not None
+    ]
     completions = [completion for group in shown for completion in group["completions"]]
     assert len(completions) == 2 * 2 * 4
     for completion in completions:
@@ -96,7 +114,9 @@ def test_advantages_belong_to_episodes_and_reach_all_their_sequences(config: Con
 def test_a_masked_token_is_only_context(config: Config, algorithm: str) -> None:
     """A row whose mask leaves only a suffix equals that suffix after a longer prompt."""
     config = with_algorithm(config, name=algorithm)
-    groups = [make_group(np.random.default_rng(i), [1.0, 0.0, 0.5, 0.0], position=i) for i in range(2)]
+    groups = [
+        make_group(np.random.default_rng(i), [1.0, 0.0, 0.5, 0.0], position=i) for i in range(2)
+    ]
     masked = codec.decode_groups(codec.encode_groups(groups))
     for group, other in zip(groups, masked, strict=True):
         for plain, completion in zip(group.completions, other.completions, strict=True):
@@ -113,11 +133,25 @@ def test_a_masked_token_is_only_context(config: Config, algorithm: str) -> None:
         update = policy.update(prepared(policy, each))
         weights = np.concatenate([tensor.float().numpy().ravel() for _, tensor in policy.weights()])
         metrics = update.metrics
-        found.append((metrics.trained_tokens, metrics.loss, metrics.grad_norm, metrics.delta_logprob, weights))
+        found.append(
+            (
+                metrics.trained_tokens,
+                metrics.loss,
+                metrics.grad_norm,
+                metrics.delta_logprob,
+                weights,
+            )
+        )
     (tokens, *numbers, weights), (other_tokens, *others, other_weights) = found
-    assert tokens == other_tokens == sum(len(c.token_ids) for group in groups for c in group.completions)
+    assert (
+        tokens
+        == other_tokens
+        == sum(len(c.token_ids) for group in groups for c in group.completions)
+    )
     np.testing.assert_allclose(numbers, others, rtol=1e-4, atol=1e-6)
-    assert np.abs(weights - other_weights).mean() < 1e-6, "AdamW turns the last bits of a gradient near 0 into a step"
+    assert np.abs(weights - other_weights).mean() < 1e-6, (
+        "AdamW turns the last bits of a gradient near 0 into a step"
+    )
 
 
 def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
@@ -125,7 +159,9 @@ def test_a_batch_of_episodes_has_all_their_sequences(config: Config) -> None:
     batch = batch_of(groups, config)
     assert [row.episode for row in batch.rows] == [0, 0, 1, 2, 3]
     assert batch.parts == [slice(0, 3), slice(3, 5)]
-    assert batch.lengths == [int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None]
+    assert batch.lengths == [
+        int(c.mask.sum()) for g in groups for c in g.completions if c.mask is not None
+    ]
     with pytest.raises(ConfigError, match="the same size"):
         batch_of([groups[0], with_episodes([1.0, 0.0, 0.0], [1, 1, 1])], config)
 
@@ -174,9 +210,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sampling.top_p applies to single completions",
     ),
     "prefill": ({"sampling.prefill": "<think>"}, "sampling.prefill applies to single completions"),
-    "truncated evaluation": ({"evaluation.top_k": 5}, "evaluation.top_k applies to single completions"),
-    "prompt template": ({"data.prompt_template": "{question} Answer:"}, "data.prompt_template applies to single completions"),
-    "unread": ({"environment.name": "", "environment.turns": 3}, "environment.turns is set but not read"),
+    "truncated evaluation": (
+        {"evaluation.top_k": 5},
+        "evaluation.top_k applies to single completions",
+    ),
+    "prompt template": (
+        {"data.prompt_template": "{question} Answer:"},
+        "data.prompt_template applies to single completions",
+    ),
+    "unread": (
+        {"environment.name": "", "environment.turns": 3},
+        "environment.turns is set but not read",
+    ),
     "unknown": ({"environment.name": "gym:CartPole"}, "there is no environment"),
 }
 

@@ -1,4 +1,5 @@
-"""The teacher of on-policy distillation: over real sockets, with both APIs, with failures, and in whole runs."""
+"""The teacher of on-policy distillation: over real sockets, with both APIs, with failures, and in
+whole runs."""
 
 import asyncio
 import itertools
@@ -38,7 +39,8 @@ PROMPT, COMPLETIONS = [20, 21, 22], [[30, 31, 32], [40], [50, 51, 52, 53, 54]]
 
 
 class Served:
-    """An engine behind its own API and behind OpenAI's (`echo` with `logprobs`, as in vLLM); keeps the requests."""
+    """An engine behind its own API and behind OpenAI's (`echo` with `logprobs`, as in vLLM); keeps
+    the requests."""
 
     def __init__(self, directory: Path) -> None:
         self.engine = Engine(Model(directory, 256), max_running=8, weight_version="0")
@@ -50,7 +52,9 @@ class Served:
         @self.app.middleware("http")
         async def record(request: Request, call_next: Any) -> Any:
             if request.method == "POST":
-                self.seen.append((request.url.path, dict(request.headers), json.loads(await request.body())))
+                self.seen.append(
+                    (request.url.path, dict(request.headers), json.loads(await request.body()))
+                )
                 if (answer := self.answer(len(self.seen))) is not None:
                     return answer
             return await call_next(request)
@@ -94,7 +98,9 @@ def settings_of(url: str, **more: Any) -> TeacherSection:
 def scored(settings: TeacherSection, prompt: list[int] = PROMPT) -> list[Float32]:
     async def run() -> list[Float32]:
         async with Teacher(settings) as teacher:
-            return await teacher.score(prompt, [np.array(tokens, np.int32) for tokens in COMPLETIONS])
+            return await teacher.score(
+                prompt, [np.array(tokens, np.int32) for tokens in COMPLETIONS]
+            )
 
     return asyncio.run(run())
 
@@ -114,13 +120,24 @@ def test_scores_are_the_log_probabilities_of_the_completions_tokens(
     served, url = serve(model_dir)
     found = scored(settings_of(url + form))
     for tokens, logprobs in zip(COMPLETIONS, found, strict=True):
-        np.testing.assert_allclose(logprobs, expected_logprobs(model_dir, None, PROMPT, tokens), atol=2e-5)
+        np.testing.assert_allclose(
+            logprobs, expected_logprobs(model_dir, None, PROMPT, tokens), atol=2e-5
+        )
     ((path, _, body),) = served.seen
     assert path == ("/v1/completions" if form == "/v1" else "/generate")
     if form == "/v1":
-        assert (body["echo"], body["logprobs"], body["model"], body["max_tokens"]) == (True, 1, "tiny", 1)
+        assert (body["echo"], body["logprobs"], body["model"], body["max_tokens"]) == (
+            True,
+            1,
+            "tiny",
+            1,
+        )
     one_token_prompt = scored(settings_of(url + form), prompt=PROMPT[:1])
-    np.testing.assert_allclose(one_token_prompt[1], expected_logprobs(model_dir, None, PROMPT[:1], COMPLETIONS[1]), atol=2e-5)
+    np.testing.assert_allclose(
+        one_token_prompt[1],
+        expected_logprobs(model_dir, None, PROMPT[:1], COMPLETIONS[1]),
+        atol=2e-5,
+    )
 
 
 def test_the_key_comes_from_the_environment_and_the_runs_token_stays_here(
@@ -131,7 +148,10 @@ def test_the_key_comes_from_the_environment_and_the_runs_token_stays_here(
     scored(settings_of(url))
     monkeypatch.setenv("TEACHER_API_KEY", "a-key-of-the-teacher")
     scored(settings_of(url))
-    assert [headers.get("authorization") for _, headers, _ in served.seen] == [None, "Bearer a-key-of-the-teacher"]
+    assert [headers.get("authorization") for _, headers, _ in served.seen] == [
+        None,
+        "Bearer a-key-of-the-teacher",
+    ]
 
 
 @pytest.mark.parametrize("form", ["", "/v1"])
@@ -141,7 +161,9 @@ def test_another_tokenizer_is_refused_at_the_start(
     served, url = serve(model_dir)
     own = served.engine.scheduler.model.tokenizer
     checked(settings_of(url + form), own)
-    with pytest.raises(ConfigError, match=r"tokenizer differs.*there and .* here.*field: teacher\.url") as caught:
+    with pytest.raises(
+        ConfigError, match=r"tokenizer differs.*there and .* here.*field: teacher\.url"
+    ) as caught:
         checked(settings_of(url + form), Model(policy_dir, 256).tokenizer)
     assert "model.name" in (caught.value.remedy or "")
 
@@ -149,7 +171,8 @@ def test_another_tokenizer_is_refused_at_the_start(
 def test_swapped_tokens_of_one_vocabulary_are_another_tokenizer(
     model_dir: Path, tmp_path: Path, serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
-    """The same pieces have other ids: texts split alike, but every score would belong to another token."""
+    """The same pieces have other ids: texts split alike, but every score would belong to another
+    token."""
     other = tmp_path / "swapped"
     shutil.copytree(model_dir, other)
     content = json.loads((other / "tokenizer.json").read_text())
@@ -168,10 +191,16 @@ BAD: list[Any] = [
     [],
     "no",
     [{"meta_info": {}}] * 3,
-    [{"meta_info": {"input_token_logprobs": [[-1.0, 30, None]] * 9}}] * 3,  # the scores of other tokens
+    [{"meta_info": {"input_token_logprobs": [[-1.0, 30, None]] * 9}}]
+    * 3,  # the scores of other tokens
     [{"meta_info": {"input_token_logprobs": []}}] * 3,
-    [{"meta_info": {"input_token_logprobs": [[None, token, None] for token in tokens]}} for tokens in COMPLETIONS],
-    [{"meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in COMPLETIONS[0]]}}],  # one of three
+    [
+        {"meta_info": {"input_token_logprobs": [[None, token, None] for token in tokens]}}
+        for tokens in COMPLETIONS
+    ],
+    [
+        {"meta_info": {"input_token_logprobs": [[-1.0, token, None] for token in COMPLETIONS[0]]}}
+    ],  # one of three
     {"choices": []},
     {"choices": [{"index": i, "logprobs": None} for i in range(3)]},
     {"choices": [{"index": i, "logprobs": {"token_logprobs": [-1.0, -1.0]}} for i in range(3)]},
@@ -190,7 +219,9 @@ def test_an_answer_without_scores_is_an_error_not_a_zero(
         scored(settings_of(url + form))
 
 
-def test_a_busy_endpoint_is_retried_then_given_up(model_dir: Path, serve: Callable[[Path], tuple[Served, str]]) -> None:
+def test_a_busy_endpoint_is_retried_then_given_up(
+    model_dir: Path, serve: Callable[[Path], tuple[Served, str]]
+) -> None:
     served, url = serve(model_dir)
     served.answer = lambda number: Response(status_code=503) if number < 3 else None
     assert len(scored(settings_of(url))) == 3
@@ -210,10 +241,29 @@ def run(base_model: Path, tmp_path: Path) -> Callable[..., Config]:
     def make(name: str, *more: str) -> Config:
         place = tmp_path / name
         words = [
-            *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+            *(
+                "--config",
+                str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+                "--model.name",
+                str(base_model),
+            ),
             *("--trainer.run_dir", str(place), "--state_dir", str(place / "state")),
-            *("--trainer.batch_size", "4", "--trainer.max_steps", "2", "--sampling.group_size", "4"),
-            *("--trainer.eval_samples", "0", "--trainer.warmup_steps", "0", "--reward.workers", "1"),
+            *(
+                "--trainer.batch_size",
+                "4",
+                "--trainer.max_steps",
+                "2",
+                "--sampling.group_size",
+                "4",
+            ),
+            *(
+                "--trainer.eval_samples",
+                "0",
+                "--trainer.warmup_steps",
+                "0",
+                "--reward.workers",
+                "1",
+            ),
         ]
         config = load([*words, *more], {})
         train_in_process(config, Console(quiet=True))
@@ -233,7 +283,8 @@ def damaged(base_model: Path, tmp_path: Path) -> Path:
     shutil.copytree(base_model, tmp_path / "damaged")
     tensors, random = load_file(base_model / "model.safetensors"), torch.Generator().manual_seed(0)
     noisy = {
-        name: tensor + 0.4 * tensor.std() * torch.randn(tensor.shape, generator=random) for name, tensor in tensors.items()
+        name: tensor + 0.4 * tensor.std() * torch.randn(tensor.shape, generator=random)
+        for name, tensor in tensors.items()
     }
     changed = {name: noisy[name] if tensor.ndim > 1 else tensor for name, tensor in tensors.items()}
     save_file(changed, tmp_path / "damaged" / "model.safetensors", {"format": "pt"})
@@ -241,7 +292,8 @@ def damaged(base_model: Path, tmp_path: Path) -> Path:
 
 
 def divergence(student: Path, teacher: Path) -> float:
-    """The mean KL(student || teacher) over the whole vocabulary at every token of 64 held-out solutions."""
+    """The mean KL(student || teacher) over the whole vocabulary at every token of 64 held-out
+    solutions."""
     tokenizer = AutoTokenizer.from_pretrained(teacher)
     models = [AutoModelForCausalLM.from_pretrained(model) for model in (student, teacher)]
     found = []
@@ -250,20 +302,32 @@ def divergence(student: Path, teacher: Path) -> float:
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
         tokens = torch.tensor([prompt + tokenizer(problem.solution).input_ids])
         with torch.no_grad():
-            own, others = (model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models)
+            own, others = (
+                model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(-1) for model in models
+            )
         found.append((own.exp() * (own - others)).sum(-1))
     return float(torch.cat(found).mean())
 
 
 @pytest.mark.integration
 def test_a_student_that_is_its_own_teacher_learns_nothing_and_another_teacher_is_approached(
-    base_model: Path, damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
+    base_model: Path,
+    damaged: Path,
+    run: Callable[..., Config],
+    serve: Callable[[Path], tuple[Served, str]],
 ) -> None:
     opd = ("--algorithm.name", "opd", "--teacher.url")
     same = lines(run("same", *opd, serve(base_model)[1], "--trainer.max_steps", "1"))
     assert abs(same[0]["update"]["teacher_kl"]) < 1e-4
     assert same[0]["update"]["grad_norm"] < 1e-2
-    words = ("--trainer.max_steps", "12", "--trainer.batch_size", "8", "--trainer.learning_rate", "1e-3")
+    words = (
+        "--trainer.max_steps",
+        "12",
+        "--trainer.batch_size",
+        "8",
+        "--trainer.learning_rate",
+        "1e-3",
+    )
     other = run("other", *opd, serve(base_model)[1], "--model.name", str(damaged), *words)
     assert other.trainer.run_dir is not None
     trained = other.trainer.run_dir / "checkpoints" / "step_000012"
@@ -290,14 +354,26 @@ def test_a_group_that_the_teacher_does_not_score_is_dropped_counted_and_tried_ag
     damaged: Path, run: Callable[..., Config], serve: Callable[[Path], tuple[Served, str]]
 ) -> None:
     served, url = serve(damaged)
-    served.answer = lambda number: Response("[]", media_type="application/json") if number in (4, 6) else None
+    served.answer = lambda number: (
+        Response("[]", media_type="application/json") if number in (4, 6) else None
+    )
     found = lines(run("lossy", "--algorithm.name", "opd", "--teacher.url", url))
     assert found[-1]["dropped"] == {"teacher": 2}
     assert len(found) == 2
     calls = len(served.seen)
-    served.answer = lambda number: Response("[]", media_type="application/json") if number > calls + 2 else None
+    served.answer = lambda number: (
+        Response("[]", media_type="application/json") if number > calls + 2 else None
+    )
     with pytest.raises(ServiceError, match="teacher"):
-        run("lost", "--algorithm.name", "opd", "--teacher.url", url, "--trainer.max_failed_groups", "3")
+        run(
+            "lost",
+            "--algorithm.name",
+            "opd",
+            "--teacher.url",
+            url,
+            "--trainer.max_failed_groups",
+            "3",
+        )
 
 
 class Nothing(RewardFunction):
@@ -340,6 +416,9 @@ def test_an_app_that_is_no_teacher_is_refused(model_dir: Path) -> None:
         return {"text": "hello"}
 
     server = BackgroundServer(app, "127.0.0.1", 0)
-    own, reason = Model(model_dir, 256).tokenizer, r"does not return log-probabilities of a prompt.*teacher\.url"
+    own, reason = (
+        Model(model_dir, 256).tokenizer,
+        r"does not return log-probabilities of a prompt.*teacher\.url",
+    )
     with server, pytest.raises(ConfigError, match=reason):
         checked(settings_of(f"http://127.0.0.1:{server.port}"), own)

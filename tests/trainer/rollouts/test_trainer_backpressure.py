@@ -1,4 +1,5 @@
-"""Slow or full services slow down the collector: no group is dropped, and none is generated before its turn."""
+"""Slow or full services slow down the collector: no group is dropped, and none is generated before
+its turn."""
 
 import time
 from pathlib import Path
@@ -21,11 +22,24 @@ STEPS, GROUPS, SIZE = 3, 4, 4
 
 @pytest.fixture
 def config(base_model: Path, tmp_path: Path) -> Config:
-    """At most one batch of groups is in progress, and the reward-server accepts one group at a time."""
+    """At most one batch of groups is in progress, and the reward-server accepts one group at a
+    time."""
     words = [
-        *("--config", str(ROOT / "jobgroup/configs/tiny-cpu.yaml"), "--model.name", str(base_model)),
+        *(
+            "--config",
+            str(ROOT / "jobgroup/configs/tiny-cpu.yaml"),
+            "--model.name",
+            str(base_model),
+        ),
         *("--trainer.run_dir", str(tmp_path / "run"), "--state_dir", str(tmp_path / "state")),
-        *("--trainer.batch_size", str(GROUPS), "--trainer.max_steps", str(STEPS), "--sampling.group_size", str(SIZE)),
+        *(
+            "--trainer.batch_size",
+            str(GROUPS),
+            "--trainer.max_steps",
+            str(STEPS),
+            "--sampling.group_size",
+            str(SIZE),
+        ),
         *("--trainer.eval_samples", "0", "--trainer.max_failed_groups", "1"),
         *("--reward.function_timeout_s", "60"),
     ]
@@ -74,5 +88,9 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["dropped"] == {} for line in lines)
     assert counts[("/batch_reward", 503)] > 0  # it did refuse calls
-    assert counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS + 1  # the trial, and every group once
-    assert counts[("/generate", 200)] == STEPS * GROUPS  # no group was generated without a slot for it
+    assert (
+        counts[("/batch_reward", 200)] == slow.calls == STEPS * GROUPS + 1
+    )  # the trial, and every group once
+    assert (
+        counts[("/generate", 200)] == STEPS * GROUPS
+    )  # no group was generated without a slot for it

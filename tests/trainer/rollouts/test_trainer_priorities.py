@@ -35,18 +35,26 @@ def group_of(rewards: list[float]) -> Group:
         ("reward", [1, 1], [0, 0], 0),  # without a gradient, the group is not reused
     ],
 )
-def test_hand_computed(name: str, rewards: list[float], advantages: list[float], expected: float) -> None:
+def test_hand_computed(
+    name: str, rewards: list[float], advantages: list[float], expected: float
+) -> None:
     assert load_priority(name)(group_of(rewards), advantages) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("step", "beta", "oldest"), [(0, 0.4, 0), (5, 0.7, 2), (10, 1.0, 7)])
 def test_the_request_for_reused_groups_hand_computed(step: int, beta: float, oldest: int) -> None:
-    """A run of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness` versions."""
+    """A run of 11 steps: β rises from 0.4 to 1, and no group is older than `max_reuse_staleness`
+    versions."""
     config = Config(seed=2)
     config.replay.max_reuse_staleness, config.replay.max_times_sampled = 3, 5
     asked = reuse_request(config, 7, step, 11, "id")
     assert asked.importance_exponent == pytest.approx(beta, abs=1e-12)
-    assert (asked.min_version, asked.count, asked.max_times_sampled, asked.request_id) == (oldest, 7, 5, "id")
+    assert (asked.min_version, asked.count, asked.max_times_sampled, asked.request_id) == (
+        oldest,
+        7,
+        5,
+        "id",
+    )
     assert (asked.priority_exponent, asked.seed) == (0.6, 2_000_006 + step)
     assert reuse_request(config, 1, 0, 1, "id").importance_exponent == 0.4  # a run of one step
 
@@ -56,7 +64,9 @@ def test_the_request_for_reused_groups_hand_computed(step: int, beta: float, old
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats()), min_size=1, max_size=6),
 )
 def test_every_priority_can_be_stored(name: str, rows: list[tuple[float, float]]) -> None:
-    value = load_priority(name)(group_of([reward for reward, _ in rows]), [advantage for _, advantage in rows])
+    value = load_priority(name)(
+        group_of([reward for reward, _ in rows]), [advantage for _, advantage in rows]
+    )
     assert 0 <= value < math.inf
 
 
@@ -94,7 +104,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return name
 
 
-def test_a_custom_function_is_imported_once(package: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_custom_function_is_imported_once(
+    package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     priority = load_priority(f"{package}.module:right")
     assert [priority(group_of([1, 0, 1]), [0.5, -1, 0.25]) for _ in range(2)] == [2.5, 2.5]
     assert capsys.readouterr().out == "imported\n"
@@ -106,7 +118,9 @@ def test_returned_numbers_are_accepted(package: str, name: str, expected: float)
     assert load_priority(f"{package}.module:{name}")(group_of([1]), [0.0]) == 0.0
 
 
-@pytest.mark.parametrize("name", ["nothing", "text", "negative", "nan", "infinite", "huge", "boolean"])
+@pytest.mark.parametrize(
+    "name", ["nothing", "text", "negative", "nan", "infinite", "huge", "boolean"]
+)
 def test_an_invalid_priority_is_refused_with_the_group(package: str, name: str) -> None:
     group, path = group_of([1]), f"{package}.module:{name}"
     with pytest.raises(ConfigError, match=f"the priority of group {group.id} is ") as error:

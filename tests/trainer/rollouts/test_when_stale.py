@@ -1,7 +1,9 @@
-"""A simulation of which groups are trained on when answers take longer than `trainer.max_staleness` updates.
+"""A simulation of which groups are trained on when answers take longer than `trainer.max_staleness`
+updates.
 
-Collector, clients, data-server, reward-server and replay-buffer are real; the engine and its time are simulated. The
-policy has one parameter, how often it reasons at length, and learns from rewards that only long answers get.
+Collector, clients, data-server, reward-server and replay-buffer are real; the engine and its time
+are simulated. The policy has one parameter, how often it reasons at length, and learns from rewards
+that only long answers get.
 """
 
 import asyncio
@@ -43,7 +45,8 @@ from trainer.rollouts.services import Services
 
 FRESH, SIZE, STALENESS = 4, 4, 1
 SHORT, LONG, SIGMA = 20, 120, 0.3
-"""Typical lengths of an answer that guesses and of one that reasons, and the spread of their logarithms."""
+"""Typical lengths of an answer that guesses and of one that reasons, and the spread of their
+logarithms."""
 RIGHT = 60
 """Answers with at least this many tokens are right."""
 REASONS = 0.07
@@ -68,7 +71,8 @@ def draw(rng: np.random.Generator, reasons: float, count: int) -> Int32:
 
 
 class Engine(httpx.AsyncBaseTransport):
-    """Answers a group once `now` reaches the end of its longest completion; running ones go on with new weights."""
+    """Answers a group once `now` reaches the end of its longest completion; running ones go on with
+    new weights."""
 
     def __init__(self) -> None:
         self.now, self.logit, self.versions = 0.0, math.log(REASONS / (1 - REASONS)), [(0.0, 0)]
@@ -90,13 +94,23 @@ class Engine(httpx.AsyncBaseTransport):
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self.running, (start + max(lengths) / TOKENS_A_STEP, self.calls, done))
         await done
-        return httpx.Response(200, json=[self._answer(start, version, length) for length in lengths])
+        return httpx.Response(
+            200, json=[self._answer(start, version, length) for length in lengths]
+        )
 
     def _answer(self, start: float, version: int, length: int) -> dict[str, Any]:
-        changes = [(round((at - start) * TOKENS_A_STEP), later) for at, later in self.versions if at > start]
+        changes = [
+            (round((at - start) * TOKENS_A_STEP), later)
+            for at, later in self.versions
+            if at > start
+        ]
         marks = [(0, version), *((token, later) for token, later in changes if 0 < token < length)]
         ends = [token for token, _ in marks[1:]] + [length]
-        spans = [{"version": v, "start": at, "end": end} for (at, v), end in zip(marks, ends, strict=True) if at < end]
+        spans = [
+            {"version": v, "start": at, "end": end}
+            for (at, v), end in zip(marks, ends, strict=True)
+            if at < end
+        ]
         meta = {
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-1.0, 5, None]] * length,
@@ -108,7 +122,9 @@ class Engine(httpx.AsyncBaseTransport):
 class Simulation:
     """A run with one value of `when_stale`."""
 
-    def __init__(self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine) -> None:
+    def __init__(
+        self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine
+    ) -> None:
         self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
         self.collector: Collector = rollouts._collector
         self.trained: list[Group] = []
@@ -141,7 +157,9 @@ class Simulation:
         batch.advantages, _ = compute_advantages(batch, self.config, 0.0)
         reasoned = np.array(batch.lengths) >= RIGHT
         advantages = np.array([column[0] for column in batch.advantages])
-        self.engine.logit += learning_rate * float(np.mean(advantages * (reasoned - self.engine.reasons)))
+        self.engine.logit += learning_rate * float(
+            np.mean(advantages * (reasoned - self.engine.reasons))
+        )
         self.trained += batch.fresh
         self.ages += [step - group.weight_version for group in batch.fresh]
 
@@ -153,7 +171,11 @@ class Simulation:
             turns, waiting = self.collector.turns, self.collector.waiting
             if when == "wait":
                 return all(list(turns.values())[:FRESH])
-            young = [p for p, stored in turns.items() if stored and (when == "train" or waiting[p][0].weight_version >= oldest)]
+            young = [
+                p
+                for p, stored in turns.items()
+                if stored and (when == "train" or waiting[p][0].weight_version >= oldest)
+            ]
             return len(young) >= FRESH
 
         return self.loop.call(look())
@@ -171,7 +193,9 @@ class Simulation:
 
         async def settled() -> None:
             turns = self.collector.turns
-            while len(turns) != open_slots or list(turns.values()).count(False) != len(self.engine.running):  # noqa: ASYNC110
+            while len(turns) != open_slots or list(turns.values()).count(False) != len(  # noqa: ASYNC110
+                self.engine.running
+            ):
                 await asyncio.sleep(0.001)
 
         self.loop.call(settled())
@@ -180,8 +204,22 @@ class Simulation:
 @contextmanager
 def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[Simulation]:
     words = [
-        *("--model.name", str(base_model), "--state_dir", str(directory), "--algorithm.advantage", "group_centred"),
-        *("--trainer.batch_size", str(FRESH), "--sampling.group_size", str(SIZE), "--trainer.num_epochs", "100"),
+        *(
+            "--model.name",
+            str(base_model),
+            "--state_dir",
+            str(directory),
+            "--algorithm.advantage",
+            "group_centred",
+        ),
+        *(
+            "--trainer.batch_size",
+            str(FRESH),
+            "--sampling.group_size",
+            str(SIZE),
+            "--trainer.num_epochs",
+            "100",
+        ),
         *("--trainer.max_staleness", str(STALENESS), "--trainer.when_stale", when_stale),
     ]
     config, engine, apps = load(words, {}), Engine(), AsyncExitStack()
@@ -211,7 +249,9 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
-        rollouts = ServedRollouts(config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress())
+        rollouts = ServedRollouts(
+            config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
+        )
         rollouts.prepare(0, known=True)
         yield Simulation(config, rollouts, loop, engine)
 
@@ -230,11 +270,14 @@ def run(base_model: Path, tmp_path: Path) -> Runs:
 
 
 def chi_square(groups: list[Group]) -> float:
-    """Compares the lengths with those the first policy samples, in nine bins with 8 degrees of freedom."""
+    """Compares the lengths with those the first policy samples, in nine bins with 8 degrees of
+    freedom."""
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
     sampled = draw(np.random.default_rng(0), REASONS, 400_000)
     edges = [*np.quantile(sampled, np.arange(0.12, 0.9, 0.12)), RIGHT]
-    expected = np.bincount(np.searchsorted(edges, sampled), minlength=9) * len(lengths) / len(sampled)
+    expected = (
+        np.bincount(np.searchsorted(edges, sampled), minlength=9) * len(lengths) / len(sampled)
+    )
     found = np.bincount(np.searchsorted(edges, lengths), minlength=9)
     return float(((found - expected) ** 2 / expected).sum())
 
@@ -243,13 +286,21 @@ def chi_square(groups: list[Group]) -> float:
 def test_lengths_that_are_trained_on_are_distributed_as_those_that_are_sampled(run: Runs) -> None:
     waiting, dropping = run("wait", 50, 0.0), run("drop", 50, 0.0)
     assert not waiting.rollouts.drops.counts
-    assert [group.position for group in waiting.trained] == list(range(50 * FRESH)), "in the order of the prompts"
+    assert [group.position for group in waiting.trained] == list(range(50 * FRESH)), (
+        "in the order of the prompts"
+    )
     assert max(waiting.ages) == STALENESS
-    spans = [len(completion.weight_versions) for group in waiting.trained for completion in group.completions]
+    spans = [
+        len(completion.weight_versions)
+        for group in waiting.trained
+        for completion in group.completions
+    ]
     assert max(spans) > 1, "some went on over an update"
     assert waiting.engine.calls <= (50 + STALENESS + 1) * FRESH, "and none was generated again"
     assert dropping.rollouts.drops.counts["stale"] > 20
-    assert chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)  # 20.09 is the 99 % quantile
+    assert (
+        chi_square(waiting.trained) < 20.09 < chi_square(dropping.trained)
+    )  # 20.09 is the 99 % quantile
 
 
 @pytest.mark.slow
@@ -262,5 +313,8 @@ def test_dropping_what_is_long_learns_to_be_short_and_waiting_does_not(run: Runs
 
 
 def test_when_stale_is_read_only_if_staleness_is_allowed() -> None:
-    with pytest.raises(ConfigError, match=r"trainer\.when_stale is set but not read, since trainer\.max_staleness is 0"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.when_stale is set but not read, since trainer\.max_staleness is 0",
+    ):
         load(["--trainer.when_stale", "train"], {})

@@ -1,4 +1,5 @@
-"""An update on worked answers equals transformers' own loss with torch's AdamW, however the batch is cut."""
+"""An update on worked answers equals transformers' own loss with torch's AdamW, however the batch
+is cut."""
 
 import copy
 from pathlib import Path
@@ -17,7 +18,8 @@ from trainer.sft.learner import Learner
 from trainer.sft.rows import TrainingSequence
 
 _NEAR = 3e-5
-"""A hundredth of the distance three updates move a weight: AdamW divides a gradient near 0 by its own rounded size."""
+"""A hundredth of the distance three updates move a weight: AdamW divides a gradient near 0 by its
+own rounded size."""
 
 
 def reference_loss(model: Any, rows: list[TrainingSequence]) -> Tensor:
@@ -33,15 +35,25 @@ def reference_loss(model: Any, rows: list[TrainingSequence]) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("cut", [{}, {"packing": "off"}, {"micro_batch_size": 1}, {"micro_batch_tokens": 40}])
+@pytest.mark.parametrize(
+    "cut", [{}, {"packing": "off"}, {"micro_batch_size": 1}, {"micro_batch_tokens": 40}]
+)
 def test_three_updates_match_transformers_and_torch(config: Config, cut: dict[str, Any]) -> None:
-    for name, value in {"weight_decay": 0.1, "max_grad_norm": 0.3, "lr_schedule": "linear", "warmup_steps": 1, **cut}.items():
+    for name, value in {
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.3,
+        "lr_schedule": "linear",
+        "warmup_steps": 1,
+        **cut,
+    }.items():
         setattr(config.trainer, name, value)
     policy = Policy(config, Ranks())
     policy.total_steps = 3
     model = copy.deepcopy(policy.model)
     model.set_attn_implementation("eager")
-    adam = torch.optim.AdamW(model.parameters(), lr=1.0, betas=config.trainer.adam_betas, weight_decay=0.1)
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=config.trainer.adam_betas, weight_decay=0.1
+    )
     learner = Learner(policy)
     for step, rate in enumerate((1e-3, 1e-3, 5e-4)):
         rows = random_rows(6, seed=step)
@@ -69,9 +81,9 @@ def test_unlearned_tokens_have_no_effect(config: Config) -> None:
     learned[:2] = 1
     short = TrainingSequence(row.prompt_ids, row.completion_ids[:2], learned[:2])
     learner = Learner(Policy(config, Ranks()))
-    assert learner.loss([TrainingSequence(row.prompt_ids, row.completion_ids, learned)]) == pytest.approx(
-        learner.loss([short]), rel=1e-6
-    )
+    assert learner.loss(
+        [TrainingSequence(row.prompt_ids, row.completion_ids, learned)]
+    ) == pytest.approx(learner.loss([short]), rel=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(config: Config, tmp_path: Path) -> None:

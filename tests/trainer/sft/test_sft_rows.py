@@ -27,13 +27,20 @@ def tokenizer(policy_dir: Path) -> Any:
     return AutoTokenizer.from_pretrained(policy_dir)
 
 
-def encoder(tokenizer: Any, context: int | None = None, vocabulary: int = 1000, **style: Any) -> Encoder:
-    return Encoder(Prompter(tokenizer, PromptStyle(**style), [tokenizer.eos_token_id]), vocabulary, context)
+def encoder(
+    tokenizer: Any, context: int | None = None, vocabulary: int = 1000, **style: Any
+) -> Encoder:
+    return Encoder(
+        Prompter(tokenizer, PromptStyle(**style), [tokenizer.eos_token_id]), vocabulary, context
+    )
 
 
 def chat(*contents: str, system: str = "") -> Prompt:
     """Returns a chat of user and assistant in turn."""
-    roles = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    roles = [
+        {"role": ("user", "assistant")[i % 2], "content": content}
+        for i, content in enumerate(contents)
+    ]
     return example("row", [{"role": "system", "content": system}, *roles] if system else roles)
 
 
@@ -50,26 +57,38 @@ def texts(tokenizer: Any, row: TrainingSequence) -> tuple[str, list[str]]:
 
 
 def test_an_answer_is_learned_with_the_token_that_ends_it(tokenizer: Any) -> None:
-    (row,) = encoder(tokenizer, system_prompt="Be brief.").rows(answered("row", "How many?", "1+2=3"))
+    (row,) = encoder(tokenizer, system_prompt="Be brief.").rows(
+        answered("row", "How many?", "1+2=3")
+    )
     prompter = encoder(tokenizer, system_prompt="Be brief.").prompter
-    assert row.prompt_ids.tolist() == prompter.token_ids(Prompt(id="", prompt="How many?", ground_truth=""))
+    assert row.prompt_ids.tolist() == prompter.token_ids(
+        Prompt(id="", prompt="How many?", ground_truth="")
+    )
     assert texts(tokenizer, row)[1] == [f"1+2=3{END}"]
     assert row.completion_ids[-1] == tokenizer.eos_token_id
 
 
 def test_every_answer_of_a_chat_is_learned_in_one_row(tokenizer: Any) -> None:
-    (row,) = encoder(tokenizer).rows(chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count."))
+    (row,) = encoder(tokenizer).rows(
+        chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count.")
+    )
     whole, learned = texts(tokenizer, row)
     assert learned == [f"#### 1{END}", f"#### 2{END}", f"#### 3{END}"]
     assert whole == tokenizer.apply_chat_template(
-        chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count.").chat, tokenize=False
+        chat("How many?", "#### 1", "And now?", "#### 2", "now", "#### 3", system="Count.").chat,
+        tokenize=False,
     ).removesuffix("\n")
 
 
-def test_a_template_that_rewrites_earlier_answers_gives_each_a_row_of_its_own(tokenizer: Any) -> None:
+def test_a_template_that_rewrites_earlier_answers_gives_each_a_row_of_its_own(
+    tokenizer: Any,
+) -> None:
     tokenizer.chat_template = THINKING
     rows = encoder(tokenizer).rows(chat("a", "<think>x</think>1", "b", "<think>y</think>2"))
-    assert [texts(tokenizer, row)[1] for row in rows] == [[f"<think>x</think>1{END}"], [f"<think>y</think>2{END}"]]
+    assert [texts(tokenizer, row)[1] for row in rows] == [
+        [f"<think>x</think>1{END}"],
+        [f"<think>y</think>2{END}"],
+    ]
     assert "x" not in tokenizer.decode(rows[1].prompt_ids)
 
 
@@ -84,8 +103,13 @@ def test_a_base_model_gets_the_text_as_it_is(tokenizer: Any) -> None:
 def test_a_template_and_a_prefilled_start_are_those_of_generation(tokenizer: Any) -> None:
     own = encoder(tokenizer, template="Q: {question}\nA:", chat=False, prefill=" Let")
     (row,) = own.rows(answered("row", "1?", " Let me see. #### 1"))
-    assert row.prompt_ids.tolist() == own.prompter.token_ids(Prompt(id="", prompt="1?", ground_truth=""))
-    assert texts(tokenizer, row) == (f"Q: 1?\nA: Let me see. #### 1{END}", [f" me see. #### 1{END}"])
+    assert row.prompt_ids.tolist() == own.prompter.token_ids(
+        Prompt(id="", prompt="1?", ground_truth="")
+    )
+    assert texts(tokenizer, row) == (
+        f"Q: 1?\nA: Let me see. #### 1{END}",
+        [f" me see. #### 1{END}"],
+    )
 
 
 def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:
@@ -95,7 +119,8 @@ def test_a_chat_that_the_template_refuses_is_named(tokenizer: Any) -> None:
 
 
 def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
-    """Generation starts after the prompt's tokens, so the answer's tokens must not depend on the prompt's text."""
+    """Generation starts after the prompt's tokens, so the answer's tokens must not depend on the
+    prompt's text."""
     tokenizer.chat_template = None
     joined = tokenizer("How many").input_ids
     split = next(
@@ -112,15 +137,22 @@ def test_a_token_never_joins_prompt_and_answer(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"context": 8}, "row has .* tokens with its answer, .* context has only 8"), ({"vocabulary": 9}, "the model has only 9")],
+    [
+        ({"context": 8}, "row has .* tokens with its answer, .* context has only 8"),
+        ({"vocabulary": 9}, "the model has only 9"),
+    ],
 )
-def test_rows_that_the_model_cannot_read_are_refused(tokenizer: Any, settings: dict[str, Any], message: str) -> None:
+def test_rows_that_the_model_cannot_read_are_refused(
+    tokenizer: Any, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         encoder(tokenizer, **settings).rows(answered("row", "How many apples?", "#### 12"))
 
 
 def test_rows_survive_packing(tokenizer: Any) -> None:
-    rows = encoder(tokenizer).rows(chat("a", "1", "b", "2")) + encoder(tokenizer).rows(answered("row", "c", "3"))
+    rows = encoder(tokenizer).rows(chat("a", "1", "b", "2")) + encoder(tokenizer).rows(
+        answered("row", "c", "3")
+    )
     for row, sent in zip(rows, unpack(pack(rows)), strict=True):
         for name in ("prompt_ids", "completion_ids", "learned"):
             assert np.array_equal(getattr(row, name), getattr(sent, name))
@@ -136,6 +168,10 @@ def test_every_example_comes_once_an_epoch_in_another_order(tokenizer: Any) -> N
 
     found = order(1)
     assert len(found) == 14  # the last batch has the two that remain
-    assert sorted(found[:7]) == sorted(found[7:]) == sorted(int(rows[0].prompt_ids.sum()) for rows in examples)
+    assert (
+        sorted(found[:7])
+        == sorted(found[7:])
+        == sorted(int(rows[0].prompt_ids.sum()) for rows in examples)
+    )
     assert found[:7] != found[7:]
     assert found == order(1) != order(2)

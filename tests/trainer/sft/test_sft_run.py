@@ -30,9 +30,29 @@ QUIET = Console(quiet=True)
 
 
 def settings(policy_dir: Path, directory: Path, *more: str) -> Config:
-    words = ["--model.name", str(policy_dir), "--data.source", "tiny", "--data.num_samples", "12", "--trainer.batch_size", "4"]
-    words += ["--trainer.learning_rate", "1e-3", "--trainer.eval_samples", "3", "--trainer.num_epochs", "2"]
-    return load([*words, "--trainer.run_dir", str(directory), "--trainer.checkpoint_every", "2", *more], {}, purpose=PURPOSE)
+    words = [
+        "--model.name",
+        str(policy_dir),
+        "--data.source",
+        "tiny",
+        "--data.num_samples",
+        "12",
+        "--trainer.batch_size",
+        "4",
+    ]
+    words += [
+        "--trainer.learning_rate",
+        "1e-3",
+        "--trainer.eval_samples",
+        "3",
+        "--trainer.num_epochs",
+        "2",
+    ]
+    return load(
+        [*words, "--trainer.run_dir", str(directory), "--trainer.checkpoint_every", "2", *more],
+        {},
+        purpose=PURPOSE,
+    )
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -41,34 +61,64 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("curves")
-def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(policy_dir: Path, tmp_path: Path) -> None:
+def test_a_run_writes_its_files_and_its_checkpoint_is_a_model(
+    policy_dir: Path, tmp_path: Path
+) -> None:
     config = settings(
-        policy_dir, tmp_path / "run", "--trackers.names", "tests.support.fake_trackers:Keeps", "--trainer.eval_every", "3"
+        policy_dir,
+        tmp_path / "run",
+        "--trackers.names",
+        "tests.support.fake_trackers:Keeps",
+        "--trainer.eval_every",
+        "3",
     )
     saved = fine_tune(config, load_examples(config), QUIET)
-    lines, evaluations = (read_lines(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "evaluations"))
-    assert [(line["step"], line["total_steps"], line["examples"]) for line in lines] == [(step, 6, 4) for step in range(1, 7)]
+    lines, evaluations = (
+        read_lines(tmp_path / "run" / f"{name}.jsonl") for name in ("metrics", "evaluations")
+    )
+    assert [(line["step"], line["total_steps"], line["examples"]) for line in lines] == [
+        (step, 6, 4) for step in range(1, 7)
+    ]
     assert [line["epoch"] for line in lines] == pytest.approx([step / 3 for step in range(1, 7)])
     assert [(line["step"], line["num_samples"]) for line in evaluations] == [(0, 3), (3, 3), (6, 3)]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     assert [line["step"] for line in read_lines(tmp_path / "run" / "attempts.jsonl")] == [0]
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["best", "step_000002", "step_000004", "step_000006"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == [
+        "best",
+        "step_000002",
+        "step_000004",
+        "step_000006",
+    ]
     assert (saved.parent / "best").resolve() == saved
-    calls = [json.loads(line)[0] for line in (tmp_path / "run/trackers/kept.jsonl").read_text().splitlines()]
+    calls = [
+        json.loads(line)[0]
+        for line in (tmp_path / "run/trackers/kept.jsonl").read_text().splitlines()
+    ]
     assert calls == ["start", *["metrics"] * 9, "close"]
     assert RunReader(tmp_path / "run").series()["verdict"] == {"level": "none", "text": ""}
     assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
 
-    tokenizer, model = AutoTokenizer.from_pretrained(saved), AutoModelForCausalLM.from_pretrained(saved)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(saved),
+        AutoModelForCausalLM.from_pretrained(saved),
+    )
     assert tokenizer.chat_template
-    assert tuple(model.get_input_embeddings().weight.shape) == tuple(weights(saved)["model.embed_tokens.weight"].shape)
+    assert tuple(model.get_input_embeddings().weight.shape) == tuple(
+        weights(saved)["model.embed_tokens.weight"].shape
+    )
 
 
-def test_max_steps_goes_round_the_examples_as_often_as_it_needs(policy_dir: Path, tmp_path: Path) -> None:
-    config = settings(policy_dir, tmp_path / "run", "--trainer.num_epochs", "1", "--trainer.max_steps", "5")
+def test_max_steps_goes_round_the_examples_as_often_as_it_needs(
+    policy_dir: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        policy_dir, tmp_path / "run", "--trainer.num_epochs", "1", "--trainer.max_steps", "5"
+    )
     fine_tune(config, load_examples(config), QUIET)
     lines = read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert [(line["step"], line["total_steps"], line["examples"]) for line in lines] == [(step, 5, 4) for step in range(1, 6)]
+    assert [(line["step"], line["total_steps"], line["examples"]) for line in lines] == [
+        (step, 5, 4) for step in range(1, 6)
+    ]
     assert lines[-1]["epoch"] == pytest.approx(5 / 3)
 
 
@@ -93,7 +143,10 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
     assert weights(resumed).keys() == weights(whole).keys()
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(resumed)[name]), name
-    losses = [[line["update"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("run", "other")]
+    losses = [
+        [line["update"] for line in read_lines(tmp_path / name / "metrics.jsonl")]
+        for name in ("run", "other")
+    ]
     assert losses[0] == losses[1]
     assert [line["step"] for line in read_lines(tmp_path / "run" / "attempts.jsonl")] == [0, 2]
     assert fine_tune(config, load_examples(config), QUIET) == resumed  # the run is finished already
@@ -102,23 +155,58 @@ def test_an_interrupted_run_goes_on_to_the_very_same_weights(
 @pytest.mark.integration
 def test_two_ranks_match_one_and_resume_its_checkpoint(policy_dir: Path, tmp_path: Path) -> None:
     """The model is sharded, a rank without a row takes part, and only rank 0 has the data."""
-    constant = ("--trainer.lr_schedule", "constant", "--trainer.micro_batch_size", "1", "--trainer.batch_size", "3")
+    constant = (
+        "--trainer.lr_schedule",
+        "constant",
+        "--trainer.micro_batch_size",
+        "1",
+        "--trainer.batch_size",
+        "3",
+    )
     one = settings(policy_dir, tmp_path / "one", *constant, "--trainer.max_steps", "3")
     whole = fine_tune(one, load_examples(one), QUIET)
     first = settings(policy_dir, tmp_path / "two", *constant, "--trainer.max_steps", "2")
     fine_tune(first, load_examples(first), QUIET)
-    words = ["--model.name", str(policy_dir), "--data.source", "tiny", "--data.num_samples", "12", "--trainer.num_epochs", "2"]
-    words += ["--trainer.learning_rate", "1e-3", "--trainer.eval_samples", "3", "--trainer.run_dir", str(tmp_path / "two")]
+    words = [
+        "--model.name",
+        str(policy_dir),
+        "--data.source",
+        "tiny",
+        "--data.num_samples",
+        "12",
+        "--trainer.num_epochs",
+        "2",
+    ]
+    words += [
+        "--trainer.learning_rate",
+        "1e-3",
+        "--trainer.eval_samples",
+        "3",
+        "--trainer.run_dir",
+        str(tmp_path / "two"),
+    ]
     run_ranks(2, "sft_ranks", *words, *constant, "--trainer.max_steps", "3")
     there = tmp_path / "two" / "checkpoints" / whole.name
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(there)[name], tensor, atol=3e-5, rtol=0, msg=name)
-    losses = [[line["loss"] for line in read_lines(tmp_path / name / "evaluations.jsonl")] for name in ("one", "two")]
+    losses = [
+        [line["loss"] for line in read_lines(tmp_path / name / "evaluations.jsonl")]
+        for name in ("one", "two")
+    ]
     assert losses[0][-1] == pytest.approx(losses[1][-1], rel=1e-5)
 
 
 def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path) -> None:
-    config = settings(policy_dir, tmp_path / "run", "--lora.rank", "4", "--lora.dropout", "0.1", "--trainer.num_epochs", "1")
+    config = settings(
+        policy_dir,
+        tmp_path / "run",
+        "--lora.rank",
+        "4",
+        "--lora.dropout",
+        "0.1",
+        "--trainer.num_epochs",
+        "1",
+    )
     saved = fine_tune(config, load_examples(config), QUIET)
     assert (saved / "adapter_model.safetensors").exists()
     assert not (saved / "model.safetensors").exists()
@@ -129,7 +217,9 @@ def test_only_the_adapter_is_trained(policy_dir: Path, tmp_path: Path) -> None:
 def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: Path) -> None:
     config = settings(policy_dir, tmp_path / "run", "--trainer.max_steps", "1")
     fine_tune(config, load_examples(config), QUIET)
-    with pytest.raises(ConfigError, match=r"was made by rlhf-sft · field: trainer.run_dir · value: .*run · remedy"):
+    with pytest.raises(
+        ConfigError, match=r"was made by rlhf-sft · field: trainer.run_dir · value: .*run · remedy"
+    ):
         Policy.resume(config, Ranks(), tmp_path / "run")
 
 
@@ -146,7 +236,9 @@ def test_a_run_on_answers_is_not_resumed_on_rewards(policy_dir: Path, tmp_path: 
     ],
 )
 def test_settings_of_training_from_rewards_are_refused(words: list[str], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is set but not read, since rlhf-sft learns from given answers") as error:
+    with pytest.raises(
+        ConfigError, match=f"{name} is set but not read, since rlhf-sft learns from given answers"
+    ) as error:
         load(words, {}, purpose=PURPOSE)
     assert error.value.field == name
 
@@ -155,7 +247,10 @@ def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
     assert load([], {}, purpose=PURPOSE).trainer.learning_rate == 2e-5
     assert load([], {"BATCH_SIZE": "7"}, purpose=PURPOSE).trainer.batch_size == 7
     (tmp_path / "own.yaml").write_text("trainer: {learning_rate: 3.0e-5}")
-    assert load(["--config", str(tmp_path / "own.yaml")], {}, purpose=PURPOSE).trainer.learning_rate == 3e-5
+    assert (
+        load(["--config", str(tmp_path / "own.yaml")], {}, purpose=PURPOSE).trainer.learning_rate
+        == 3e-5
+    )
     assert load([], {}).trainer.learning_rate == 1e-6
 
 
@@ -172,9 +267,15 @@ def test_a_long_example_stops_the_start(policy_dir: Path, tmp_path: Path) -> Non
     config = settings(policy_dir, tmp_path / "run")
     examples = load_examples(config)
     long = examples.train[0].model_copy(
-        update={"id": "long", "chat": [{**message, "content": "1 " * 600} for message in examples.train[0].chat]}
+        update={
+            "id": "long",
+            "chat": [{**message, "content": "1 " * 600} for message in examples.train[0].chat],
+        }
     )
-    with pytest.raises(ConfigError, match=r"long has .* tokens with its answer, and the model's context has only 512"):
+    with pytest.raises(
+        ConfigError,
+        match=r"long has .* tokens with its answer, and the model's context has only 512",
+    ):
         fine_tune(config, Examples([*examples.train, long], []), QUIET)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -191,5 +292,7 @@ def test_an_answer_beyond_the_length_at_which_longrope_changes_is_refused(tmp_pa
     shape["original_max_position_embeddings"] = 24
     (directory / "config.json").write_text(json.dumps(shape))
     config = settings(directory, tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"tokens with its answer, and the model's context has only 24"):
+    with pytest.raises(
+        ConfigError, match=r"tokens with its answer, and the model's context has only 24"
+    ):
         fine_tune(config, load_examples(config), QUIET)

@@ -1,4 +1,5 @@
-"""Trackers get what a run records; a tracker that hangs, raises or exits loses records and affects nothing else."""
+"""Trackers get what a run records; a tracker that hangs, raises or exits loses records and affects
+nothing else."""
 
 import io
 import json
@@ -45,7 +46,12 @@ def read_calls(directory: Path) -> list[list[Any]]:
 
 @pytest.mark.integration
 def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: Path) -> None:
-    config = settings(base_model, tmp_path, "Keeps", more=("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "0"))
+    config = settings(
+        base_model,
+        tmp_path,
+        "Keeps",
+        more=("--trainer.eval_samples", "4", "--trainer.eval_pass_samples", "0"),
+    )
     train_in_process(config, Console(quiet=True))
     assert config.trainer.run_dir is not None
     calls = kept(config)
@@ -55,9 +61,13 @@ def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: 
     ]
     start = calls[0][1]
     assert (start["name"], start["project"], start["step"]) == ("run", "rlhf-math", 0)
-    assert start["config"]["trainer"]["batch_size"] == start["parameters"]["trainer.batch_size"] == 4
+    assert (
+        start["config"]["trainer"]["batch_size"] == start["parameters"]["trainer.batch_size"] == 4
+    )
     lines = read_lines(config.trainer.run_dir / "metrics.jsonl")
-    steps = [content for call, content in calls if call == "metrics" and "reward" in content["values"]]
+    steps = [
+        content for call, content in calls if call == "metrics" and "reward" in content["values"]
+    ]
     assert [content["step"] for content in steps] == [1, 2]
     for line, content in zip(lines, steps, strict=True):
         values = content["values"]
@@ -71,18 +81,29 @@ def test_a_tracker_gets_what_the_run_directory_gets(base_model: Path, tmp_path: 
     first = read_lines(config.trainer.run_dir / "samples.jsonl")[-1]
     assert (samples["name"], samples["step"]) == ("samples", 2)
     shown = [dict(zip(samples["columns"], row, strict=True)) for row in samples["rows"]]
-    assert [row["completion"] for row in shown] == [completion["text"] for completion in first["completions"]]
-    assert [row["reward"] for row in shown] == pytest.approx([completion["reward"] for completion in first["completions"]])
+    assert [row["completion"] for row in shown] == [
+        completion["text"] for completion in first["completions"]
+    ]
+    assert [row["reward"] for row in shown] == pytest.approx(
+        [completion["reward"] for completion in first["completions"]]
+    )
     assert calls[-1][1] == {"finished": True}
 
 
 @pytest.mark.integration
-def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(base_model: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_in_the_same_run_and_a_new_one_does_not(
+    base_model: Path, tmp_path: Path
+) -> None:
     first = settings(base_model, tmp_path, "Keeps")
     train_in_process(first, Console(quiet=True))
     longer = settings(base_model, tmp_path, "Keeps", more=("--trainer.max_steps", "3"))
     train_in_process(longer, Console(quiet=True))
-    anew = settings(base_model, tmp_path, "Keeps", more=("--trainer.resume", "false", "--trainer.max_steps", "1"))
+    anew = settings(
+        base_model,
+        tmp_path,
+        "Keeps",
+        more=("--trainer.resume", "false", "--trainer.max_steps", "1"),
+    )
     train_in_process(anew, Console(quiet=True))
     starts = [content for call, content in kept(first) if call == "start"]
     assert [start["step"] for start in starts] == [0, 2, 0]
@@ -101,15 +122,26 @@ def test_trackers_that_hang_raise_or_exit_cost_only_records(
     train_in_process(config, Console(file=output, width=1000))
     assert config.trainer.run_dir is not None
     assert [line["step"] for line in read_lines(config.trainer.run_dir / "metrics.jsonl")] == [1, 2]
-    assert [content["step"] for call, content in kept(config) if call == "metrics" and "reward" in content["values"]] == [1, 2]
+    assert [
+        content["step"]
+        for call, content in kept(config)
+        if call == "metrics" and "reward" in content["values"]
+    ] == [1, 2]
     told = [line for line in output.getvalue().splitlines() if line.startswith("tracker ")]
-    by_name = {name: [line for line in told if f"{FAKES}:{name}" in line] for name in (*broken, "Keeps")}
+    by_name = {
+        name: [line for line in told if f"{FAKES}:{name}" in line] for name in (*broken, "Keeps")
+    }
     assert "did not accept the remaining records" in by_name["Hangs"][1]
     assert "did not accept the remaining records" in by_name["NeverStarts"][0]
     assert "ConnectionError: no way to [secret]" in by_name["Raises"][1]
     assert "SystemExit: 9" in by_name["Exits"][1]
     assert "ValueError: there is no such project" in by_name["Refuses"][0]
-    for name, lost in (("Hangs", "3 of 3"), ("NeverStarts", "3 of 3"), ("Raises", "2 of 3"), ("Exits", "3 of 3")):
+    for name, lost in (
+        ("Hangs", "3 of 3"),
+        ("NeverStarts", "3 of 3"),
+        ("Raises", "2 of 3"),
+        ("Exits", "3 of 3"),
+    ):
         assert f"{lost} records are lost" in by_name[name][-1], by_name[name]
     assert by_name["Keeps"] == [f"tracker {FAKES}:Keeps: kept.jsonl"]
 
@@ -120,7 +152,9 @@ def run_info(directory: Path) -> RunInfo:
 
 def test_a_queue_that_is_full_loses_records_at_once_and_says_so_once(tmp_path: Path) -> None:
     told, counted = list[str](), list[str]()
-    thread = TrackerThread(f"{FAKES}:NeverStarts", run_info(tmp_path), told.append, counted.append, limit=2)
+    thread = TrackerThread(
+        f"{FAKES}:NeverStarts", run_info(tmp_path), told.append, counted.append, limit=2
+    )
     for step in range(6):
         thread.put("metrics", step=step, values={})
     assert (thread.lost, counted) == (4, ["lost"] * 4)
@@ -157,7 +191,10 @@ def test_wandb_online_needs_its_key_in_the_environment(monkeypatch: pytest.Monke
     ("words", "text"),
     [
         (["--trackers.names", "tensorbord"], "trackers.names"),
-        (["--trackers.project", "mine"], "trackers.project is set but not read, since trackers.names is empty"),
+        (
+            ["--trackers.project", "mine"],
+            "trackers.project is set but not read, since trackers.names is empty",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(words: list[str], text: str) -> None:
@@ -176,8 +213,12 @@ def test_the_python_api_names_trackers_as_trl_does() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)])
-def test_a_hung_tracker_and_its_exit_hook_keep_no_process_from_ending(tmp_path: Path, ending: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("ending", "status"), [("", 0), ("raise SystemExit(3)", 3), ("raise ValueError", 1)]
+)
+def test_a_hung_tracker_and_its_exit_hook_keep_no_process_from_ending(
+    tmp_path: Path, ending: str, status: int
+) -> None:
     script = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -194,7 +235,9 @@ def test_a_hung_tracker_and_its_exit_hook_keep_no_process_from_ending(tmp_path: 
         f"    {ending}\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+    )
     assert done.returncode == status
     assert "1 of 1 records are lost" in done.stdout
     assert ("ValueError" in done.stderr) == ("ValueError" in ending)

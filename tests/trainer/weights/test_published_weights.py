@@ -1,4 +1,5 @@
-"""When pushed weights are served: at once with `max_staleness` 0, else in the background, one version at a time."""
+"""When pushed weights are served: at once with `max_staleness` 0, else in the background, one
+version at a time."""
 
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ LIMIT_S = 400
 
 
 class Engines:
-    """Serves a version once `gate` is open and refuses version `bad`. Fails on two versions at a time."""
+    """Serves a version once `gate` is open and refuses version `bad`. Fails on two versions at a
+    time."""
 
     def __init__(self, bad: int | None = None) -> None:
         self.gate, self.started, self.bad = threading.Event(), threading.Event(), bad
@@ -89,7 +91,9 @@ def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
     def push_the_rest() -> None:
         for policy.step in range(1, 6):
             weights.push(policy)
-            assert engines.served[: policy.step] == list(range(policy.step)), "it waits until those before are served"
+            assert engines.served[: policy.step] == list(range(policy.step)), (
+                "it waits until those before are served"
+            )
 
     with ThreadPoolExecutor(1) as pool:
         rest = pool.submit(push_the_rest)
@@ -114,7 +118,9 @@ def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy)
     assert engines.served == []
 
 
-def test_close_waits_for_a_pending_version_but_not_for_long(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_a_pending_version_but_not_for_long(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
     weights.close()
     weights.push(policy)

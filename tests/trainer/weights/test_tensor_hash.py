@@ -21,7 +21,9 @@ _BITS = 0xFFFFFFFF
         (100_001, torch.bfloat16, "fcbd6fa0af47d3bf"),
     ],
 )
-def test_checksums_on_gpus_are_those_of_sglangs_kernel(size: int, dtype: torch.dtype, expected: str) -> None:
+def test_checksums_on_gpus_are_those_of_sglangs_kernel(
+    size: int, dtype: torch.dtype, expected: str
+) -> None:
     """Recorded from the Triton kernel of SGLang 0.5.21 in Triton's interpreter on a CPU."""
     numbers = (torch.arange(size) * 2_654_435_761 + 12_345) % 65_536
     assert gpu_digest((numbers.float() / 65_536 - 0.5).to(dtype)) == expected
@@ -39,7 +41,10 @@ def word_by_word(content: bytes) -> str:
         for lane, (factor, start, turn) in enumerate(lanes):
             turned = (place << turn | place >> (32 - turn)) & _BITS
             sums[lane] += mixed(word ^ ((place * factor + start) & _BITS) ^ turned)
-    total = sum(mixed(a & _BITS ^ len(content)) << 32 | mixed(b & _BITS ^ len(content)) for a, b in tiles.values())
+    total = sum(
+        mixed(a & _BITS ^ len(content)) << 32 | mixed(b & _BITS ^ len(content))
+        for a, b in tiles.values()
+    )
     whole = (1 << 64) - 1
     x = total & whole
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & whole
@@ -57,7 +62,9 @@ def mixed(x: int) -> int:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 4096, 8191, 8193, 20_001])
 def test_the_bits_of_every_number_count(dtype: torch.dtype, count: int) -> None:
     generator = torch.Generator().manual_seed(count)
-    content = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    content = torch.randint(
+        0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    )
     assert gpu_digest(content.view(dtype)) == word_by_word(content.numpy().tobytes())
 
 
@@ -71,10 +78,14 @@ def test_parts_may_come_in_any_order_and_anywhere_in_memory() -> None:
         moved = torch.cat([torch.zeros(1).bfloat16(), part])[1:]  # begins within a word of memory
         found.add(start, moved)
     assert found.hexdigest() == gpu_digest(numbers) == gpu_digest(*(part for _, part in parts))
-    assert gpu_digest(numbers[:3], numbers[3:]) == gpu_digest(numbers), "a part that ends within a word"
+    assert gpu_digest(numbers[:3], numbers[3:]) == gpu_digest(numbers), (
+        "a part that ends within a word"
+    )
 
 
-def test_a_checksum_is_the_same_however_many_words_are_mixed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checksum_is_the_same_however_many_words_are_mixed_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     tensor = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     whole = gpu_digest(tensor)
     monkeypatch.setattr("trainer.weights.tensor_hash._CHUNK", 3 * 8192)

@@ -1,4 +1,5 @@
-"""The host copy of published weights, the comparison with engines' checksums, and files on demand."""
+"""The host copy of published weights, the comparison with engines' checksums, and files on
+demand."""
 
 import asyncio
 import json
@@ -49,7 +50,11 @@ def test_buckets_keep_their_tensors_and_end_at_their_size_or_another_dtype() -> 
         snapshot.fill(weights.items(), version, filled.append)
         assert [bucket.names for bucket in snapshot.buckets] == [["a"], ["b"], ["c", "d"], ["e"]]
         assert filled == [0, 1, 2, 3]
-        found = dict(item for pair in zip(snapshot.flats, snapshot.buckets, strict=True) for item in views(*pair))
+        found = dict(
+            item
+            for pair in zip(snapshot.flats, snapshot.buckets, strict=True)
+            for item in views(*pair)
+        )
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
         assert snapshot.size == sum(tensor.nbytes for tensor in weights.values())
@@ -57,7 +62,9 @@ def test_buckets_keep_their_tensors_and_end_at_their_size_or_another_dtype() -> 
         pass
 
 
-@pytest.mark.parametrize("change", [{"c": torch.zeros(5, 4)}, {"f": torch.zeros(1)}, {"a": torch.zeros(4, 8).double()}])
+@pytest.mark.parametrize(
+    "change", [{"c": torch.zeros(5, 4)}, {"f": torch.zeros(1)}, {"a": torch.zeros(4, 8).double()}]
+)
 def test_weights_of_another_layout_are_refused(change: dict[str, Tensor]) -> None:
     snapshot = HostCopy()
     snapshot.fill(mixed().items(), 1)
@@ -97,7 +104,9 @@ async def test_files_are_written_on_request_and_checksums_are_compared(tmp_path:
             answer = await http.post("/weights/1/verify", json=body | {"ranks": [wrong]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
         sender.publish(mixed().items(), 2)
-        assert (await http.post("/weights/1/verify", json=body | {"ranks": [good]})).status_code == 404
+        assert (
+            await http.post("/weights/1/verify", json=body | {"ranks": [good]})
+        ).status_code == 404
 
 
 RECEIVER = """
@@ -126,7 +135,9 @@ for line in sys.stdin:
 
 def received(process: "subprocess.Popen[str]", board: WeightBoard, version: int) -> dict[str, str]:
     """Lets the engine take part in the broadcast of a version; returns its checksums."""
-    while (latest := board.latest()) is None or latest.version != version or latest.broadcast is None:
+    while (
+        (latest := board.latest()) is None or latest.version != version or latest.broadcast is None
+    ):
         time.sleep(0.01)
     assert process.stdin
     assert process.stdout
@@ -139,11 +150,17 @@ def received(process: "subprocess.Popen[str]", board: WeightBoard, version: int)
 @pytest.mark.integration
 def test_checksums_for_gpus_are_computed_while_weights_are_sent(tmp_path: Path) -> None:
     board = WeightBoard(tmp_path / "weights")
-    board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
-    sender = Broadcaster(board, [], "run", 300.0, Rendezvous("127.0.0.1", gpu_checksums=True), bucket_bytes=250)
+    board.report(
+        WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    )
+    sender = Broadcaster(
+        board, [], "run", 300.0, Rendezvous("127.0.0.1", gpu_checksums=True), bucket_bytes=250
+    )
     words = [sys.executable, "-c", RECEIVER]
     with (
-        subprocess.Popen(words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process,
+        subprocess.Popen(
+            words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process,
         ThreadPoolExecutor(1) as pool,
     ):
         for version in (1, 2, 3):
@@ -152,11 +169,16 @@ def test_checksums_for_gpus_are_computed_while_weights_are_sent(tmp_path: Path) 
             sender.publish(weights.items(), version)
             engine = answer.result(300)
             assert engine == {name: gpu_digest(tensor) for name, tensor in weights.items()}
-            if version == 3:  # by now the checksums come from what is sent, and the copy is not read
+            if (
+                version == 3
+            ):  # by now the checksums come from what is sent, and the copy is not read
                 for flat in sender._copy.flats:
                     flat.zero_()
             sums = WeightChecksums(worker="rollout-server-0", ranks=[engine])
-            assert asyncio.run(sender.verify(version, sums)).compared == "5 of 5 tensors with the trainer's"
+            assert (
+                asyncio.run(sender.verify(version, sums)).compared
+                == "5 of 5 tensors with the trainer's"
+            )
             wrong = WeightChecksums(worker="rollout-server-0", ranks=[engine | {"c": "0" * 16}])
             with pytest.raises(Conflict, match=r"differ from what was sent: c"):
                 asyncio.run(sender.verify(version, wrong))
@@ -165,9 +187,13 @@ def test_checksums_for_gpus_are_computed_while_weights_are_sent(tmp_path: Path) 
     sender.close()
 
 
-def test_an_unknown_address_is_logged_and_weights_go_as_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_address_is_logged_and_weights_go_as_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     board = WeightBoard(tmp_path / "weights")
-    board.report(WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None))
+    board.report(
+        WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
+    )
     sender = Broadcaster(board, [], "run", 1.0, Rendezvous("nobody.invalid"))
     manifest, size = sender.publish(mixed().items(), 1)
     assert (manifest.broadcast, size) == (None, sum(tensor.nbytes for tensor in mixed().values()))
@@ -182,7 +208,8 @@ class Exiting(EngineGroup):
 
 
 def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
-    """The publisher would take it for sent, and wait until `trainer.publish_timeout_s` for engines to confirm it."""
+    """The publisher would take it for sent, and wait until `trainer.publish_timeout_s` for engines
+    to confirm it."""
     worker = WorkerReport(name="rollout-server-0", url="", num_nodes=1, state="ready", version=None)
     group = Exiting([worker], Rendezvous("127.0.0.1"), 5.0)
     bucket = Bucket(names=["w"], dtypes=["uint8"], shapes=[[1]])
@@ -196,7 +223,8 @@ def test_a_transfer_whose_thread_ends_is_a_failed_transfer() -> None:
 def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No node could fetch the version or report, and the publisher would wait for `trainer.publish_timeout_s`."""
+    """No node could fetch the version or report, and the publisher would wait for
+    `trainer.publish_timeout_s`."""
     board = WeightBoard(tmp_path / "weights")
     app = create_trainer_app(board, Metrics("trainer"))
 
@@ -214,20 +242,32 @@ def test_a_server_whose_thread_dies_ends_the_wait_for_the_nodes(
     "words",
     [
         *(["--dp-size", "2"], ["--tp=2"], ["--pipeline-parallel-size", "2"]),
-        *(["--ep-size", "2"], ["--ep=2"], ["--moe-a2a-backend", "deepep"], ["--enable-dp-attention"]),
+        *(
+            ["--ep-size", "2"],
+            ["--ep=2"],
+            ["--moe-a2a-backend", "deepep"],
+            ["--enable-dp-attention"],
+        ),
         *(["--quantization", "fp8"], ["--quantization=w8a8_int8"], ["--quantize-and-serve"]),
     ],
     ids=" ".join,
 )
-def test_arguments_with_which_sglang_holds_other_weights_than_it_is_sent_are_refused(words: list[str]) -> None:
+def test_arguments_with_which_sglang_holds_other_weights_than_it_is_sent_are_refused(
+    words: list[str],
+) -> None:
     settings = {"trainer": {"weight_sync": "distributed"}, "rollout": {"engine_args": words}}
-    with pytest.raises(ValueError, match=rf"rollout\.engine_args has {words[0].partition('=')[0]},.*distributed"):
+    with pytest.raises(
+        ValueError, match=rf"rollout\.engine_args has {words[0].partition('=')[0]},.*distributed"
+    ):
         Config.model_validate(settings)
     Config.model_validate(settings | {"trainer": {"weight_sync": "http"}})
 
 
 @pytest.mark.parametrize("weight_sync", ["http", "distributed"])
 def test_an_engine_on_several_nodes_is_refused(weight_sync: str) -> None:
-    settings = {"trainer": {"weight_sync": weight_sync}, "rollout": {"engine_args": ["--nnodes", "2"]}}
+    settings = {
+        "trainer": {"weight_sync": weight_sync},
+        "rollout": {"engine_args": ["--nnodes", "2"]},
+    }
     with pytest.raises(ValueError, match=r"rollout\.engine_args has --nnodes.*every node"):
         Config.model_validate(settings)

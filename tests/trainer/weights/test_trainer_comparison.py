@@ -1,4 +1,5 @@
-"""Checksums of engines against the tensors that were sent, as SGLang arranges them on one or several GPUs."""
+"""Checksums of engines against the tensors that were sent, as SGLang arranges them on one or
+several GPUs."""
 
 from collections.abc import Callable
 
@@ -18,14 +19,16 @@ Tensors = dict[str, Tensor]
 
 
 def sent(kind: str) -> Tensors:
-    """The tensors published for a model whose vocabulary is no multiple of 64, in the precision of GPUs."""
+    """The tensors published for a model whose vocabulary is no multiple of 64, in the precision of
+    GPUs."""
     model = make(kind, vocab_size=90)
     tensors = revert_weight_conversion(model, named_tensors(model))
     return {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
 
 
 def engine(tensors: Tensors, rank: int = 0, size: int = 1) -> Tensors:
-    """The parameters of one rank of SGLang, derived from SGLang's model files, not from the code under test."""
+    """The parameters of one rank of SGLang, derived from SGLang's model files, not from the code
+    under test."""
     found: Tensors = {}
     experts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, tensor in tensors.items():
@@ -37,24 +40,39 @@ def engine(tensors: Tensors, rank: int = 0, size: int = 1) -> Tensors:
             k, v = (tensors[name.replace("q_proj", other)] for other in ("k_proj", "v_proj"))
             heads = 2  # heads of keys and values, with 8 rows each
             own = rank * heads // size
-            kv = [part.view(heads, 8, -1)[own : own + max(1, heads // size)].flatten(0, 1) for part in (k, v)]
+            kv = [
+                part.view(heads, 8, -1)[own : own + max(1, heads // size)].flatten(0, 1)
+                for part in (k, v)
+            ]
             found[f"{before}.qkv_proj.weight"] = torch.cat([tensor.chunk(size)[rank], *kv])
         elif module == "gate_proj":
             up = tensors[name.replace("gate_proj", "up_proj")]
-            found[f"{before}.gate_up_proj.weight"] = torch.cat([tensor.chunk(size)[rank], up.chunk(size)[rank]])
+            found[f"{before}.gate_up_proj.weight"] = torch.cat(
+                [tensor.chunk(size)[rank], up.chunk(size)[rank]]
+            )
         elif module in ("o_proj", "down_proj"):
             found[name] = tensor.chunk(size, 1)[rank]
         elif module in ("embed_tokens", "lm_head", "position_embedding"):
-            found[name] = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])]).chunk(size)[rank]
+            found[name] = torch.cat(
+                [tensor, tensor.new_zeros(-len(tensor) % 64, tensor.shape[1])]
+            ).chunk(size)[rank]
         elif module == "out_proj":
             found[name.replace("out_proj", "proj")] = tensor.chunk(size, 1)[rank]
         elif module not in ("k_proj", "v_proj", "up_proj"):
             found[name] = tensor
     for block, parts in experts.items():
-        gate, down, up = ("gate_proj", "down_proj", "up_proj") if (0, "gate_proj") in parts else ("w1", "w2", "w3")
-        both = [torch.cat([parts[i, name].chunk(size)[rank] for name in (gate, up)]) for i in range(3)]
+        gate, down, up = (
+            ("gate_proj", "down_proj", "up_proj")
+            if (0, "gate_proj") in parts
+            else ("w1", "w2", "w3")
+        )
+        both = [
+            torch.cat([parts[i, name].chunk(size)[rank] for name in (gate, up)]) for i in range(3)
+        ]
         found[f"{block}.w13_weight"] = torch.stack(both)
-        found[f"{block}.w2_weight"] = torch.stack([parts[i, down].chunk(size, 1)[rank] for i in range(3)])
+        found[f"{block}.w2_weight"] = torch.stack(
+            [parts[i, down].chunk(size, 1)[rank] for i in range(3)]
+        )
     return found
 
 
@@ -65,7 +83,9 @@ def sums_of(parameters: Tensors, on_gpu: bool) -> dict[str, str]:
 @pytest.mark.parametrize("kind", ["Qwen3", "Llama 3", "Mistral", "Qwen3-MoE", "Mixtral", GEMMA])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_every_tensor_that_was_sent_is_compared_on_every_gpu(kind: str, size: int, on_gpu: bool) -> None:
+def test_every_tensor_that_was_sent_is_compared_on_every_gpu(
+    kind: str, size: int, on_gpu: bool
+) -> None:
     """With four GPUs, two of them share a head of keys."""
     tensors, checksums = sent(kind), Checksums(on_gpu)
     ranks = [sums_of(engine(tensors, rank, size), on_gpu) for rank in range(size)]
@@ -78,7 +98,9 @@ def test_every_tensor_that_was_sent_is_compared_on_every_gpu(kind: str, size: in
 def test_one_changed_number_anywhere_is_found(on_gpu: bool) -> None:
     tensors, checksums = sent("Qwen3-MoE"), Checksums(on_gpu)
     parameters = engine(tensors, 1, 2)
-    checksums.compare(tensors, [sums_of(engine(tensors, 0, 2), on_gpu), sums_of(parameters, on_gpu)])
+    checksums.compare(
+        tensors, [sums_of(engine(tensors, 0, 2), on_gpu), sums_of(parameters, on_gpu)]
+    )
     for name, tensor in parameters.items():
         changed = tensor.clone()
         changed.view(-1)[-1 if "embed" not in name and "lm_head" not in name else 0] += 1
@@ -99,9 +121,15 @@ def test_an_engine_that_kept_its_old_experts_is_found() -> None:
 
 def test_an_engine_may_have_experts_up_first_or_transposed() -> None:
     tensors = sent("Mixtral")
-    changes: list[Callable[[Tensor], Tensor]] = [lambda w: torch.cat(w.chunk(2, 1)[::-1], 1), lambda w: w.transpose(1, 2)]
+    changes: list[Callable[[Tensor], Tensor]] = [
+        lambda w: torch.cat(w.chunk(2, 1)[::-1], 1),
+        lambda w: w.transpose(1, 2),
+    ]
     for change in changes:
-        found = {name: change(w) if name.endswith("w13_weight") else w for name, w in engine(tensors).items()}
+        found = {
+            name: change(w) if name.endswith("w13_weight") else w
+            for name, w in engine(tensors).items()
+        }
         assert Checksums(on_gpu=True).compare(tensors, [sums_of(found, True)]).problem is None
 
 
@@ -142,7 +170,9 @@ def buckets(tensors: Tensors) -> list[Tensors]:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("Qwen3", 1), ("Qwen3-MoE", 4), (GEMMA, 2)])
-def test_once_the_layouts_are_known_the_checksums_are_those_of_what_is_sent(kind: str, size: int) -> None:
+def test_once_the_layouts_are_known_the_checksums_are_those_of_what_is_sent(
+    kind: str, size: int
+) -> None:
     tensors, checksums = sent(kind), Checksums(on_gpu=True)
     newer = {name: tensor * 2 + 1 for name, tensor in tensors.items()}
     checksums.compare(tensors, [sums_of(engine(tensors, rank, size), True) for rank in range(size)])
@@ -150,9 +180,13 @@ def test_once_the_layouts_are_known_the_checksums_are_those_of_what_is_sent(kind
     for bucket in buckets(newer):
         passing.add(bucket)
     # What is compared with is not read: it would give other checksums.
-    found = checksums.compare(tensors, [sums_of(engine(newer, rank, size), True) for rank in range(size)])
+    found = checksums.compare(
+        tensors, [sums_of(engine(newer, rank, size), True) for rank in range(size)]
+    )
     assert (found.problem, found.compared) == (None, len(tensors))
-    assert checksums.compare(tensors, [sums_of(engine(tensors, rank, size), True) for rank in range(size)]).wrong
+    assert checksums.compare(
+        tensors, [sums_of(engine(tensors, rank, size), True) for rank in range(size)]
+    ).wrong
 
 
 def test_what_was_not_sent_is_computed_from_the_copy() -> None:
@@ -167,13 +201,20 @@ def test_what_was_not_sent_is_computed_from_the_copy() -> None:
 
 
 def test_layouts_that_interleave_tensors_are_compared_version_after_version() -> None:
-    """Transposed experts, of which one number comes from gate and the next from up, and rows of an odd number of halves."""
+    """Transposed experts, of which one number comes from gate and the next from up, and rows of an
+    odd number of halves."""
     checksums = Checksums(on_gpu=True)
     for version in range(3):
         tensors = {name: tensor + version for name, tensor in sent("Mixtral").items()}
-        odd = {f"model.layers.0.self_attn.{name}_proj.bias": torch.full((3,), version).bfloat16() for name in "qkv"}
+        odd = {
+            f"model.layers.0.self_attn.{name}_proj.bias": torch.full((3,), version).bfloat16()
+            for name in "qkv"
+        }
         fused = {"model.layers.0.self_attn.qkv_proj.bias": torch.cat(list(odd.values()))}
-        turned = {name: w.transpose(1, 2) if name.endswith("w13_weight") else w for name, w in engine(tensors).items()}
+        turned = {
+            name: w.transpose(1, 2) if name.endswith("w13_weight") else w
+            for name, w in engine(tensors).items()
+        }
         passing = checksums.begin(tensors | odd)
         for bucket in buckets(tensors | odd):
             passing.add(bucket)
