@@ -134,9 +134,9 @@ $(OLDEST)/.made: pyproject.toml constraints.txt
 	@touch $@
 
 test-oldest: VENV := $(OLDEST)
+test-oldest: PYTEST += -W 'ignore:Conversion of an array:DeprecationWarning'
 test-oldest: $(OLDEST)/.made $(BASE)/config.json
-	$(PYTEST) -m 'not slow' -W 'ignore:Conversion of an array:DeprecationWarning' \
-	  tests/learning tests/trainer/policy tests/trainer/weights
+	$(PYTEST) -m 'not slow' tests/learning tests/trainer/policy tests/trainer/weights
 	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
