@@ -130,7 +130,7 @@ $(OLDEST)/.made: pyproject.toml constraints.txt
 	echo 'numpy<2.4' >> $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-	  -e '.[services,trainer,tensorboard]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	  -e '.[services,trainer,tensorboard]' hypothesis requests pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 test-oldest: VENV := $(OLDEST)
