@@ -130,13 +130,13 @@ $(OLDEST)/.made: pyproject.toml constraints.txt
 	echo 'numpy<2.4' >> $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt torch==$(OLDEST_TORCH)
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check -c $(OLDEST)/constraints.txt \
-	  -e '.[services,trainer,tensorboard]' hypothesis pytest pytest-asyncio pytest-timeout pytest-xdist
+	  -e '.[services,trainer,tensorboard]' hypothesis requests pytest pytest-asyncio pytest-timeout pytest-xdist
 	@touch $@
 
 test-oldest: VENV := $(OLDEST)
+test-oldest: PYTEST += -W 'ignore:Conversion of an array:DeprecationWarning'
 test-oldest: $(OLDEST)/.made $(BASE)/config.json
-	$(PYTEST) -m 'not slow' -W 'ignore:Conversion of an array:DeprecationWarning' \
-	  tests/learning tests/trainer/policy tests/trainer/weights
+	$(PYTEST) -m 'not slow' tests/learning tests/trainer/policy tests/trainer/weights
 	$(PYTEST) tests/benchmarks/test_gpu_check_*.py
 
 $(VENV)/.docs-made: $(VENV)/.made
