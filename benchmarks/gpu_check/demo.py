@@ -12,7 +12,8 @@ from trainer.in_process import train_in_process
 from trainer.observe.run_dir import read_lines
 
 _CONFIG = Path(__file__).resolve().parents[2] / "jobgroup" / "configs" / "tiny-cpu.yaml"
-_LEARNED, _STEPS = 0.9, 40
+_LEARNED = 0.9
+_STEPS = 40
 """Held-out accuracy after this many steps; twenty steps solve the task
 (`docs/explanation/built-in-task.md`)."""
 
@@ -21,7 +22,8 @@ def learns(found: Findings, setting: Setting) -> None:
     """Trains with data, rewards, replay, engine and trainer in this process, the last two on the
     device.
     """
-    run_dir, base = setting.scratch / "demo", Path(".cache/tiny-base")
+    run_dir = setting.scratch / "demo"
+    base = Path(".cache/tiny-base")
     if not (base / "config.json").exists():
         base = setting.scratch / "tiny-base"
         tiny_base.build(base)

@@ -108,7 +108,9 @@ def run(name: str, about: str, command: Sequence[str], limit_s: float, directory
     Output goes to `directory`/NAME.log. Anything but a complete line and exit status 0 is an error
     of the outcome.
     """
-    line, log, start = directory / f"{name}.json", directory / f"{name}.log", time.perf_counter()
+    line = directory / f"{name}.json"
+    log = directory / f"{name}.log"
+    start = time.perf_counter()
     line.unlink(missing_ok=True)
     outcome = Outcome(name, about)
     with log.open("wb") as output:
@@ -142,7 +144,8 @@ def leave(path: Path, section: Callable[[Findings], None]) -> int:
 
     Writes the section's line, which after an error holds the findings so far.
     """
-    error, findings = "", Findings()
+    error = ""
+    findings = Findings()
     try:
         section(findings)
     except MemoryError as caught:

@@ -21,7 +21,8 @@ def speed(found: Findings, setting: Setting) -> None:
     found.tables["Versions"] = [["what", "version"], *versions(setting)]
     side = 512 if setting.small else 8192
     kind = torch.bfloat16 if setting.on_gpu else torch.float32
-    left, right = (torch.randn(side, side, device=setting.device, dtype=kind) for _ in range(2))
+    left = torch.randn(side, side, device=setting.device, dtype=kind)
+    right = torch.randn_like(left)
     rate = 2 * side**3 / seconds(lambda: left @ right, setting, 3 if setting.small else 10)
     if setting.on_gpu:
         try:

@@ -30,7 +30,8 @@ def correctness(found: Findings, setting: Setting) -> None:
         for group in groups
         for completion in group.completions
     ]
-    exact, low = (_scored(setting, config, rows, bfloat16) for bfloat16 in (False, True))
+    exact = _scored(setting, config, rows, bfloat16=False)
+    low = _scored(setting, config, rows, bfloat16=True)
     apart = (low["logprobs"] - exact["logprobs"]).abs()
     found.at_most(
         "bfloat16 compared with float32: mean |Δ log-probability|", float(apart.mean()), 0.01
@@ -65,7 +66,8 @@ def _scored(
     """Returns scores, gradients and the change of the weights by one step."""
     model = load_model(config.model).to(setting.device).train()
     scorer = Scorer(model, "on")
-    prompts, completions = [prompt for prompt, _ in rows], [completion for _, completion in rows]
+    prompts = [prompt for prompt, _ in rows]
+    completions = [completion for _, completion in rows]
     layout = moved(scorer.layout.of(prompts, completions), setting.device)
     targets = torch.from_numpy(np.concatenate(completions).astype(np.int64)).to(setting.device)
     weights = torch.linspace(-1, 1, len(targets), device=setting.device) / len(targets)
@@ -73,10 +75,8 @@ def _scored(
         scores = scorer(layout, targets, 1.0)
         (weights * scores.logprobs).sum().backward()
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    gradients, before = (
-        [states.detach().to("cpu", torch.float32, copy=True) for states in each]
-        for each in ([p.grad for p in parameters], parameters)
-    )
+    gradients = _copied([parameter.grad for parameter in parameters])
+    before = _copied(parameters)
     Optimizer(model, (0.9, 0.999), 0.0, 1.0).step(_RATE)
     moves = [
         parameter.detach().float().cpu() - old
@@ -89,11 +89,18 @@ def _scored(
     return {**found, "gradients": gradients, "moves": moves}
 
 
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", torch.float32, copy=True) for tensor in tensors]
+
+
+def _dot(one: list[Tensor], other: list[Tensor]) -> float:
+    return sum(float((a.double() * b.double()).sum()) for a, b in zip(one, other, strict=True))
+
+
 def _cosine(one: list[Tensor], other: list[Tensor]) -> float:
-    dot, left, right = (
-        sum(float((a.double() * b.double()).sum()) for a, b in zip(x, y, strict=True))
-        for x, y in ((one, other), (one, one), (other, other))
-    )
+    dot = _dot(one, other)
+    left = _dot(one, one)
+    right = _dot(other, other)
     return float(dot / (left * right) ** 0.5) if left * right > 0 else float("nan")
 
 

@@ -93,14 +93,14 @@ def markdown(outcomes: Sequence[Outcome]) -> str:
         verdict = "**FAILS**" if claim.verdict == "fails" else claim.verdict
         rows.append([name, claim.text, claim.predicted, claim.measured, verdict])
     parts += ["## Claims", _table(rows)]
-    if updates := [
-        outcome for outcome in outcomes if "tokens_per_second" in outcome.findings.figures
-    ]:
+    updates = [each for each in outcomes if "tokens_per_second" in each.findings.figures]
+    if updates:
         parts += ["## Updates", _updates(updates)]
     for outcome in outcomes:
         for title, table in outcome.findings.tables.items():
             parts += [f"## {title}", _table(table)]
-    if broken := [outcome for outcome in outcomes if outcome.error]:
+    broken = [outcome for outcome in outcomes if outcome.error]
+    if broken:
         parts += [
             "## Sections that failed",
             *(f"{outcome.name}:\n\n```\n{outcome.error}\n```" for outcome in broken),
@@ -127,7 +127,8 @@ def _updates(outcomes: Sequence[Outcome]) -> str:
     ]
     rows = [head]
     for outcome in outcomes:
-        found, about = outcome.findings.figures, outcome.about.removeprefix("update of ")
+        found = outcome.findings.figures
+        about = outcome.about.removeprefix("update of ")
         variant = base is not None and outcome.name.partition("update-")[2] in VARIANTS
         beside = (
             float(found["seconds"]) / float(base["seconds"])

@@ -27,7 +27,8 @@ class Section:
 
 def _update(shape: str, tokens: int, words: str = "") -> Section:
     about = f"update of {shape}, {tokens:,} tokens a micro-batch" + (f", {words}" if words else "")
-    return Section(about, "updates", "measure", 150, (shape, tokens, words))
+    arguments = (shape, tokens, words)
+    return Section(about, "updates", "measure", limit_s=150, arguments=arguments)
 
 
 BASE = "update-0.5b-16k"

@@ -26,7 +26,8 @@ from trainer.policy import logprobs
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 
-_REPEATS, _TOP = 3, 20
+_REPEATS = 3
+_TOP = 20
 _LEAST = 0.7
 """The peak must be at least this share of the estimate."""
 _GOALS = {("0.5b", 16_384): 0.40, ("7b-layers", 16_384): 0.40, ("32b-layers", 16_384): 0.45}
@@ -37,7 +38,8 @@ _GOALS = {("0.5b", 16_384): 0.40, ("7b-layers", 16_384): 0.40, ("32b-layers", 16
 def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: str = "") -> None:
     """Measures updates of full micro-batches of `tokens`, with the extra settings `words`."""
     if setting.small:
-        shape, tokens = "small", 512
+        shape = "small"
+        tokens = 512
     if "offload_optimizer" in words and not setting.on_gpu:
         found.not_reached("an update with offloading", "needs a GPU")
         return
@@ -51,7 +53,8 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
     groups = full_groups(config)
     with without, setting.ranks(config.trainer) as ranks:
         policy = Policy(config, ranks)
-        reference, flops = Reference(policy), required_flops(groups, policy.model)
+        reference = Reference(policy)
+        flops = required_flops(groups, policy.model)
         first, metrics = learn(policy, reference, groups, config)
         if setting.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -59,25 +62,20 @@ def measure(found: Findings, setting: Setting, shape: str, tokens: int, words: s
             learn(policy, reference, groups, config)[0]
             for _ in range(1 if setting.small else _REPEATS)
         ]
-        seconds, counted = statistics.median(times), tokens_of(groups)
+        seconds = statistics.median(times)
         found.figures = {
-            **{
-                "shape": shape,
-                "tokens": tokens,
-                "settings": words,
-                "seconds": seconds,
-                "first_seconds": first,
-            },
-            **{
-                "tokens_per_second": counted / seconds,
-                "loss": metrics.loss,
-                "grad_norm": metrics.grad_norm,
-            },
+            "shape": shape,
+            "tokens": tokens,
+            "settings": words,
+            "seconds": seconds,
+            "first_seconds": first,
+            "tokens_per_second": tokens_of(groups) / seconds,
+            "loss": metrics.loss,
+            "grad_norm": metrics.grad_norm,
             "sharded": ranks.sharded,
         }
-        finite = (
-            bool(np.isfinite([metrics.loss, metrics.grad_norm]).all()) and metrics.grad_norm > 0
-        )
+        known = bool(np.isfinite([metrics.loss, metrics.grad_norm]).all())
+        finite = known and metrics.grad_norm > 0
         found.claim(
             "loss and gradient are finite",
             "finite",
@@ -105,7 +103,8 @@ def _utilisation(found: Findings, setting: Setting, flops: float, words: str) ->
             "arithmetic of the update", "this GPU's peak is not known", f"{rate / 1e12:.1f} TFLOP/s"
         )
         return
-    figures["mfu"], goal = share, _GOALS.get((figures["shape"], figures["tokens"]))
+    figures["mfu"] = share
+    goal = _GOALS.get((figures["shape"], figures["tokens"]))
     if setting.on_gpu and goal and not words:
         found.at_least("MFU of the update", share, goal)
 

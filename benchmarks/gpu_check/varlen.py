@@ -10,7 +10,8 @@ from learning import attention
 from learning.attention import Segments
 from learning.layout import moved
 
-_FORWARD, _BACKWARD = 0.01, 0.02
+_FORWARD = 0.01
+_BACKWARD = 0.02
 """Largest error, relative to the norm of the exact result: a few of bfloat16's steps of 0.4 %."""
 _CASES = [  # heads, heads of keys and values, window, whether completions share a prompt
     (8, 8, None, False),
@@ -28,20 +29,20 @@ def correctness(found: Findings, setting: Setting) -> None:
     for size in (64, 128, 256):
         for heads, kv_heads, window, shared in _CASES:
             name = f"head size {size}, {heads}/{kv_heads} heads"
-            name += (f", window {window}" if window else "") + (
-                ", shared prompts" if shared else ""
-            )
+            if window:
+                name += f", window {window}"
+            if shared:
+                name += ", shared prompts"
             segments, pairs = _segments(setting, shared)
             try:
                 result, *gradients = _errors(
                     setting, segments, pairs, (heads, kv_heads, size), window
                 )
-                measured, holds = (
-                    f"{result:.2%} and {max(gradients):.2%}",
-                    result <= _FORWARD and max(gradients) <= _BACKWARD,
-                )
+                measured = f"{result:.2%} and {max(gradients):.2%}"
+                holds = result <= _FORWARD and max(gradients) <= _BACKWARD
             except RuntimeError as error:  # a kernel that refuses one size may accept others
-                measured, holds = str(error).splitlines()[0], False
+                measured = str(error).splitlines()[0]
+                holds = False
             found.claim(
                 f"packed attention, {name}: errors of result and gradients",
                 "≤ 1 % and 2 %",
@@ -60,13 +61,16 @@ def correctness(found: Findings, setting: Setting) -> None:
 
 def _segments(setting: Setting, shared: bool) -> tuple[Segments, list[tuple[slice, list[slice]]]]:
     """Returns segments, each with its positions in the row and the positions of its keys."""
-    rng, most = np.random.default_rng(0), 60 if setting.small else 700
+    rng = np.random.default_rng(0)
+    most = 60 if setting.small else 700
     starts, sizes, prefix_starts, prefixes, places = [], [], [], [], []
     position = 0
     for _ in range(3):
-        prompt_start, prompt = position, int(rng.integers(2, most))
+        prompt_start = position
+        prompt = int(rng.integers(2, most))
         for length in (prompt, *(int(n) for n in rng.integers(1, most, 4 if shared else 0)), 1):
-            own, first = slice(position, position + length), position == prompt_start
+            own = slice(position, position + length)
+            first = position == prompt_start
             starts.append(position)
             sizes.append(length)
             prefix_starts.append(prompt_start if shared and not first else 0)
@@ -102,14 +106,14 @@ def _errors(
         for count in (heads, kv_heads, kv_heads)
     ]
     upper = torch.randn(length, heads, size, device=setting.device).bfloat16()
-    low, exact = (
-        [each.to(kind, copy=True).requires_grad_() for each in made]
-        for kind in (torch.bfloat16, torch.float32)
-    )
+    low = [each.to(torch.bfloat16, copy=True).requires_grad_() for each in made]
+    exact = [each.to(torch.float32, copy=True).requires_grad_() for each in made]
     attend = attention._attend_segments if setting.on_gpu else attention._attend_rows
-    result = attend(low[0], low[1], low[2], segments, None, window)
+    result = attend(
+        query=low[0], key=low[1], value=low[2], segments=segments, scaling=None, window=window
+    )
     result.backward(upper)
-    wanted = _plain(exact[0], exact[1], exact[2], places, window)
+    wanted = _plain(query=exact[0], key=exact[1], value=exact[2], places=places, window=window)
     wanted.backward(upper.float())
     pairs = [
         (result, wanted),
@@ -129,16 +133,19 @@ def _plain(
     results = []
     for own, of_keys in places:
         q = query[own].transpose(0, 1)
-        k, v = (
-            torch.cat([states[place] for place in of_keys])
-            .repeat_interleave(query.shape[1] // key.shape[1], 1)
-            .transpose(0, 1)
-            for states in (key, value)
-        )
-        behind = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)[
-            :, None
-        ] - torch.arange(k.shape[1], device=q.device)
+        k = _heads_first(key, of_keys, query.shape[1])
+        v = _heads_first(value, of_keys, query.shape[1])
+
+        # The last query and the last key are of one token.
+        of_queries = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)
+        behind = of_queries[:, None] - torch.arange(k.shape[1], device=q.device)
         hidden = (behind < 0) | (behind >= (window or k.shape[1]))
         scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
         results.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(results)
+
+
+def _heads_first(states: Tensor, places: list[slice], heads: int) -> Tensor:
+    """Returns [heads, keys, size] from [T, key heads, size]: the states at `places`, repeated."""
+    joined = torch.cat([states[place] for place in places])
+    return joined.repeat_interleave(heads // states.shape[1], 1).transpose(0, 1)
