@@ -51,11 +51,14 @@ def on_config(config: Any) -> Any:
     """Adds every decision and every report to the navigation, and the code to the path."""
     sys.path.insert(0, str(ROOT))  # here, since mkdocs restores the path after it has loaded a hook
     docs = Path(config["docs_dir"])
-    for title, folder in (("Decisions", "adr"), ("Reports", "reports")):
-        config["nav"].append(
-            {title: [f"{folder}/{path.name}" for path in sorted((docs / folder).glob("*.md"))]}
-        )
+    for title, folder in (("Decisions", "adr"), ("Results", "reports")):
+        pages = sorted((docs / folder).rglob("*.md"), key=_index_first)
+        config["nav"].append({title: [str(path.relative_to(docs)) for path in pages]})
     return config
+
+
+def _index_first(path: Path) -> tuple[bool, str]:
+    return path.name != "README.md", str(path)
 
 
 def on_files(files: Files, config: Any) -> Files:

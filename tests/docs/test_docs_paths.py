@@ -60,7 +60,8 @@ def documents() -> list[str]:
 
 
 DOCUMENTS = documents()
-CURRENT = [name for name in DOCUMENTS if not name.startswith(("docs/reports/", "docs/adr/"))]
+DATED = ("docs/reports/archive/", "docs/adr/")
+CURRENT = [name for name in DOCUMENTS if not name.startswith(DATED)]
 
 
 @cache
