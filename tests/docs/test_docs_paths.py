@@ -44,7 +44,7 @@ _VARIABLE = re.compile(r"RLHF_[A-Z]+__[A-Z_]+")
 
 
 def documents() -> list[str]:
-    """Every tracked or new Markdown file except the changelog, which names removed things."""
+    """Every tracked or new Markdown file."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
@@ -52,11 +52,7 @@ def documents() -> list[str]:
         text=True,
         check=True,
     )
-    return sorted(
-        name
-        for name in set(listed.stdout.split())
-        if name != "CHANGELOG.md" and (ROOT / name).exists()
-    )
+    return sorted(name for name in set(listed.stdout.split()) if (ROOT / name).exists())
 
 
 DOCUMENTS = documents()
