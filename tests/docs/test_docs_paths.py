@@ -171,3 +171,20 @@ def test_documents_named_in_the_code_exist() -> None:
     named = {line.partition(":")[2] for line in listed.stdout.splitlines()} - GENERATED
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_decision_has_a_status_and_is_in_the_index() -> None:
+    records = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    index = text("docs/adr/README.md")
+    assert records
+    for record in records:
+        assert "\n**Status.** " in record.read_text(encoding="utf-8"), record.name
+        assert f"| {int(record.name[:4])} | [" in index, record.name
+        assert f"]({record.name}) |" in index, record.name
+
+
+def test_every_dated_report_is_named_by_the_results() -> None:
+    reports = sorted((ROOT / "docs" / "reports" / "archive").glob("*.md"))
+    assert reports
+    results = text("docs/reports/README.md")
+    assert [report.name for report in reports if f"(archive/{report.name}" not in results] == []
