@@ -51,11 +51,14 @@ def on_config(config: Any) -> Any:
     """Adds every decision and every report to the navigation, and the code to the path."""
     sys.path.insert(0, str(ROOT))  # here, since mkdocs restores the path after it has loaded a hook
     docs = Path(config["docs_dir"])
-    for title, folder in (("Decisions", "adr"), ("Reports", "reports")):
-        config["nav"].append(
-            {title: [f"{folder}/{path.name}" for path in sorted((docs / folder).glob("*.md"))]}
-        )
+    for title, folder in (("Decisions", "adr"), ("Results", "reports")):
+        pages = sorted((docs / folder).rglob("*.md"), key=_index_first)
+        config["nav"].append({title: [str(path.relative_to(docs)) for path in pages]})
     return config
+
+
+def _index_first(path: Path) -> tuple[bool, str]:
+    return path.name != "README.md", str(path)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -119,10 +122,11 @@ def settings() -> str:
     short = {".".join(keys): name for name, keys in SHORT_NAMES.items()}
     lines = [
         "# Settings\n",
-        "Generated from the declarations in `common/settings/sections.py`, `common/settings/algorithm.py` and `common/settings/config.py`.",
+        "Generated from the declarations in `common/settings/`.",
         "A later source wins: defaults, the file of `--config` (or `RUN_CONFIG`), the environment",
         "(`RLHF_SECTION__FIELD` and the short names below), the command line (`--section.field`).",
-        "A name that does not exist is refused, and so is a setting that the other settings make pointless.\n",
+        "A name that does not exist is refused, and so is a setting that the other settings make",
+        "pointless.\n",
         "Short names: "
         + ", ".join(f"`{name}` for `{setting}`" for setting, name in short.items())
         + ".\n",
@@ -134,13 +138,11 @@ def settings() -> str:
     }
     lines += ["## The whole run\n", *_setting_rows("", own)]
     for section, field in Config.model_fields.items():
-        if (model := field.annotation) is not None and hasattr(model, "model_fields"):
-            about = _one_line(model.__doc__ or "")
-            lines += [
-                f"\n## {section}\n",
-                f"{about}\n",
-                *_setting_rows(f"{section}.", model.model_fields),
-            ]
+        model = field.annotation
+        if model is None or not hasattr(model, "model_fields"):
+            continue
+        lines += [f"\n## {section}\n", f"{_one_line(model.__doc__ or '')}\n"]
+        lines += _setting_rows(f"{section}.", model.model_fields)
     return "\n".join(lines) + "\n"
 
 
@@ -156,7 +158,8 @@ def _setting_rows(prefix: str, fields: Mapping[str, Any]) -> Iterator[str]:
 
 def _bounds(data: Any) -> Iterator[tuple[str, object]]:
     for attribute, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
-        if (limit := getattr(data, attribute, None)) is not None:
+        limit = getattr(data, attribute, None)
+        if limit is not None:
             yield sign, limit
 
 
@@ -166,8 +169,10 @@ def _type(annotation: Any) -> str:
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if get_origin(annotation) is UnionType:
         return " or ".join(_type(part) for part in parts)
-    if get_origin(annotation) in (list, dict, tuple):
-        return f"{get_origin(annotation).__name__} of {' to '.join(dict.fromkeys(_type(part) for part in parts))}"
+    container = get_origin(annotation)
+    if container in (list, dict, tuple):
+        names_of_parts = dict.fromkeys(_type(part) for part in parts)
+        return f"{container.__name__} of {' to '.join(names_of_parts)}"
     if hasattr(annotation, "__metadata__"):
         return _type(annotation.__origin__)
     names = {
@@ -195,9 +200,9 @@ def commands() -> str:
     """What every command prints with `--help`."""
     lines = [
         "# Command lines\n",
-        "What each command prints with `--help`. The services (`python -m services.data`, `services.reward`,",
-        "`services.replay`, `services.rollout`, `services.critic`, `services.environment`) take the same settings as",
-        "`python -m trainer`.\n",
+        "What each command prints with `--help`. The services (`python -m services.data`,",
+        "`services.reward`, `services.replay`, `services.rollout`, `services.critic`,",
+        "`services.environment`) take the same settings as `python -m trainer`.\n",
     ]
     environment = {
         **os.environ,
@@ -232,9 +237,10 @@ def http_api() -> str:
         )
     lines = [
         "# HTTP API\n",
-        "Generated from the OpenAPI description of each service, which it serves itself at `/docs` and `/openapi.json`.",
-        "Errors, tokens, retries and encodings are the same everywhere: [conventions](http-conventions.md).",
-        "`GET /health`, `GET /metrics` and `POST /flush` are the same in every service and listed once.\n",
+        "Generated from the OpenAPI description of each service, which it serves itself at `/docs`",
+        "and `/openapi.json`. Errors, tokens, retries and encodings are the same everywhere:",
+        "[conventions](http-conventions.md). `GET /health`, `GET /metrics` and `POST /flush` are",
+        "the same in every service and listed once.\n",
     ]
     with TemporaryDirectory() as directory:
         described = asyncio.run(_described(apps, base, Path(directory)))
@@ -261,24 +267,23 @@ def _calls(api: dict[str, Any], paths: set[str]) -> Iterator[str]:
             yield f"### {method.upper()} {path}\n"
             yield _one_line(call.get("description", "")) + "\n"
             rows = [
-                _field_row(each["name"], each["schema"], each.get("required", False), each["in"])
+                _field_row(
+                    each["name"],
+                    each["schema"],
+                    required=each.get("required", False),
+                    where=each["in"],
+                )
                 for each in call.get("parameters", [])
             ]
             for kind, body in call.get("requestBody", {}).get("content", {}).items():
-                rows += _body_rows(
-                    _resolved(api, body["schema"]), f"body, {kind.partition('/')[2]}"
-                )
+                schema = _resolved(api, body["schema"])
+                rows += _body_rows(schema, f"body, {kind.partition('/')[2]}")
             if rows:
-                yield (
-                    "| field | in | type | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-                )
-            answer = (
-                call["responses"]
-                .get("200", {})
-                .get("content", {})
-                .get("application/json", {})
-                .get("schema", {})
-            )
+                table = ["| field | in | type | meaning |", "|---|---|---|---|", *rows]
+                yield "\n".join(table) + "\n"
+
+            contents = call["responses"].get("200", {}).get("content", {})
+            answer = contents.get("application/json", {}).get("schema", {})
             names = _resolved(api, answer).get("properties", {})
             if names:
                 yield "Answer: " + ", ".join(f"`{name}`" for name in names) + ".\n"
@@ -294,21 +299,21 @@ def _resolved(api: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
 def _body_rows(schema: dict[str, Any], where: str) -> list[str]:
     required = schema.get("required", [])
     return [
-        _field_row(name, each, name in required, where)
+        _field_row(name, each, required=name in required, where=where)
         for name, each in schema.get("properties", {}).items()
     ]
 
 
-def _field_row(name: str, schema: dict[str, Any], required: bool, where: str) -> str:
+def _field_row(name: str, schema: dict[str, Any], *, required: bool, where: str) -> str:
     limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
-    default = (
-        [f"default `{_plain(schema['default'])}`"]
-        if schema.get("default") not in (None, "", [], {})
-        else []
-    )
-    kind = ", ".join([_schema_type(schema), *bounds, *default, *(["required"] if required else [])])
-    return f"| `{name}` | {where} | {kind} | {_one_line(schema.get('description', ''))} |"
+    facts = [_schema_type(schema)]
+    facts += [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
+    if schema.get("default") not in (None, "", [], {}):
+        facts.append(f"default `{_plain(schema['default'])}`")
+    if required:
+        facts.append("required")
+    about = _one_line(schema.get("description", ""))
+    return f"| `{name}` | {where} | {', '.join(facts)} | {about} |"
 
 
 def _schema_type(schema: dict[str, Any]) -> str:

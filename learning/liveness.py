@@ -7,7 +7,7 @@ A thread of every rank holds one TCP connection to rank 0, which relays what it 
 connection means a killed process and is noticed at once; silence means a node without power or
 network, or a stopped process. A rank in a long computation still sends beats, because torch
 releases the interpreter lock in kernels and collectives. A rank that ends by itself first sends the
-reason. ADR 0013 explains why this is not part of rank 0's HTTP server.
+reason. ADR 6 explains why this is not part of rank 0's HTTP server.
 """
 
 import asyncio

@@ -7,7 +7,7 @@ import xxhash
 
 Hasher = xxhash.xxh3_128
 """128-bit XXH3: detects damage by disks, networks and killed processes, not deliberate changes (ADR
-41)."""
+1)."""
 
 
 def checksum(path: Path) -> str:

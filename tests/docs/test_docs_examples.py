@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,17 +19,19 @@ FOLDERS = sorted(path.parent for path in (ROOT / "examples").glob("*/README.md")
 SETTINGS = sorted((ROOT / "examples").glob("*/*.yaml"))
 
 
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def test_every_example_exists_with_settings() -> None:
     assert {folder.name for folder in FOLDERS} == {
-        *(
-            "gsm8k_gpu",
-            "real_model",
-            "own_reward",
-            "ppo_critic",
-            "lora",
-            "code_rewards",
-            "tool_calculator",
-        )
+        "gsm8k_gpu",
+        "real_model",
+        "own_reward",
+        "ppo_critic",
+        "lora",
+        "code_rewards",
+        "tool_calculator",
     }
     assert {path.parent for path in SETTINGS} == set(FOLDERS)
 
@@ -52,14 +56,11 @@ def test_the_problems_of_the_real_model_hold_out_what_they_say(tmp_path: Path) -
     from examples.real_model.problems import SIZES, main
 
     main(tmp_path)
-    rows = {
-        name: [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        for name in SIZES
-    }
+    rows = {name: json_lines(tmp_path / f"{name}.jsonl") for name in SIZES}
     assert {name: len(found) for name, found in rows.items()} == SIZES
     done = {name: {row["calculation"] for row in found} for name, found in rows.items()}
     assert not done["test"] & done["train"]
-    for row in (row for found in rows.values() for row in found):
+    for row in chain.from_iterable(rows.values()):
         assert eval(row["calculation"]) == int(row["answer"])  # noqa: S307
     settings = ROOT / "examples" / "real_model" / "grpo.yaml"
     config = load(["--config", str(settings), "--data.source", str(tmp_path)], {})
@@ -83,15 +84,9 @@ def test_the_custom_reward_prefers_short_right_answers() -> None:
 @pytest.mark.integration
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 def test_every_reference_solution_passes_its_cases() -> None:
-    lines = (
-        (ROOT / "examples" / "code_rewards" / "problems.jsonl")
-        .read_text(encoding="utf-8")
-        .splitlines()
-    )
-    rows = [json.loads(line) for line in lines]
+    rows = json_lines(ROOT / "examples" / "code_rewards" / "problems.jsonl")
     chats = [
         [{"role": "assistant", "content": f"```python\n{row['reference']}\n```"}] for row in rows
     ]
-    assert CodeRewardFunction()(chats, test_cases=[row["test_cases"] for row in rows]) == [
-        1.0
-    ] * len(rows)
+    rewards = CodeRewardFunction()(chats, test_cases=[row["test_cases"] for row in rows])
+    assert rewards == [1.0] * len(rows)

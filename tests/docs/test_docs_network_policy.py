@@ -7,7 +7,8 @@ import yaml
 from common.settings.sections import EnvironmentSection
 from tests.support.paths import ROOT
 
-GROUP, AGENTS = {"rlhf-group": "rlhf-math"}, {"rlhf-agents": "rlhf-math"}
+GROUP = {"rlhf-group": "rlhf-math"}
+AGENTS = {"rlhf-agents": "rlhf-math"}
 
 
 def selected(peers: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -20,7 +21,9 @@ def test_agents_can_reach_only_the_gateway() -> None:
         for each in yaml.safe_load_all((ROOT / "docs/reference/network-policy.yaml").read_text())
     }
     gateway = [{"port": EnvironmentSection().port}]
-    group, agents, door = found["rlhf-math"], found["rlhf-math-agents"], found["rlhf-math-gateway"]
+    group = found["rlhf-math"]
+    agents = found["rlhf-math-agents"]
+    door = found["rlhf-math-gateway"]
     assert group["podSelector"]["matchLabels"] == door["podSelector"]["matchLabels"] == GROUP
     assert [selected(rule["from"]) for rule in group["ingress"]] == [[GROUP]]
     assert agents["podSelector"]["matchLabels"] == AGENTS

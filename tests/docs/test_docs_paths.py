@@ -44,7 +44,7 @@ _VARIABLE = re.compile(r"RLHF_[A-Z]+__[A-Z_]+")
 
 
 def documents() -> list[str]:
-    """Every tracked or new Markdown file except the changelog, which names removed things."""
+    """Every tracked or new Markdown file."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
         cwd=ROOT,
@@ -52,15 +52,12 @@ def documents() -> list[str]:
         text=True,
         check=True,
     )
-    return sorted(
-        name
-        for name in set(listed.stdout.split())
-        if name != "CHANGELOG.md" and (ROOT / name).exists()
-    )
+    return sorted(name for name in set(listed.stdout.split()) if (ROOT / name).exists())
 
 
 DOCUMENTS = documents()
-CURRENT = [name for name in DOCUMENTS if not name.startswith(("docs/reports/", "docs/adr/"))]
+DATED = ("docs/reports/archive/", "docs/adr/")
+CURRENT = [name for name in DOCUMENTS if not name.startswith(DATED)]
 
 
 @cache
@@ -174,3 +171,20 @@ def test_documents_named_in_the_code_exist() -> None:
     named = {line.partition(":")[2] for line in listed.stdout.splitlines()} - GENERATED
     assert named
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_decision_has_a_status_and_is_in_the_index() -> None:
+    records = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    index = text("docs/adr/README.md")
+    assert records
+    for record in records:
+        assert "\n**Status.** " in record.read_text(encoding="utf-8"), record.name
+        assert f"| {int(record.name[:4])} | [" in index, record.name
+        assert f"]({record.name}) |" in index, record.name
+
+
+def test_every_dated_report_is_named_by_the_results() -> None:
+    reports = sorted((ROOT / "docs" / "reports" / "archive").glob("*.md"))
+    assert reports
+    results = text("docs/reports/README.md")
+    assert [report.name for report in reports if f"(archive/{report.name}" not in results] == []
