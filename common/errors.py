@@ -2,7 +2,9 @@
 it.
 """
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
@@ -24,6 +26,23 @@ def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
     )
     text = text[: limit + 1].encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
+    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all
+    `choices`.
+
+    `similar` are further known names, too many to list.
+    """
+    choices = list(choices)
+    near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else ""
+    if not choices:
+        return hint
+
+    *others, last = choices
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f"{hint} use {listed}".strip()
 
 
 class ServiceError(Exception):

@@ -5,11 +5,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from common.errors import ConfigError, ServiceError
-from common.settings.config import fail, program
-from common.settings.explain import did_you_mean
+from common.errors import ConfigError, ServiceError, did_you_mean
+from common.process.logs import log_exit_reason
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -60,6 +60,25 @@ class CommandParser(argparse.ArgumentParser):
         elif colon:
             problem, remedy = text, hint
         fail(ConfigError(problem, field=field, value=value, remedy=remedy))
+
+
+def program(module: str) -> str:
+    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
+    `python -m MODULE`.
+    """
+    started = [*sys.orig_argv, "", ""]
+    script = Path(started[1]).name
+    if script.startswith("rlhf-"):
+        return script
+    if started[1:3] == ["-m", "rlhf_math"]:
+        return f"python -m rlhf_math {module}"
+    return f"python -m {module}"
+
+
+def fail(error: Exception, status: int = 2) -> NoReturn:
+    """Prints the error and exits."""
+    log_exit_reason(f"error: {error}")
+    raise SystemExit(status)
 
 
 def positive(text: str) -> int:

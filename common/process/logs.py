@@ -23,11 +23,14 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.process.security import SecretRedactor
+from common.process.topology import Topology
 
 REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
 SHOWN = {"shown": True}
 """`extra` for a line that is already on the console: in text format it goes only to the log
 file."""
+_OWN = ("common", "learning", "services", "trainer", "jobgroup")
+"""Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 _request: ContextVar[str] = ContextVar("request", default="")
@@ -161,6 +164,64 @@ def level() -> str:
     return value.upper()
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that drops lines while its disk is full, and reports that once; standard error has
+    every line.
+    """
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            text = f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}"
+            if isinstance(self.formatter, JsonFormatter):
+                text = self.formatter.line(__name__, text, logging.ERROR)
+            print(text, file=sys.stderr, flush=True)
+
+
+def setup_logging(
+    name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None
+) -> logging.Logger:
+    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume
+    outlives SkyPilot's logs.
+
+    The level is `LOG_LEVEL` (default INFO), the format `LOG_FORMAT` (`text` by default, or `json`:
+    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises
+    ConfigError when `log_dir` is not writable or one of the variables is invalid.
+    """
+    as_json, wanted_level = wants_json(), level()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if not as_json:
+        handlers[0].addFilter(lambda record: not getattr(record, "shown", False))
+    if log_dir is not None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            handlers.append(_LogFile(log_dir / f"{name}.log", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"logs cannot be written: {error}",
+                field="state_dir",
+                value=str(log_dir),
+                remedy="set another folder",
+            ) from None
+    node = Topology.from_env().node_rank
+    formatter = (
+        JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
+    )
+    for handler in handlers:
+        handler.setFormatter(formatter)
+    debug = wanted_level == "DEBUG"
+    logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
+    for own in _OWN:
+        logging.getLogger(own).setLevel(logging.DEBUG if debug else logging.NOTSET)
+    if as_json:
+        log_uncaught()
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(name)
+
+
 def to_stderr(service: str) -> None:
     """Logs warnings of a process that a service started to standard error, in the format of the
     service's own log.
@@ -176,7 +237,7 @@ def structured() -> JsonFormatter | None:
     return next((formatter for formatter in found if isinstance(formatter, JsonFormatter)), None)
 
 
-def last_words(text: str) -> None:
+def log_exit_reason(text: str) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
     if path := os.environ.get(
         "TORCHELASTIC_ERROR_FILE"

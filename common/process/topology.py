@@ -57,7 +57,7 @@ except ChildFailedError as end:
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
 """torchrun, except that it exits with the status of the rank that failed first, or 128 plus its
-signal, and prints the reason that this rank recorded (`last_words`) instead of a traceback. This
+signal, and prints the reason that this rank recorded (`log_exit_reason`) instead of a traceback. This
 package never imports torch."""
 
 

@@ -15,11 +15,10 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from common.clients.pacing import THINK_OPEN, RequestLimits
-from common.errors import ConfigError
-from common.prompts.chat_templates import variables
+from common.errors import ConfigError, did_you_mean
 from common.prompts.templates import filled
+from common.settings.chat_templates import variables
 from common.settings.config import Config
-from common.settings.explain import did_you_mean
 from common.settings.sections import SamplingSection
 from common.wire.schemas import Prompt
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.settings.sections import Main, Section
+from common.settings.sections import InHelp, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -69,7 +69,7 @@ class AlgorithmSection(Section):
     A recipe sets defaults; explicit settings win; settings nothing reads are refused.
     """
 
-    name: Main[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
+    name: InHelp[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
     advantage: Literal[_OfTheSum, _Others] = "group_normalised"
     """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
     values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
@@ -88,7 +88,7 @@ class AlgorithmSection(Section):
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: Main[float] = Field(0.2, gt=0)
+    clip_high: InHelp[float] = Field(0.2, gt=0)
     """Upper clip range of the probability ratio."""
     sapo_tau_positive: float = Field(1.0, gt=0)
     """Steepness of SAPO's sigmoid for tokens with a positive advantage."""
@@ -101,14 +101,14 @@ class AlgorithmSection(Section):
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
     ] = "token_mean"
     """Reduction of the losses of the batch's tokens to one number."""
-    update_epochs: Main[int] = Field(1, gt=0)
+    update_epochs: InHelp[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
     mini_batches: int = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
     """KL per token to the policy before the update above which the rest of the batch is skipped.
     Unset: no limit."""
-    kl_coef: Main[float] = Field(0.0, ge=0)
+    kl_coef: InHelp[float] = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model
     is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -126,7 +126,7 @@ class AlgorithmSection(Section):
     loaded."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
-    dynamic_sampling: Main[bool] = False
+    dynamic_sampling: InHelp[bool] = False
     """Replace groups of equal rewards, which carry no gradient, until the batch is full."""
     dynamic_sampling_rounds: int = Field(10, gt=0)
     """Rounds of replacement without a full batch after which the run ends."""

@@ -80,9 +80,9 @@ def check(config: Settings) -> None:
         )
     if config.algorithm.advantage == "reward_normalised":
         _check_gdpo(config)
-    if config.teacher.url and config.sampling.cuts():
+    if config.teacher.url and config.sampling.truncation():
         raise ValueError(
-            f"sampling.{next(iter(config.sampling.cuts()))} removes tokens from the policy's distribution, so that its "
+            f"sampling.{next(iter(config.sampling.truncation()))} removes tokens from the policy's distribution, so that its "
             "log-probabilities cannot be compared with the teacher's: leave it out, or leave teacher.url empty"
         )
     completions = config.trainer.batch_size * config.sampling.group_size
@@ -194,12 +194,12 @@ def _check_sampling(config: Settings) -> None:
             "for a sampled token: lower it, or leave it unset and set evaluation.top_k"
         )
     if (
-        sampling.cuts()
+        sampling.truncation()
         and config.rollout.engine == "sglang"
         and config.rollout.router == "sglang-router"
     ):
         raise ValueError(
-            f"sampling.{next(iter(sampling.cuts()))} requires that SGLang reports the candidates of every token, and "
+            f"sampling.{next(iter(sampling.truncation()))} requires that SGLang reports the candidates of every token, and "
             "rollout.router sglang-router removes that field from requests: set rollout.router smg, or leave it out here "
             "and set it in evaluation"
         )

@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, shorten
-from common.process.logs import last_words
+from common.process.cli import fail, program
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
-from common.settings.sections import MAIN
+from common.settings.sections import IN_HELP
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
@@ -77,7 +77,7 @@ class Config(Settings):
 
 
 @dataclass(frozen=True)
-class Purpose:
+class SettingsSubset:
     """A program that reads only some of the settings and has its own defaults for some of them."""
 
     about: str
@@ -115,9 +115,9 @@ def load(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     prog: str | None = None,
-    purpose: Purpose | None = None,
+    subset: SettingsSubset | None = None,
 ) -> Config:
-    """Builds the configuration from a file, the environment and the command line, for one `purpose`
+    """Builds the configuration from a file, the environment and the command line, for one `subset`
     or for any program.
 
     Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the
@@ -140,14 +140,14 @@ def load(
         default: dict[str, Any] = {
             "trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}
         }
-        for name, own in (purpose.defaults if purpose else {}).items():
+        for name, own in (subset.defaults if subset else {}).items():
             put(default, tuple(name.split(".")), own)
         low = merge(default, from_file(Path(path)) if path else {})
         rest, lists = take_json_lists(rest, names())
-        words = merge(_command_line(rest, prog, purpose) if rest else {}, lists)
+        words = merge(_command_line(rest, prog, subset) if rest else {}, lists)
         config = Config(**merge(merge(low, from_env(env, names())), words))
-        if purpose:
-            purpose.check(config)
+        if subset:
+            subset.check(config)
         return config
     except ValidationError as error:
         raise from_validation(error) from None
@@ -177,27 +177,29 @@ def names() -> dict[str, FieldInfo]:
     return found
 
 
-def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> dict[str, Any]:
-    """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all
+def _command_line(
+    words: list[str], prog: str | None, subset: SettingsSubset | None
+) -> dict[str, Any]:
+    """Parses the command line. `--help` shows the settings of type `InHelp`, `--help-all` all
     settings; both exit.
     """
     # SkyPilot's environment does not have it.
     from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
-    class Words(Config, BaseSettings):
+    class CommandLine(Config, BaseSettings):
         model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
 
     source: CliSettingsSource[ArgumentParser] = CliSettingsSource(
-        Words, cli_prog_name=prog, cli_exit_on_error=False
+        CommandLine, cli_prog_name=prog, cli_exit_on_error=False
     )
     parser, settings = source.root_parser, names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
-    if purpose:
-        purpose.explain(parser)
+    if subset:
+        subset.explain(parser)
     if "--help-all" not in words:
-        read = purpose.reads if purpose else settings
-        rare = {f"--{name}" for name in read if MAIN not in settings[name].metadata}
+        read = subset.reads if subset else settings
+        rare = {f"--{name}" for name in read if IN_HELP not in settings[name].metadata}
         for action in parser._actions:  # argparse has no other way to hide an existing option
             if rare.intersection(action.option_strings):
                 action.help = SUPPRESS
@@ -222,27 +224,6 @@ def main(run: Callable[[Config], None], prog: str) -> None:
         run(load(prog=program(prog)))
     except ConfigError as error:
         fail(error, setting_status())
-
-
-def program(module: str) -> str:
-    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
-    `python -m MODULE`.
-    """
-    started = [*sys.orig_argv, "", ""]
-    script = Path(started[1]).name
-    if script.startswith("rlhf-"):
-        return script
-    return (
-        f"python -m rlhf_math {module}"
-        if started[1:3] == ["-m", "rlhf_math"]
-        else f"python -m {module}"
-    )
-
-
-def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    last_words(f"error: {error}")
-    raise SystemExit(status)
 
 
 def from_validation(error: ValidationError) -> ConfigError:

@@ -76,7 +76,7 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
     with (
         old.open("rb") as before,
         delta.open("rb") as changes,
-        spares.written(target, left) as stream,
+        spares.create(target, left) as stream,
     ):
         while left > 0:
             words = _words(before)

@@ -15,7 +15,7 @@ _MIN_REUSED_BYTES = 1 << 20
 _NAME = "spare"
 
 
-def retire(directory: Path) -> None:
+def discard(directory: Path) -> None:
     """Removes a directory of files that nobody reads any more, but keeps the largest file next to
     it for reuse.
     """
@@ -33,7 +33,7 @@ def retire(directory: Path) -> None:
 
 
 @contextmanager
-def written(target: Path, size: int) -> Iterator[BinaryIO]:
+def create(target: Path, size: int) -> Iterator[BinaryIO]:
     """Opens a new file of about `size` bytes for writing and truncates it at the end of what was
     written.
 

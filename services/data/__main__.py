@@ -2,7 +2,7 @@
 it with status 2.
 """
 
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.topology import DATA, Topology
 from common.settings.config import Config, main
 from services.data.app import create_data_app

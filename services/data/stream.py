@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.process.storage import cure, damage
+from common.process.storage import sqlite_damage, sqlite_remedy
 from common.wire.schemas import Prompt, PromptBatch, Wire
 from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
@@ -258,7 +258,7 @@ class PromptStream:
             if isinstance(error, ConfigError):
                 raise
             raise self._unusable(
-                error, cure(str(error), "remove the file: the stream then starts over")
+                error, sqlite_remedy(str(error), "remove the file: the stream then starts over")
             ) from None
         return db
 
@@ -272,7 +272,7 @@ class PromptStream:
             if self._curriculum:
                 self._curriculum.create(db)
             return
-        if problem := damage(db, "integrity_check"):
+        if problem := sqlite_damage(db, "integrity_check"):
             raise sqlite3.DatabaseError(problem)
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.process.storage import StorageFailed, cure, damage
+from common.process.storage import StorageFailed, sqlite_damage, sqlite_remedy
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
@@ -186,7 +186,7 @@ class Database:
             os.close(directory)
 
     def _check(self) -> None:
-        if problem := damage(self.db, "quick_check"):
+        if problem := sqlite_damage(self.db, "quick_check"):
             raise self._unusable(problem)
         self._check_layout()
 
@@ -208,7 +208,7 @@ class Database:
         )
 
     def _unusable(self, why: str) -> ConfigError:
-        remedy = cure(why, "restore the file from a copy, or move it away to start empty")
+        remedy = sqlite_remedy(why, "restore the file from a copy, or move it away to start empty")
         trouble = {
             "end the other process": "is in use by another process",
             "free disk space": "cannot be made",

@@ -6,9 +6,10 @@ import string
 from pathlib import Path
 
 import pytest
+from common.settings.prompt_templates import NAMED
 
 from common.errors import ConfigError
-from common.prompts.templates import NAMED, columns_of, fill, filled
+from common.prompts.templates import columns_of, fill, filled
 from common.settings.config import Config, from_mapping, load
 from common.wire.schemas import Prompt
 
