@@ -80,7 +80,8 @@ async def _not_compressed(response: httpx.Response) -> None:
 
 
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
-    if encoding := headers.get("content-encoding"):
+    encoding = headers.get("content-encoding")
+    if encoding:
         raise ServiceError(
             "the response is compressed, although the request did not ask for that",
             field="content-encoding",
@@ -112,14 +113,17 @@ class Client:
         deadline_s: float = 120.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
+        self.service = service
+        self.base_url = base_url
+        self.deadline_s = deadline_s
         self._last_warning = 0.0
         sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
         hooks: dict[str, list[Callable[..., Any]]] = {
             "request": [_with_id],
             "response": [_not_compressed],
         }
-        self._sent, self._network = sent, None if transport else _network()
+        self._sent = sent
+        self._network = None if transport else _network()
         self.http = httpx.AsyncClient(
             base_url=base_url, transport=transport or self._network, headers=sent, event_hooks=hooks
         )
@@ -153,7 +157,8 @@ class Client:
     ) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
-        delay, reason = 0.05, ""
+        delay = 0.05
+        reason = ""
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
             try:
@@ -217,10 +222,8 @@ class Client:
         if self._network is None or arguments.keys() != {"content", "headers"}:
             return await self.http.request(method, path, timeout=timeout, **arguments)
         session = self._network.client = self._network.get_client()
-        content, headers = (
-            arguments["content"],
-            {**self._sent, **logs.sent_headers(), **arguments["headers"]},
-        )
+        content = arguments["content"]
+        headers = {**self._sent, **logs.sent_headers(), **arguments["headers"]}
         sending = session.request(
             method,
             self.base_url.rstrip("/") + path,
@@ -256,7 +259,8 @@ class Client:
 
     def _error(self, response: httpx.Response) -> ServiceError:
         detail = _detail(response)
-        status, message = response.status_code, detail.pop("message")
+        status = response.status_code
+        message = detail.pop("message")
         if "code" not in detail:
             message = f"HTTP {status}: {message}"
             if status == Unauthorized.status:
@@ -346,7 +350,8 @@ async def wait_healthy(
     Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError
     at once for a wrong token and for a service that will never be healthy.
     """
-    start, said = time.monotonic(), time.monotonic()
+    start = time.monotonic()
+    said = time.monotonic()
     waiting = dict.fromkeys(clients, "not asked yet")
     while True:
         reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waiting))
@@ -368,5 +373,6 @@ async def wait_healthy(
             )
         if now - said > every_s:
             say(f"waited {now - start:.0f} s so far for {text}")
-            said, every_s = now, min(60.0, 2 * every_s)
+            said = now
+            every_s = min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)

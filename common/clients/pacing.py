@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
 _END = f"\n{THINK_CLOSE}\n\n"
-_FIRST, _LEAST = 64, 16
+_FIRST = 64
+_LEAST = 16
 """With a time limit: tokens of the first request, and the fewest tokens of a later one."""
 _BY_TOKEN = (
     "output_token_logprobs",
@@ -73,11 +75,13 @@ async def paced(
         stops: texts that end a completion; searched here only across the border between two
         requests.
     """
-    began, size = time.monotonic(), limits.size(0, most, 0.0)
+    began = time.monotonic()
+    size = limits.size(0, most, 0.0)
     first = await ask(list(prompt), n, size, min(least, size), 0)
 
     async def finish(index: int, answer: dict[str, Any]) -> dict[str, Any]:
-        piece, requests = _Piece(answer, list(answer["output_ids"])), 0
+        piece = _Piece(answer, list(answer["output_ids"]))
+        requests = 0
         while piece.is_open and len(piece.tokens) < most:
             done = len(piece.tokens)
             if (
@@ -87,7 +91,8 @@ async def paced(
             ):
                 piece.end_thought(limits.tokenizer, prompt, most)
                 continue
-            if not (size := limits.size(done, most, time.monotonic() - began)):
+            size = limits.size(done, most, time.monotonic() - began)
+            if not size:
                 break
             requests += 1
             number = index + n * requests
@@ -123,7 +128,8 @@ class _Piece:
 
     def append(self, more: dict[str, Any]) -> None:
         """Appends an answer that continues this one."""
-        done, new = len(self.tokens), more["meta_info"]
+        done = len(self.tokens)
+        new = more["meta_info"]
         self.tokens += more["output_ids"]
         spans = [
             {"version": span["version"], "start": span["start"] + done, "end": span["end"] + done}

@@ -66,7 +66,8 @@ class RolloutClient(Client):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._turn_ends, self._turn_over = 0.0, False
+        self._turn_ends = 0.0
+        self._turn_over = False
 
     async def generate(
         self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]
@@ -105,7 +106,8 @@ class RolloutClient(Client):
         lora_path: str | None,
         logprobs: bool = True,
     ) -> list[_T]:
-        if (pace := options.get("pace")) is not None:
+        pace = options.get("pace")
+        if pace is not None:
             return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
         content = await self._generate(input_ids, options, lora_path, logprobs)
         await self._turn()
@@ -121,7 +123,8 @@ class RolloutClient(Client):
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
-            self._turn_ends, self._turn_over = loop.time() + _TURN_S, False
+            self._turn_ends = loop.time() + _TURN_S
+            self._turn_over = False
 
         while True:
             if not self._turn_over and loop.time() > self._turn_ends:
@@ -139,7 +142,8 @@ class RolloutClient(Client):
         lora_path: str | None,
         logprobs: bool,
     ) -> list[dict[str, Any]]:
-        shape, seed = {**options.get("shape", {})}, options.get("sampling_seed")
+        shape = {**options.get("shape", {})}
+        seed = options.get("sampling_seed")
         shortest = shape.pop("min_new_tokens", 0)
 
         async def ask(
@@ -168,7 +172,8 @@ class RolloutClient(Client):
         lora_path: str | None,
         logprobs: bool = True,
     ) -> bytes:
-        n, prompt = options["n"], list(input_ids)
+        n = options["n"]
+        prompt = list(input_ids)
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
@@ -179,7 +184,8 @@ class RolloutClient(Client):
             "skip_special_tokens": True,
             **options.get("shape", {}),
         }
-        if (seed := options.get("sampling_seed")) is not None:
+        seed = options.get("sampling_seed")
+        if seed is not None:
             sampling["sampling_seed"] = seed
         body: dict[str, Any] = {
             "input_ids": [prompt] * n if repeated else prompt,
@@ -191,7 +197,8 @@ class RolloutClient(Client):
             body["return_sampling_mask"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path
-        headers, deadline_s = {"content-type": "application/json"}, options.get("deadline_s")
+        headers = {"content-type": "application/json"}
+        deadline_s = options.get("deadline_s")
         response = await self.request(
             "POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s
         )
@@ -282,11 +289,13 @@ def completion_from_answer(
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
-        ids, pairs = answer["output_ids"], meta["output_token_logprobs"]
+        ids = answer["output_ids"]
+        pairs = meta["output_token_logprobs"]
         flat = list(chain.from_iterable(pairs))  # log-probability, token and token text alternate
         token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
         logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
-        matches, kept = len(flat) == 3 * len(pairs) and flat[1::3] == ids, _Kept()
+        matches = len(flat) == 3 * len(pairs) and flat[1::3] == ids
+        kept = _Kept()
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(

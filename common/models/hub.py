@@ -83,17 +83,14 @@ def check_model(name: str, field: str = "model.name") -> None:
     try:
         patiently(lambda: hub.get_hf_file_metadata(address, timeout=REACH_S), REACH_S)
     except errors.GatedRepoError:
-        problem, remedy = "the model is gated", "ask for access on its page and set HF_TOKEN,"
+        problem = "the model is gated"
+        remedy = "ask for access on its page and set HF_TOKEN,"
     except errors.RepositoryNotFoundError:
-        problem, remedy = (
-            f"{neither} the hub has no model of this name that you can access",
-            "correct the name, set HF_TOKEN,",
-        )
+        problem = f"{neither} the hub has no model of this name that you can access"
+        remedy = "correct the name, set HF_TOKEN,"
     except errors.EntryNotFoundError:
-        problem, remedy = (
-            "the repository on the hub has no config.json, so it holds no model",
-            "name another,",
-        )
+        problem = "the repository on the hub has no config.json, so it holds no model"
+        remedy = "name another,"
     except Exception as error:  # the library raises many types when the network fails
         cause = " ".join(str(error).split()) or type(error).__name__
         problem = f"{neither} the hub cannot be reached: {cause}"
@@ -152,10 +149,13 @@ def patiently(
             future.set_exception(error)
 
     threading.Thread(target=run, name="hub", daemon=True).start()
-    since, seen = time.monotonic(), -1
+    since = time.monotonic()
+    seen = -1
     while not wait([future], min(_POLL_S, limit_s)).done:
-        if (now := progress()) != seen:
-            since, seen = time.monotonic(), now
+        now = progress()
+        if now != seen:
+            since = time.monotonic()
+            seen = now
         if time.monotonic() - since >= limit_s:
             raise TimeoutError(
                 f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s"

@@ -22,7 +22,8 @@ _KNOWN = {
 q and k, or more norms)."""
 _MASTER = 4
 """Bytes per float32 number: of weights, gradients, and each of AdamW's two moments."""
-_LOGITS_BYTES, _KEPT_BYTES = 1 << 30, 5 << 30
+_LOGITS_BYTES = 1 << 30
+_KEPT_BYTES = 5 << 30
 """Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are
 kept for the backward pass (`trainer/policy/logprobs.py`)."""
 WHOLE_GRADIENTS_BYTES = 8 << 30
@@ -88,7 +89,8 @@ class ModelShape:
     @property
     def layer_tensors(self) -> list[int]:
         """Sizes of the parameters of a decoder layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         matrices = (
             [self.hidden * queries] * 2
             + [self.hidden * keys] * 2
@@ -124,7 +126,8 @@ class ModelShape:
         """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them
         when empty.
         """
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         sides = {
             "q_proj": (self.hidden, queries),
             "k_proj": (self.hidden, keys),
@@ -231,7 +234,9 @@ def trainer_memory(
     `repeats_heads`: the kernel of attention needs a key and value head for every query head, as
     torch's does before 2.12. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
     """
-    settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
+    settings = config.trainer
+    lora = config.lora
+    size = group_size(config, ranks)
     width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
     trained = (
         shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
@@ -273,18 +278,22 @@ def _moments(
     the last are reduced; and the reduction of the gradients of embedding and head.
     `benchmarks/rehearsal.py` shows what is allocated then.
     """
-    settings, rounded = config.trainer, width < _MASTER
+    settings = config.trainer
+    rounded = width < _MASTER
     sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
-    layer, outer, matrix = (
-        shape.layer_parameters,
-        shape.outer_parameters,
-        shape.vocabulary * shape.hidden,
-    )
+    layer = shape.layer_parameters
+    outer = shape.outer_parameters
+    matrix = shape.vocabulary * shape.hidden
     if config.lora.rank:
-        layer_gradients, outer_gradients, head_gradient = trained // shape.layers, 0, 0
+        layer_gradients = trained // shape.layers
+        outer_gradients = 0
+        head_gradient = 0
     else:
-        layer_gradients, outer_gradients, head_gradient = layer, outer, matrix
-    tokens, states = settings.micro_batch_tokens, settings.micro_batch_tokens * shape.hidden
+        layer_gradients = layer
+        outer_gradients = outer
+        head_gradient = matrix
+    tokens = settings.micro_batch_tokens
+    states = settings.micro_batch_tokens * shape.hidden
     products = (
         tokens * shape.product_bytes(width)
         if settings.activation_checkpointing == "selective"
@@ -300,10 +309,8 @@ def _moments(
     ends = states * (
         _MASTER + 4 * width
     )  # the embedding's result, the last norm, the head's input and its gradient
-    logits, slopes = (
-        min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary),
-        width * tokens * shape.vocabulary,
-    )
+    logits = min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary)
+    slopes = width * tokens * shape.vocabulary
     if slopes <= _KEPT_BYTES:
         scores = max(logits + slopes, slopes + width * head_gradient * rounded)
     else:
@@ -323,7 +330,9 @@ def _moments(
         last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
     else:  # autocast keeps its copies of the weights until the pass ends
         at_head = at_layer = width * trained * rounded
-        at_end, layer_sum, last_sum = 0, width * layer_gradients, _MASTER * trained * (ranks > 1)
+        at_end = 0
+        layer_sum = width * layer_gradients
+        last_sum = _MASTER * trained * (ranks > 1)
     return [
         (at_head, whole + _MASTER * head_gradient, kept + ends, scores),
         (at_layer, whole + layer_sum, kept + again + backward, 0),
@@ -348,7 +357,8 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
     `weight_sync` distributed and another with `max_staleness` or `rollout.colocate`, what is
     offloaded or parked, and the processes.
     """
-    lora, size = config.lora, group_size(config, ranks)
+    lora = config.lora
+    size = group_size(config, ranks)
     trained = (
         shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
     )
@@ -378,12 +388,11 @@ def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
     frozen model.
     """
     model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
-    trained, frozen = model, list[int]()
+    trained = model
+    frozen = list[int]()
     if config.lora.rank:
-        trained, frozen = (
-            shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers,
-            model,
-        )
+        trained = shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers
+        frozen = model
     width = 2 if config.model.dtype == "bfloat16" else _MASTER
     learned = sum(
         2 * _pinned(_MASTER * tensor // size) + 2 * _MASTER * tensor // size for tensor in trained
@@ -416,10 +425,8 @@ def engine_memory(
 
     Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
-    size, width = (
-        config.rollout.tensor_parallel_size,
-        2 if config.model.dtype == "bfloat16" else _MASTER,
-    )
+    size = config.rollout.tensor_parallel_size
+    width = 2 if config.model.dtype == "bfloat16" else _MASTER
     if shape.heads % size:
         raise ConfigError(
             f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",

@@ -25,7 +25,8 @@ from common.errors import ConfigError
 from common.process.security import SecretRedactor
 from common.process.topology import Topology
 
-REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
+REQUEST_HEADER = "x-request-id"
+RUN_HEADER = "x-run-id"
 SHOWN = {"shown": True}
 """`extra` for a line that is already on the console: in text format it goes only to the log
 file."""
@@ -190,7 +191,8 @@ def setup_logging(
     docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises
     ConfigError when `log_dir` is not writable or one of the variables is invalid.
     """
-    as_json, wanted_level = wants_json(), level()
+    as_json = wants_json()
+    wanted_level = level()
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if not as_json:
         handlers[0].addFilter(lambda record: not getattr(record, "shown", False))
@@ -239,13 +241,13 @@ def structured() -> JsonFormatter | None:
 
 def log_exit_reason(text: str) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
-    if path := os.environ.get(
-        "TORCHELASTIC_ERROR_FILE"
-    ):  # torchrun repeats it after the other ranks' output
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # torchrun repeats it after the other ranks' output
         Path(path).write_text(
             json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
         )
-    handled, as_json = bool(logging.getLogger().handlers), structured()
+    handled = bool(logging.getLogger().handlers)
+    as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN)
     if as_json is None:
@@ -267,7 +269,8 @@ def log_uncaught() -> None:
         )
 
     def of_thread(ended: threading.ExceptHookArgs) -> None:
-        name, error = ended.thread.name if ended.thread else "a thread", ended.exc_value
+        name = ended.thread.name if ended.thread else "a thread"
+        error = ended.exc_value
         if error is not None:  # None: SystemExit, or the interpreter is shutting down
             log.critical(
                 "the thread %s ended: %s",
@@ -276,5 +279,6 @@ def log_uncaught() -> None:
                 exc_info=(ended.exc_type, error, ended.exc_traceback),
             )
 
-    sys.excepthook, threading.excepthook = of_process, of_thread
+    sys.excepthook = of_process
+    threading.excepthook = of_thread
     logging.captureWarnings(True)

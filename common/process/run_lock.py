@@ -23,7 +23,9 @@ from common.process.storage import storing
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
-_BEAT_S, _STALE_S, _SETTLE_S = 5.0, 30.0, 1.0
+_BEAT_S = 5.0
+_STALE_S = 30.0
+_SETTLE_S = 1.0
 _SIZE = 512
 """Fixed size of the file in bytes, so that overwriting it needs no space on a full disk."""
 
@@ -41,7 +43,9 @@ class RunLock:
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
-        self._path, self._field, self.run = directory / LOCK, field, run
+        self._path = directory / LOCK
+        self._field = field
+        self.run = run
         self._own: dict[str, Any] = {
             "run": run,
             "host": platform.node(),
@@ -93,7 +97,8 @@ class RunLock:
             )
 
     def _acquire(self) -> None:
-        locked, before = self._flock(), self._read()
+        locked = self._flock()
+        before = self._read()
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
             raise self._in_use(self._read() or before)
@@ -138,13 +143,15 @@ class RunLock:
         end = time.monotonic() + _STALE_S
         while time.monotonic() < end:
             time.sleep(min(0.2, _STALE_S))
-            if (now := self._read()) != holder:
+            now = self._read()
+            if now != holder:
                 return bool(now)
         return False
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            if (found := self._read()) and found.get("token") != self._own["token"]:
+            found = self._read()
+            if found and found.get("token") != self._own["token"]:
                 self._thief = found
                 return
             self._own["beat"] += 1

@@ -96,7 +96,8 @@ class SecretRedactor:
         return data[: len(data) - held]
 
     def end(self) -> bytes:
-        rest, self._held = self._held, b""
+        rest = self._held
+        self._held = b""
         return rest
 
     def redact(self, text: str) -> str:

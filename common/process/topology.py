@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.process.security import tls
 
-DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
-    "data-server",
-    "rollout-server",
-    "reward-server",
-    "replay-buffer",
-    "critic-server",
-    "environment-server",
-    "ppo-trainer",
-)
+DATA = "data-server"
+ROLLOUT = "rollout-server"
+REWARD = "reward-server"
+REPLAY = "replay-buffer"
+CRITIC = "critic-server"
+ENVIRONMENT = "environment-server"
+TRAINER = "ppo-trainer"
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not
@@ -70,7 +68,8 @@ def assigned_gpus() -> str | None:
     """Returns the variable that assigns GPUs to this process, with its value; None when there is
     none.
     """
-    if count := _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
+    count = _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0)
+    if count:
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus() else None

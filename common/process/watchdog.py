@@ -126,7 +126,8 @@ def start() -> None:
 
 def awaited() -> list[str]:
     """Returns the pending calls, one line per kind, the longest first."""
-    now, ages = time.monotonic(), dict[tuple[str, str], list[float]]()
+    now = time.monotonic()
+    ages = dict[tuple[str, str], list[float]]()
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
     return [
@@ -158,7 +159,8 @@ def _watch(wakeup: int) -> None:
             while select.select([wakeup], [], [], 0)[0]:
                 os.read(wakeup, 65536)
             log.warning("where this process is (SIGUSR1):\n%s", report())
-        if (stage := _stage) is not None:
+        stage = _stage
+        if stage is not None:
             silent_s = time.monotonic() - stage.since
             if silent_s >= stage.limit_s * 2**stage.reports:
                 stage.reports += 1
@@ -187,7 +189,8 @@ def _task_stack(task: "asyncio.Task[Any]") -> str:
     """Returns every coroutine from the task's own to the innermost; `Task.get_stack` shows only the
     first.
     """
-    lines, awaited = list[str](), cast(Any, task.get_coro())
+    lines = list[str]()
+    awaited = cast(Any, task.get_coro())
     while awaited is not None:
         kind = next(
             (

@@ -44,7 +44,8 @@ class PromptStyle:
         """Returns the style of a run; `data.prompt_template` replaces the chat template unless one
         is set.
         """
-        template, sampling = config.data.prompt_template, config.sampling
+        template = config.data.prompt_template
+        sampling = config.sampling
         chat = True if config.model.chat_template else False if template else None
         own = (sampling.chat_template_kwargs, sampling.system_prompt, sampling.prefill)
         return cls(template, chat, *own, thinks=sampling.max_thinking_tokens is not None)
@@ -179,7 +180,8 @@ class Prompter:
         """Returns the limits that require several requests per completion; None when none is
         set.
         """
-        timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
+        timeout_s = sampling.completion_timeout_s
+        thinking = sampling.max_thinking_tokens
         return RequestLimits(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
 
     def token_ids(self, prompt: Prompt) -> list[int]:

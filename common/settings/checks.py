@@ -115,25 +115,29 @@ def check(config: Settings) -> None:
 def _check_engine_args(config: Settings) -> None:
     """Refuses arguments of SGLang with which weights would not arrive, or could not be compared."""
     given = {word.partition("=")[0] for word in config.rollout.engine_args}
-    if nodes := given & _SEVERAL_NODES:
+    nodes = given & _SEVERAL_NODES
+    if nodes:
         raise ValueError(
             f"rollout.engine_args has {min(nodes)}, but every node of rollout-server runs engines of its own: leave it out, "
             "and set rollout.tensor_parallel_size to at most the GPUs of a node"
         )
     if config.trainer.weight_sync != "distributed":
         return
-    if ranks := given & _RANKS:
+    ranks = given & _RANKS
+    if ranks:
         raise ValueError(
             f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
             "must be its rollout.tensor_parallel_size: set that instead, or set trainer.weight_sync http"
         )
-    if shares := given & _SHARES:
+    shares = given & _SHARES
+    if shares:
         raise ValueError(
             f"rollout.engine_args has {min(shares)}, but with trainer.weight_sync distributed the trainer compares every "
             "rank's share of the weights, and knows only those of tensor parallelism: leave it out, or set "
             "trainer.weight_sync http"
         )
-    if precision := given & _PRECISION:
+    precision = given & _PRECISION
+    if precision:
         raise ValueError(
             f"rollout.engine_args has {min(precision)}, but with trainer.weight_sync distributed the engine must hold the "
             "numbers that it is sent, and a quantised engine does not: leave it out, or set trainer.weight_sync http"
@@ -154,7 +158,8 @@ def _check_gdpo(config: Settings) -> None:
             "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage reward_normalised "
             "normalises each reward separately: set algorithm.kl_in loss"
         )
-    if paths := [name for name in config.reward.weights if ":" in name]:
+    paths = [name for name in config.reward.weights if ":" in name]
+    if paths:
         raise ValueError(
             f"reward.weights has {paths[0]}, whose scores have the function's own name rather than its import path, and "
             "algorithm.advantage reward_normalised weights scores by name: remove this weight, which is then 1"
@@ -162,7 +167,8 @@ def _check_gdpo(config: Settings) -> None:
 
 
 def _check_sampling(config: Settings) -> None:
-    sampling, evaluation = config.sampling, config.evaluation
+    sampling = config.sampling
+    evaluation = config.evaluation
     if sampling.min_new_tokens > sampling.max_new_tokens:
         raise ValueError(
             f"sampling.min_new_tokens {sampling.min_new_tokens} is above sampling.max_new_tokens "
@@ -178,7 +184,8 @@ def _check_sampling(config: Settings) -> None:
             f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above sampling.request_timeout_s "
             f"{sampling.request_timeout_s:g}, after which the group is lost: lower it"
         )
-    longest, room = evaluation.max_new_tokens or 0, config.rollout.max_context_tokens
+    longest = evaluation.max_new_tokens or 0
+    room = config.rollout.max_context_tokens
     if config.rollout.engine == "embedded" and longest >= room:
         raise ValueError(
             f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: lower "

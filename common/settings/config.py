@@ -100,7 +100,8 @@ class SettingsSubset:
 
     def explain(self, parser: ArgumentParser) -> None:
         """Hides arguments that the program does not read, and shows its own defaults."""
-        parser.description, known = self.about, names()
+        parser.description = self.about
+        known = names()
         for action in parser._actions:
             for name in (option[2:] for option in action.option_strings if option[2:] in known):
                 if name not in self.reads:
@@ -192,7 +193,8 @@ def _command_line(
     source: CliSettingsSource[ArgumentParser] = CliSettingsSource(
         CommandLine, cli_prog_name=prog, cli_exit_on_error=False
     )
-    parser, settings = source.root_parser, names()
+    parser = source.root_parser
+    settings = names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
     if subset:

@@ -41,7 +41,8 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the message and the remedy for one pydantic error (an item of
     `ValidationError.errors()`).
     """
-    kind, context = problem["type"], problem.get("ctx", {})
+    kind = problem["type"]
+    context = problem.get("ctx", {})
     if kind in _FIXED:
         return _FIXED[kind]
     if kind in _BOUNDS:

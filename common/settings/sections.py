@@ -274,7 +274,8 @@ class RewardSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "RewardSection":
-        if strangers := set(self.weights) - set(self.function_names()):
+        strangers = set(self.weights) - set(self.function_names())
+        if strangers:
             raise ValueError(
                 f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not have: add it there too"
             )

@@ -72,7 +72,8 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
 
     Raises BadDelta when `delta` is damaged.
     """
-    left, digest = old.stat().st_size, Hasher()
+    left = old.stat().st_size
+    digest = Hasher()
     with (
         old.open("rb") as before,
         delta.open("rb") as changes,
@@ -105,7 +106,8 @@ def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
         changes = np.zeros(len(steps), np.uint16)
         changes[last] = now[at] - was[at]
     else:
-        steps, changes = gaps, now[at] - was[at]
+        steps = gaps
+        changes = now[at] - was[at]
     # Differences are mostly 1 or -1; their low and high bytes compress better when stored
     # separately.
     halves = changes.view(np.uint8).reshape(-1, 2).T.tobytes()
@@ -128,10 +130,8 @@ def _patch(words: NDArray[np.uint16], changes: BinaryIO) -> None:
         raise BadDelta(f"a block of {count} entries has {len(payload)} bytes")
     if count == 0:
         return
-    steps, halves = (
-        np.frombuffer(payload, np.uint8, count),
-        np.frombuffer(payload, np.uint8, 2 * count, count),
-    )
+    steps = np.frombuffer(payload, np.uint8, count)
+    halves = np.frombuffer(payload, np.uint8, 2 * count, count)
     at = np.cumsum(steps.astype(np.int64) + 1) - 1
     if at[-1] >= len(words):
         raise BadDelta("an entry is beyond the end of its block")

@@ -103,7 +103,8 @@ def unpack(body: bytes) -> Any:
 
     def count(items: Any) -> Any:
         nonlocal left
-        if (left := left - 1 - len(items)) < 0:
+        left = left - 1 - len(items)
+        if left < 0:
             raise ValueError(f"it has more than {MAX_ITEMS} items")
         return items
 
@@ -158,7 +159,9 @@ def _json_items(body: bytes) -> int:
 
     Works in chunks, between which other threads can run.
     """
-    found, begin, in_text = 0, 0, False
+    found = 0
+    begin = 0
+    in_text = False
     while begin < len(body) and found <= MAX_JSON_ITEMS:
         end = min(begin + _CHUNK, len(body))
         if body[end - 1] == ord("\\"):  # a chunk must not split an escape
@@ -271,7 +274,8 @@ def _check(value: object) -> None:
 
 def _check_group(group: Group, where: str) -> None:
     for i, completion in enumerate(group.completions):
-        at, length = f"{where}.completions[{i}]", len(completion.token_ids)
+        at = f"{where}.completions[{i}]"
+        length = len(completion.token_ids)
         if not length:
             raise ValidationError(
                 f"a completion has at least one token, its end of sequence - at `${at}.token_ids`"
@@ -296,10 +300,8 @@ def _check_group(group: Group, where: str) -> None:
                 raise ValidationError(
                     f"their sum is the length of kept_tokens - at `${at}.kept_counts`"
                 )
-            hits, first = (
-                np.repeat(completion.token_ids, counts) == completion.kept_tokens,
-                np.cumsum(counts) - counts,
-            )
+            hits = np.repeat(completion.token_ids, counts) == completion.kept_tokens
+            first = np.cumsum(counts) - counts
             if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
                 raise ValidationError(
                     f"every token is among those it was sampled from - at `${at}.kept_tokens`"
@@ -326,7 +328,8 @@ def _check_group(group: Group, where: str) -> None:
 
 
 def _check_episode(completion: Completion, at: str) -> None:
-    length, mask = len(completion.token_ids), completion.mask
+    length = len(completion.token_ids)
+    mask = completion.mask
     if mask is not None:
         _same_length(mask, length, f"{at}.mask", "tokens need as many marks")
         if mask.max() != 1:

@@ -74,7 +74,8 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     used.
     """
     by_id = {prompt.id: prompt for prompt in train}
-    if (both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None)) is not None:
+    both = next((prompt.id for prompt in evaluation if prompt.id in by_id), None)
+    if both is not None:
         raise ConfigError(
             f"the id {both!r} is in both the training and the evaluation split",
             field="data.source",

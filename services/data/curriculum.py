@@ -107,7 +107,10 @@ class Curriculum:
     def __init__(
         self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]
     ) -> None:
-        self.size, self.seed, self.settings, self._plain = size, seed, settings, plain
+        self.size = size
+        self.seed = seed
+        self.settings = settings
+        self._plain = plain
         self.forget()
 
     @staticmethod
@@ -124,7 +127,9 @@ class Curriculum:
 
     def forget(self) -> None:
         """Drops the cache, after a transaction that was rolled back."""
-        self._rewinds, self._next, self._serial = -1, 0, 0
+        self._rewinds = -1
+        self._next = 0
+        self._serial = 0
         self._free = self._by_difficulty = 0
         self._rates = np.full(self.size, np.nan)
         self._drawn_at = np.full(self.size, -1, np.int64)
@@ -219,7 +224,8 @@ class Curriculum:
         for serial, position, body in db.execute(new, (self._serial,)):
             self._serial = serial
             for place, rate in json.loads(body):
-                before, kept = self._rates[place], self.settings.smoothing
+                before = self._rates[place]
+                kept = self.settings.smoothing
                 self._rates[place] = rate if np.isnan(before) else kept * before + (1 - kept) * rate
                 self._reported_at[place] = position
 

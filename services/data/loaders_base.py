@@ -34,7 +34,10 @@ class Loader(ABC):
     def __init__(
         self, source: str | Path, hub_config: str = "", name: str = "", task: str = ""
     ) -> None:
-        self.source, self.hub_config, self.name, self.task = str(source), hub_config, name, task
+        self.source = str(source)
+        self.hub_config = hub_config
+        self.name = name
+        self.task = task
 
     def load(
         self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False

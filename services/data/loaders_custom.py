@@ -59,12 +59,12 @@ class CustomDatasetLoader(RowLoader):
         hub_config: str = "",
     ) -> None:
         super().__init__(source, hub_config, "", task)
-        self.prompt_field, self.answer_field, self.messages_field = (
-            prompt_field,
-            answer_field,
-            messages_field,
-        )
-        self.task_field, self.columns, self.map = task_field, columns, map
+        self.prompt_field = prompt_field
+        self.answer_field = answer_field
+        self.messages_field = messages_field
+        self.task_field = task_field
+        self.columns = columns
+        self.map = map
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         if self.map is not None:

@@ -85,9 +85,10 @@ class MATHLoader(RowLoader):
     def _load(self, split: str) -> list[Prompt]:
         self._seen = set()
         prompts = super()._load(split)
-        if absent := next(
+        absent = next(
             (name for plain, name in (self.subjects or {}).items() if plain not in self._seen), None
-        ):
+        )
+        if absent:
             there = ", ".join(sorted(self._seen)) or "none"
             stop(
                 f"the split {split!r} has no subject {absent!r}; it has {there}",

@@ -117,7 +117,8 @@ def further_columns(
     Raises ConfigError when a column is absent, or JSON cannot represent it (an image).
     """
     names = [name for name in row if name not in set(used)] if only is None else list(only)
-    if absent := next((name for name in names if name not in row), None):
+    absent = next((name for name in names if name not in row), None)
+    if absent:
         there = ", ".join(map(str, row))
         message = f"{where}: there is no column {absent!r}; there are {there}"
         stop(message, absent, "name columns that every row has", "data.columns")
@@ -176,7 +177,8 @@ def _message(message: object, column: str, where: str) -> tuple[str, str]:
             where,
             f"a message in column {column!r} is {message!r:.80}, not an object with role and content",
         )
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if isinstance(content, list):
         texts = [
             part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None

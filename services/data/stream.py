@@ -26,7 +26,8 @@ from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
 _VERSION = 1  # of the schema below
-_SHUFFLED, _ORDERED = "shuffled", "ordered"
+_SHUFFLED = "shuffled"
+_ORDERED = "ordered"
 _SCHEMA = """
 CREATE TABLE identity (seed TEXT NOT NULL, fingerprint TEXT NOT NULL) STRICT;
 CREATE TABLE cursors (stream TEXT PRIMARY KEY, position INTEGER NOT NULL, served INTEGER NOT NULL) STRICT;
@@ -82,7 +83,8 @@ class PromptStream:
         difficulty: Difficulty | None = None,
     ) -> None:
         assert prompts
-        self.prompts, self.seed = prompts, seed
+        self.prompts = prompts
+        self.seed = seed
         self.path = state_dir / "data" / "stream.db"
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
@@ -272,7 +274,8 @@ class PromptStream:
             if self._curriculum:
                 self._curriculum.create(db)
             return
-        if problem := sqlite_damage(db, "integrity_check"):
+        problem = sqlite_damage(db, "integrity_check")
+        if problem:
             raise sqlite3.DatabaseError(problem)
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")

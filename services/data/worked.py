@@ -55,12 +55,11 @@ class WorkedLoader(RowLoader):
             return None
         data = self._data
         if data.messages_field:
-            chat, named = _messages(changed, data.messages_field, "", where), data.messages_field
+            chat = _messages(changed, data.messages_field, "", where)
+            named = data.messages_field
         else:
-            chat, named = (
-                _messages(changed, data.prompt_field, "user", where, "--data.prompt_field"),
-                data.answer_field,
-            )
+            chat = _messages(changed, data.prompt_field, "user", where, "--data.prompt_field")
+            named = data.answer_field
             chat += _messages(changed, named, "assistant", where, "--data.answer_field")
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
@@ -146,7 +145,8 @@ class Examples:
 
 def load_examples(config: Config) -> Examples:
     """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
-    data, count = config.data, config.trainer.eval_samples
+    data = config.data
+    count = config.trainer.eval_samples
     train = load_split(data, "train", config.seed, worked_loader)
     return Examples(
         train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else []

@@ -31,12 +31,10 @@ class CallerAuth:
     def __init__(
         self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = ""
     ) -> None:
-        self.app, self._token, self._open, self._keyed = (
-            app,
-            token(),
-            open_paths | {"/health"},
-            keyed_path,
-        )
+        self.app = app
+        self._token = token()
+        self._open = open_paths | {"/health"}
+        self._keyed = keyed_path
         self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,7 +94,10 @@ class Admission:
     """
 
     def __init__(self, app: ASGIApp, load: Load, max_body_bytes: int, metrics: Metrics) -> None:
-        self.app, self.load, self.max_body_bytes, self._metrics = app, load, max_body_bytes, metrics
+        self.app = app
+        self.load = load
+        self.max_body_bytes = max_body_bytes
+        self._metrics = metrics
         metrics.in_progress.set_function(lambda: load.requests)
         metrics.in_progress_limit.set(load.request_limit)
         metrics.bodies.set_function(lambda: load.body_bytes)
@@ -108,8 +109,11 @@ class Admission:
             return
         load = self.load
         length = dict(scope["headers"]).get(b"content-length", b"")
-        held, received, started = int(length) if length.isdigit() else 0, 0, False
-        if refusal := self._too_large(held) or self._too_many() or self._too_many_bytes(held):
+        held = int(length) if length.isdigit() else 0
+        received = 0
+        started = False
+        refusal = self._too_large(held) or self._too_many() or self._too_many_bytes(held)
+        if refusal:
             await error_response(refusal, scope)(scope, receive, send)
             return
         load.requests += 1
@@ -121,7 +125,8 @@ class Admission:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 more = max(0, received - held)
-                if refusal := self._too_large(received) or self._too_many_bytes(more):
+                refusal = self._too_large(received) or self._too_many_bytes(more)
+                if refusal:
                     raise refusal
                 held += more
                 load.body_bytes += more
@@ -163,7 +168,8 @@ class Admission:
         )
 
     def _too_many_bytes(self, more: int) -> ServiceError | None:
-        now, limit = self.load.body_bytes, self.load.body_bytes_limit
+        now = self.load.body_bytes
+        limit = self.load.body_bytes_limit
         return (
             self._overloaded("body_bytes", now, limit, ", or raise max_body_mb")
             if more and now + more > limit

@@ -222,7 +222,8 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        self.app, files = app, tls()
+        self.app = app
+        files = tls()
         self._in_flight: InFlight = getattr(app.state, "in_flight", InFlight())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"

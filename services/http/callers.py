@@ -61,7 +61,9 @@ class CallerCheck:
                 value=origin.decode("latin-1"),
                 remedy=_REMEDY,
             )
-        method, path, site = scope["method"], scope["path"], found.get(b"sec-fetch-site", b"none")
+        method = scope["method"]
+        path = scope["path"]
+        site = found.get(b"sec-fetch-site", b"none")
         if site not in (b"none", b"same-origin") and (
             method in _CHANGING or path not in self._open
         ):

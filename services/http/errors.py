@@ -47,7 +47,8 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
         or "body"
     )
     if first["type"] == "too_long":
-        limit, found = first["ctx"]["max_length"], first["ctx"]["actual_length"]
+        limit = first["ctx"]["max_length"]
+        found = first["ctx"]["actual_length"]
         return error_response(
             TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer"),
             request.scope,

@@ -43,7 +43,9 @@ class RequestTracing:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
-        self.app, self._metrics, self._level = app, metrics, level
+        self.app = app
+        self._metrics = metrics
+        self._level = level
         self._logged: dict[
             tuple[str, str, int], tuple[float, int]
         ] = {}  # (start of the window, lines in it)
@@ -53,7 +55,8 @@ class RequestTracing:
             await self.app(scope, receive, send)
             return
         identifier = _given(scope, logs.REQUEST_HEADER) or logs.new_request_id()
-        status, start = 500, time.perf_counter()
+        status = 500
+        start = time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -94,7 +97,8 @@ class RequestTracing:
         now = time.monotonic()
         since, lines = self._logged.get((method, route, status), (now, 0))
         if now - since >= _WINDOW_S:
-            since, lines = now, 0
+            since = now
+            lines = 0
         self._logged[method, route, status] = since, lines + 1
         return logging.INFO if lines < _FAILURES else logging.DEBUG
 

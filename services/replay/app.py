@@ -107,7 +107,8 @@ def create_replay_app(
         metrics=metrics,
         max_body_bytes=max_body_bytes,
     )
-    app.state.worker, app.state.run = worker, ""
+    app.state.worker = worker
+    app.state.run = ""
     _queue_routes(app, worker)
     _reuse_routes(app, worker)
     _inspection_routes(app, worker)
@@ -232,7 +233,8 @@ def _note(request: Request, what: str) -> None:
     """Logs a call that changes the stored groups; a warning when another run than the one storing
     groups made it.
     """
-    run, peer = logs.run_id(), request.client
+    run = logs.run_id()
+    peer = request.client
     storing = request.app.state.run
     level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
     who = f"{peer.host}:{peer.port}" if peer else "this process"

@@ -89,7 +89,8 @@ class ReplayBuffer:
     def __init__(
         self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.capacity, self.lease_s = config.capacity, config.lease_s
+        self.capacity = config.capacity
+        self.lease_s = config.lease_s
         self.store = Store(path)
         # The monotonic clock does not survive a restart, so it is shifted to give every stored
         # lease its full length again. Rewriting the leases instead would fail on a full disk.
@@ -97,7 +98,8 @@ class ReplayBuffer:
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
         self._index = ReuseIndex(self.store.consumed_rows())
-        self._answers, self._added = sampling.AnswerIndex(self.store.rewards()), 0
+        self._answers = sampling.AnswerIndex(self.store.rewards())
+        self._added = 0
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log

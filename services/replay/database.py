@@ -186,7 +186,8 @@ class Database:
             os.close(directory)
 
     def _check(self) -> None:
-        if problem := sqlite_damage(self.db, "quick_check"):
+        problem = sqlite_damage(self.db, "quick_check")
+        if problem:
             raise self._unusable(problem)
         self._check_layout()
 
@@ -239,7 +240,8 @@ class Database:
             raise self._unusable(
                 f"{self._count_path.name} is damaged; without that file nothing is compared"
             ) from None
-        if (lost := changes - int(self.counter(_CHANGES))) > 0:
+        lost = changes - int(self.counter(_CHANGES))
+        if lost > 0:
             groups = added - int(self.counter("added"))
             with contextlib.suppress(OSError):  # keep the log, which closing the store removes
                 wal = self.path.with_name(f"{self.path.name}-wal")
@@ -316,7 +318,8 @@ class Database:
                 before = self.db.total_changes
                 self.db.execute("BEGIN IMMEDIATE")
                 yield
-                if changed := self.db.total_changes != before:
+                changed = self.db.total_changes != before
+                if changed:
                     self.count(_CHANGES, 1)
                 self.db.execute("COMMIT")
                 self.committed = self.totals()

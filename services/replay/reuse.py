@@ -44,10 +44,12 @@ class ReuseIndex:
     def _make(self, size: int) -> None:
         self._size = size
         self._version = np.full(size, -1)  # -1: no group
-        self._priority, self._sampled = np.zeros(size), np.zeros(size, np.int32)
+        self._priority = np.zeros(size)
+        self._sampled = np.zeros(size, np.int32)
         self._tree: _Tree | None = None
         self._scale = self._exponent = 0.0
-        self._min_version, self._max_times = 0, _UNLIMITED
+        self._min_version = 0
+        self._max_times = _UNLIMITED
         self._by_version: dict[int, list[Int64]] = {}
         """Orders of the groups in the tree, by weight version."""
 
@@ -64,11 +66,13 @@ class ReuseIndex:
         """Adds newly consumed groups."""
         if not rows:
             return
-        first, end = self._first if self._first < self._next else rows[0][0], rows[-1][0] + 1
+        first = self._first if self._first < self._next else rows[0][0]
+        end = rows[-1][0] + 1
         if end - first > self._size:
             rows = self.rows() + rows
             self._make(1 << (end - first).bit_length())
-        self._first, self._next = first, end
+        self._first = first
+        self._next = end
         orders, versions, priorities, sampled = (
             np.array(column) for column in zip(*rows, strict=True)
         )
@@ -110,10 +114,8 @@ class ReuseIndex:
 
         Returns the orders and the importance weights.
         """
-        tree, rng = (
-            self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent),
-            np.random.default_rng(seed),
-        )
+        tree = self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent)
+        rng = np.random.default_rng(seed)
         if tree.positive <= _FEW * count:
             places = tree.leaves(np.nextafter(0.0, 1.0))
             included = (
@@ -148,7 +150,9 @@ class ReuseIndex:
             self._max_times,
             self._exponent,
         ) or min_version < self._min_version
-        self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
+        self._max_times = max_times
+        self._exponent = exponent
+        self._min_version = min_version
         if self._tree is None or changed or (self._tree.total < _LEAST and self._scale > 0):
             places = np.arange(self._size)
             self._scale = float(self._priority[self._allowed(places)].max(initial=0.0))
@@ -301,10 +305,12 @@ class _Tree:
         """Returns the distinct places at these points of the cumulative sum, with branches in
         random order.
         """
-        nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
+        nodes = np.ones(len(points), np.int64)
+        salt = rng.integers(1 << 62)
         for _ in range(self._size.bit_length() - 1):
             first = 2 * nodes + _bits(nodes + salt)
-            before, after = self._nodes[first], self._nodes[first ^ 1]
+            before = self._nodes[first]
+            after = self._nodes[first ^ 1]
             beyond = (points >= before) & (after > 0)
             points = np.where(beyond, points - before, points)
             nodes = first ^ beyond
