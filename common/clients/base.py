@@ -250,7 +250,8 @@ class Client:
                 code="certificate",
                 field="TLS_CA",
                 value=self.base_url,
-                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task (SECURITY.md)",
+                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task "
+                "(SECURITY.md)",
             ) from None
 
     def _is_retryable(self, response: httpx.Response) -> bool:

@@ -299,11 +299,12 @@ def completion_from_answer(
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(
-                    "the engine does not say which tokens it sampled from, so truncated sampling cannot be trained on",
+                    "the engine does not say which tokens it sampled from, so truncated sampling "
+                    "cannot be trained on",
                     field="return_sampling_mask",
                     value=sorted(meta),
-                    remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; or sampling.top_p 1, "
-                    "sampling.top_k unset and sampling.min_p 0",
+                    remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; "
+                    "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",
                 )
             kept = _Kept.of(meta["output_token_sampling_mask"])
             logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)

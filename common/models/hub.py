@@ -21,7 +21,10 @@ REACH_S = 4.0
 """Seconds to wait for the hub's answer. Its own libraries try for 24 s or longer."""
 _POLL_S = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_ELSEWHERE = "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in model)"
+_ELSEWHERE = (
+    "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in "
+    "model)"
+)
 _T = TypeVar("_T")
 
 
@@ -77,7 +80,10 @@ def check_model(name: str, field: str = "model.name") -> None:
         return
     neither = "there is no such directory here, and"
     if hub.constants.HF_HUB_OFFLINE:
-        problem = f"{neither} the hub's cache does not have the model, while HF_HUB_OFFLINE switches the hub off"
+        problem = (
+            f"{neither} the hub's cache does not have the model, while HF_HUB_OFFLINE switches "
+            "the hub off"
+        )
         raise _not_found(problem, field, name, "unset it,")
     address = hub.hf_hub_url(name, "config.json")
     try:

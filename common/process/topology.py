@@ -162,7 +162,8 @@ class Topology:
         )
         if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
             raise ConfigError(
-                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses is impossible",
+                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} "
+                "addresses is impossible",
                 field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
                 value=" ".join(ips),
                 remedy="unset these variables outside SkyPilot",
@@ -252,7 +253,10 @@ def _check_port(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         reason = f"torchrun cannot listen on port {port}: {error.strerror}"
-        remedy = f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer"
+        remedy = (
+            f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's "
+            "trainer"
+        )
         print(
             f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}",
             file=sys.stderr,
@@ -266,7 +270,8 @@ def _main(argv: list[str]) -> None:
     """
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit(
-            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)"
+            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. "
+            "torchrun -m trainer)"
         )
     topology = Topology.from_env()
     if topology.node_rank == 0:

@@ -205,7 +205,8 @@ def _task_stack(task: "asyncio.Task[Any]") -> str:
             break
         frame = getattr(awaited, f"{kind}_frame")
         lines.append(
-            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}'
+            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in '
+            f"{frame.f_code.co_qualname}"
         )
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
     return "\n".join(lines)

@@ -74,8 +74,8 @@ class PromptStyle:
                         "the model has no chat template, which this setting needs",
                         field=name,
                         value=value,
-                        remedy="leave it out and put the text into data.prompt_template, set model.chat_template, or use an "
-                        "instruct model",
+                        remedy="leave it out and put the text into data.prompt_template, set "
+                        "model.chat_template, or use an instruct model",
                     )
             return
         if not tokenizer.chat_template:
@@ -205,10 +205,12 @@ def _rendered(
         ValueError,
     ) as error:  # a template may refuse a role or the value of a variable
         raise ConfigError(
-            f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
+            "the chat template cannot be applied to the messages "
+            f"{', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
-            remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or set another template",
+            remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or "
+            "set another template",
         ) from None
 
 

@@ -47,15 +47,18 @@ def filled(template: str, prompt: Prompt) -> str:
         there = ", ".join((QUESTION, *prompt.columns))
         hint = did_you_mean(name, [], [QUESTION, *prompt.columns])
         raise ConfigError(
-            f"the template has {{{name}}}, and the problem {prompt.id} has no such column; there are {there}",
+            f"the template has {{{name}}}, and the problem {prompt.id} has no such column; there "
+            f"are {there}",
             field=field,
             value=template,
-            remedy=f"{hint} name a column that every row has (and data.columns keeps), or write {{{{{name}}}}} for the text "
-            f"{{{name}}}; the problem itself is {{{QUESTION}}}, and its answer is not available in a prompt".strip(),
+            remedy=f"{hint} name a column that every row has (and data.columns keeps), or write "
+            f"{{{{{name}}}}} for the text {{{name}}}; the problem itself is {{{QUESTION}}}, "
+            "and its answer is not available in a prompt".strip(),
         ) from None
     except TypeError as error:
         raise ConfigError(
-            f"the template has {{{error}}}, but that column of the problem {prompt.id} is neither text nor a number",
+            f"the template has {{{error}}}, but that column of the problem {prompt.id} is neither "
+            "text nor a number",
             field=field,
             value=template,
             remedy="convert the column to text with data.map, or use another column",

@@ -180,14 +180,16 @@ class AlgorithmSection(Section):
                 )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, where only k1, the log ratio, has "
-                "the gradient of the KL divergence, and the others can push the policy away from the reference: use k1, or "
-                "algorithm.kl_in loss"
+                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
+                "where only k1, the log ratio, has the gradient of the KL divergence, and the "
+                "others can push the policy away from the reference: use k1, or algorithm.kl_in "
+                "loss"
             )
         if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of 0: use k2 (the gradient of "
-                "KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or algorithm.kl_in reward"
+                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of "
+                "0: use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ "
+                "policy)), or algorithm.kl_in reward"
             )
         return section
 
@@ -196,9 +198,10 @@ class AlgorithmSection(Section):
         """Returns a warning about these settings, or None."""
         if self.kl_coef and self.kl_in == "reward" and self.advantage == "group_normalised":
             return (
-                "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of equal rewards only the KL "
-                "differs, and its noise is scaled to a standard deviation of 1, whatever algorithm.kl_coef is. Use "
-                "algorithm.advantage group_centred or leave_one_out, which do not scale, or algorithm.kl_in loss"
+                "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of "
+                "equal rewards only the KL differs, and its noise is scaled to a standard "
+                "deviation of 1, whatever algorithm.kl_coef is. Use algorithm.advantage "
+                "group_centred or leave_one_out, which do not scale, or algorithm.kl_in loss"
             )
         return None
 

@@ -59,37 +59,40 @@ def check(config: Settings) -> None:
         and config.sampling.max_new_tokens >= config.rollout.max_context_tokens
     ):
         raise ValueError(
-            f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a prompt in "
-            f"rollout.max_context_tokens {config.rollout.max_context_tokens}: lower sampling.max_new_tokens or "
-            "raise rollout.max_context_tokens"
+            f"sampling.max_new_tokens {config.sampling.max_new_tokens} leaves no room for a "
+            f"prompt in rollout.max_context_tokens {config.rollout.max_context_tokens}: lower "
+            "sampling.max_new_tokens or raise rollout.max_context_tokens"
         )
     if config.algorithm.overlong_buffer >= config.sampling.max_new_tokens:
         raise ValueError(
-            f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is not below sampling.max_new_tokens "
-            f"{config.sampling.max_new_tokens}: lower algorithm.overlong_buffer"
+            f"algorithm.overlong_buffer {config.algorithm.overlong_buffer} is not below "
+            f"sampling.max_new_tokens {config.sampling.max_new_tokens}: lower "
+            "algorithm.overlong_buffer"
         )
     if config.sampling.group_size == 1 and config.algorithm.advantage not in ("gae", "none"):
         raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} compares the completions of a group, but "
-            "sampling.group_size is 1: raise sampling.group_size, or use a critic (algorithm.name ppo)"
+            f"algorithm.advantage {config.algorithm.advantage} compares the completions of a "
+            "group, but sampling.group_size is 1: raise sampling.group_size, or use a critic "
+            "(algorithm.name ppo)"
         )
     if config.algorithm.advantage == "none" and not config.teacher.url:
         raise ValueError(
-            "algorithm.advantage none learns only from a teacher, and teacher.url is empty: set teacher.url, or use "
-            "another algorithm.advantage"
+            "algorithm.advantage none learns only from a teacher, and teacher.url is empty: set "
+            "teacher.url, or use another algorithm.advantage"
         )
     if config.algorithm.advantage == "reward_normalised":
         _check_gdpo(config)
     if config.teacher.url and config.sampling.truncation():
         raise ValueError(
-            f"sampling.{next(iter(config.sampling.truncation()))} removes tokens from the policy's distribution, so that its "
-            "log-probabilities cannot be compared with the teacher's: leave it out, or leave teacher.url empty"
+            f"sampling.{next(iter(config.sampling.truncation()))} removes tokens from the "
+            "policy's distribution, so that its log-probabilities cannot be compared with the "
+            "teacher's: leave it out, or leave teacher.url empty"
         )
     completions = config.trainer.batch_size * config.sampling.group_size
     if config.algorithm.mini_batches > completions:
         raise ValueError(
-            f"algorithm.mini_batches {config.algorithm.mini_batches} is more than the {completions} completions of a batch: "
-            "lower it"
+            f"algorithm.mini_batches {config.algorithm.mini_batches} is more than the "
+            f"{completions} completions of a batch: lower it"
         )
     if config.rollout.engine == "sglang":
         _check_engine_args(config)
@@ -107,8 +110,9 @@ def check(config: Settings) -> None:
     )
     if in_flight > config.replay.capacity:
         raise ValueError(
-            f"(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = {in_flight} completions do not "
-            f"fit in replay.capacity {config.replay.capacity}: raise replay.capacity or lower one of the three others"
+            "(trainer.max_staleness + 1) × trainer.batch_size × sampling.group_size = "
+            f"{in_flight} completions do not fit in replay.capacity {config.replay.capacity}: "
+            "raise replay.capacity or lower one of the three others"
         )
 
 
@@ -118,29 +122,32 @@ def _check_engine_args(config: Settings) -> None:
     nodes = given & _SEVERAL_NODES
     if nodes:
         raise ValueError(
-            f"rollout.engine_args has {min(nodes)}, but every node of rollout-server runs engines of its own: leave it out, "
-            "and set rollout.tensor_parallel_size to at most the GPUs of a node"
+            f"rollout.engine_args has {min(nodes)}, but every node of rollout-server runs engines "
+            "of its own: leave it out, and set rollout.tensor_parallel_size to at most the GPUs "
+            "of a node"
         )
     if config.trainer.weight_sync != "distributed":
         return
     ranks = given & _RANKS
     if ranks:
         raise ValueError(
-            f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the ranks of an engine "
-            "must be its rollout.tensor_parallel_size: set that instead, or set trainer.weight_sync http"
+            f"rollout.engine_args has {min(ranks)}, but with trainer.weight_sync distributed the "
+            "ranks of an engine must be its rollout.tensor_parallel_size: set that instead, or "
+            "set trainer.weight_sync http"
         )
     shares = given & _SHARES
     if shares:
         raise ValueError(
-            f"rollout.engine_args has {min(shares)}, but with trainer.weight_sync distributed the trainer compares every "
-            "rank's share of the weights, and knows only those of tensor parallelism: leave it out, or set "
-            "trainer.weight_sync http"
+            f"rollout.engine_args has {min(shares)}, but with trainer.weight_sync distributed the "
+            "trainer compares every rank's share of the weights, and knows only those of tensor "
+            "parallelism: leave it out, or set trainer.weight_sync http"
         )
     precision = given & _PRECISION
     if precision:
         raise ValueError(
-            f"rollout.engine_args has {min(precision)}, but with trainer.weight_sync distributed the engine must hold the "
-            "numbers that it is sent, and a quantised engine does not: leave it out, or set trainer.weight_sync http"
+            f"rollout.engine_args has {min(precision)}, but with trainer.weight_sync distributed "
+            "the engine must hold the numbers that it is sent, and a quantised engine does not: "
+            "leave it out, or set trainer.weight_sync http"
         )
 
 
@@ -150,19 +157,21 @@ def _check_gdpo(config: Settings) -> None:
     """
     if config.reward.require_stop:
         raise ValueError(
-            "reward.require_stop changes only the sum of the rewards, and algorithm.advantage reward_normalised normalises "
-            "each reward separately: set reward.require_stop to false and algorithm.mask_truncated to true"
+            "reward.require_stop changes only the sum of the rewards, and algorithm.advantage "
+            "reward_normalised normalises each reward separately: set reward.require_stop to "
+            "false and algorithm.mask_truncated to true"
         )
     if config.algorithm.kl_coef and config.algorithm.kl_in == "reward":
         raise ValueError(
-            "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage reward_normalised "
-            "normalises each reward separately: set algorithm.kl_in loss"
+            "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage "
+            "reward_normalised normalises each reward separately: set algorithm.kl_in loss"
         )
     paths = [name for name in config.reward.weights if ":" in name]
     if paths:
         raise ValueError(
-            f"reward.weights has {paths[0]}, whose scores have the function's own name rather than its import path, and "
-            "algorithm.advantage reward_normalised weights scores by name: remove this weight, which is then 1"
+            f"reward.weights has {paths[0]}, whose scores have the function's own name rather "
+            "than its import path, and algorithm.advantage reward_normalised weights scores by "
+            "name: remove this weight, which is then 1"
         )
 
 
@@ -176,29 +185,34 @@ def _check_sampling(config: Settings) -> None:
         )
     if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
         raise ValueError(
-            f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an answer in "
-            f"sampling.max_new_tokens {sampling.max_new_tokens}: lower sampling.max_thinking_tokens"
+            f"sampling.max_thinking_tokens {sampling.max_thinking_tokens} leaves no room for an "
+            f"answer in sampling.max_new_tokens {sampling.max_new_tokens}: lower "
+            "sampling.max_thinking_tokens"
         )
     if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
         raise ValueError(
-            f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above sampling.request_timeout_s "
-            f"{sampling.request_timeout_s:g}, after which the group is lost: lower it"
+            f"sampling.completion_timeout_s {sampling.completion_timeout_s:g} is above "
+            f"sampling.request_timeout_s {sampling.request_timeout_s:g}, after which the group is "
+            "lost: lower it"
         )
     longest = evaluation.max_new_tokens or 0
     room = config.rollout.max_context_tokens
     if config.rollout.engine == "embedded" and longest >= room:
         raise ValueError(
-            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in rollout.max_context_tokens {room}: lower "
-            "evaluation.max_new_tokens or raise rollout.max_context_tokens"
+            f"evaluation.max_new_tokens {longest} leaves no room for a prompt in "
+            f"rollout.max_context_tokens {room}: lower evaluation.max_new_tokens or raise "
+            "rollout.max_context_tokens"
         )
     if evaluation.n > 1 and evaluation.temperature == 0:
         raise ValueError(
-            f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set evaluation.temperature"
+            f"evaluation.n is {evaluation.n}, and greedy answers are all the same: set "
+            "evaluation.temperature"
         )
     if (sampling.top_k or 0) > MAX_KEPT:
         raise ValueError(
-            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, the largest number of candidates that training can record "
-            "for a sampled token: lower it, or leave it unset and set evaluation.top_k"
+            f"sampling.top_k {sampling.top_k} is above {MAX_KEPT}, the largest number of "
+            "candidates that training can record for a sampled token: lower it, or leave it unset "
+            "and set evaluation.top_k"
         )
     if (
         sampling.truncation()
@@ -206,9 +220,9 @@ def _check_sampling(config: Settings) -> None:
         and config.rollout.router == "sglang-router"
     ):
         raise ValueError(
-            f"sampling.{next(iter(sampling.truncation()))} requires that SGLang reports the candidates of every token, and "
-            "rollout.router sglang-router removes that field from requests: set rollout.router smg, or leave it out here "
-            "and set it in evaluation"
+            f"sampling.{next(iter(sampling.truncation()))} requires that SGLang reports the "
+            "candidates of every token, and rollout.router sglang-router removes that field from "
+            "requests: set rollout.router smg, or leave it out here and set it in evaluation"
         )
 
 
@@ -217,18 +231,20 @@ def _check_colocate(config: Settings) -> None:
         return
     if config.trainer.max_staleness:
         raise ValueError(
-            f"trainer.max_staleness {config.trainer.max_staleness} lets the engines generate during the update, but with "
-            "rollout.colocate they take turns on the same GPUs: set trainer.max_staleness to 0, or rollout.colocate to false"
+            f"trainer.max_staleness {config.trainer.max_staleness} lets the engines generate "
+            "during the update, but with rollout.colocate they take turns on the same GPUs: set "
+            "trainer.max_staleness to 0, or rollout.colocate to false"
         )
     if config.trainer.weight_sync == "distributed":
         raise ValueError(
-            "trainer.weight_sync distributed needs the GPUs of the trainer and of the engines at once, but with "
-            "rollout.colocate they take turns on the same GPUs: set trainer.weight_sync to http or shared"
+            "trainer.weight_sync distributed needs the GPUs of the trainer and of the engines at "
+            "once, but with rollout.colocate they take turns on the same GPUs: set "
+            "trainer.weight_sync to http or shared"
         )
     if config.rollout.engine == "sglang" and config.rollout.device == "cpu":
         raise ValueError(
-            "rollout.device cpu leaves no GPU to share, and SGLang can release only the memory of GPUs: set "
-            "rollout.colocate to false, or rollout.engine embedded"
+            "rollout.device cpu leaves no GPU to share, and SGLang can release only the memory of "
+            "GPUs: set rollout.colocate to false, or rollout.engine embedded"
         )
 
 
@@ -238,16 +254,17 @@ def _check_environment(config: Settings) -> None:
         return
     if config.algorithm.needs_critic:
         raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values single completions, and "
-            "environment.name makes episodes: use another algorithm, such as grpo"
+            f"algorithm.advantage {config.algorithm.advantage} needs a critic, which values "
+            "single completions, and environment.name makes episodes: use another algorithm, such "
+            "as grpo"
         )
     if (
         config.environment.turn_discount is not None
         and config.algorithm.advantage not in TURN_ADVANTAGES
     ):
         raise ValueError(
-            f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: leave "
-            f"environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}"
+            f"algorithm.advantage {config.algorithm.advantage} does not compare single turns: "
+            f"leave environment.turn_discount out, or use one of {', '.join(TURN_ADVANTAGES)}"
         )
     single = {
         "sampling": _SINGLE_SAMPLING,
@@ -259,8 +276,8 @@ def _check_environment(config: Settings) -> None:
         for name in names:
             if getattr(holder, name) != type(holder).model_fields[name].default:
                 raise ValueError(
-                    f"{section}.{name} applies to single completions, and environment.name makes episodes, where it has "
-                    "no effect: leave it out"
+                    f"{section}.{name} applies to single completions, and environment.name makes "
+                    "episodes, where it has no effect: leave it out"
                 )
     others = {
         "teacher.url": config.teacher.url,
@@ -272,7 +289,8 @@ def _check_environment(config: Settings) -> None:
     for setting, value in others.items():
         if value:
             raise ValueError(
-                f"{setting} {value} needs single completions, but environment.name makes episodes: leave it out"
+                f"{setting} {value} needs single completions, but environment.name makes "
+                "episodes: leave it out"
             )
 
 
@@ -282,14 +300,15 @@ def _check_lora(config: Settings) -> None:
         return
     if config.algorithm.reference_refresh:
         raise ValueError(
-            f"algorithm.reference_refresh is {config.algorithm.reference_refresh}, but with lora.rank the reference is the "
-            "frozen model, which never changes: leave it at 0"
+            f"algorithm.reference_refresh is {config.algorithm.reference_refresh}, but with "
+            "lora.rank the reference is the frozen model, which never changes: leave it at 0"
         )
 
     if config.trainer.weight_sync == "distributed" and config.lora.publishes_adapter:
         raise ValueError(
-            "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is adapter: set lora.publish "
-            "merged, or trainer.weight_sync http (or shared), which sends the adapter's two small files"
+            "trainer.weight_sync distributed broadcasts a whole model, and lora.publish is "
+            "adapter: set lora.publish merged, or trainer.weight_sync http (or shared), which "
+            "sends the adapter's two small files"
         )
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)
@@ -301,8 +320,9 @@ def _check_lora(config: Settings) -> None:
             and named & {*beside}
         ):
             raise ValueError(
-                f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without {needed}, and SGLang, which fuses "
-                f"these layers, would drop such an adapter: add {needed}, or set lora.publish merged"
+                f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without "
+                f"{needed}, and SGLang, which fuses these layers, would drop such an adapter: add "
+                f"{needed}, or set lora.publish merged"
             )
 
 
@@ -328,7 +348,10 @@ def _unread(config: Settings) -> dict[str, str]:
             ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"
         )
     if config.algorithm.rollout_correction == "none":
-        reason = "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and engines on CPUs"
+        reason = (
+            "algorithm.rollout_correction is none, or auto with trainer.max_staleness 0 and "
+            "engines on CPUs"
+        )
         unread |= {f"algorithm.{name}": reason for name in CORRECTION}
     elif config.algorithm.old_logprobs == "engine":
         unread["algorithm.old_logprobs"] = (

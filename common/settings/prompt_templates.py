@@ -10,21 +10,30 @@ from common.errors import did_you_mean
 QUESTION = "question"
 NAMED = {
     "plain": "Question: {question}\nAnswer:",
-    "boxed": "{question}\nPlease reason step by step, and put your final answer within \\boxed{}.\n",
+    "boxed": "{question}\n"
+    "Please reason step by step, and put your final answer within \\boxed{}.\n",
     "r1_zero": (
-        "A conversation between User and Assistant. The user asks a question, and the Assistant solves it. The assistant first "
-        "thinks about the reasoning process in the mind and then provides the user with the answer. The reasoning process and "
-        "answer are enclosed within <think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
+        "A conversation between User and Assistant. The user asks a question, and the Assistant "
+        "solves it. The assistant first thinks about the reasoning process in the mind and then "
+        "provides the user with the answer. The reasoning process and answer are enclosed within "
+        "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning "
         "process here </think> <answer> answer here </answer>. User: {question}. Assistant:"
     ),
     "few_shot": (
-        "Question: A box holds 12 pencils. Mia buys 3 boxes and gives 5 pencils away. How many pencils does she keep?\n"
-        "Answer: 3 boxes hold 3 * 12 = 36 pencils. After giving 5 away she keeps 36 - 5 = 31.\n#### 31\n\n"
-        "Question: A train drives 150 km in 2 hours. How far does it drive in 5 hours at the same speed?\n"
-        "Answer: In one hour it drives 150 / 2 = 75 km. In 5 hours it drives 5 * 75 = 375 km.\n#### 375\n\n"
-        "Question: Of 40 pupils a quarter walk to school and 18 take the bus. The others cycle. How many cycle?\n"
-        "Answer: 40 / 4 = 10 pupils walk. 40 - 10 - 18 = 12 pupils cycle.\n#### 12\n\n"
-        "Question: {question}\nAnswer:"
+        "Question: A box holds 12 pencils. Mia buys 3 boxes and gives 5 pencils away. How many "
+        "pencils does she keep?\n"
+        "Answer: 3 boxes hold 3 * 12 = 36 pencils. After giving 5 away she keeps 36 - 5 = 31.\n"
+        "#### 31\n\n"
+        "Question: A train drives 150 km in 2 hours. How far does it drive in 5 hours at the same "
+        "speed?\n"
+        "Answer: In one hour it drives 150 / 2 = 75 km. In 5 hours it drives 5 * 75 = 375 km.\n"
+        "#### 375\n\n"
+        "Question: Of 40 pupils a quarter walk to school and 18 take the bus. The others cycle. "
+        "How many cycle?\n"
+        "Answer: 40 / 4 = 10 pupils walk. 40 - 10 - 18 = 12 pupils cycle.\n"
+        "#### 12\n\n"
+        "Question: {question}\n"
+        "Answer:"
     ),
 }
 """Ready-made templates. `r1_zero` is the template of DeepSeek-R1-Zero (arXiv:2501.12948, table
@@ -64,6 +73,6 @@ def _file(given: str) -> str:
         named = did_you_mean(given, NAMED)
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"it has no {{question}}, is not a file ({reason}) and names no built-in template: write text with {{question}}, "
-            f"name a file, or {named}"
+            f"it has no {{question}}, is not a file ({reason}) and names no built-in template: "
+            f"write text with {{question}}, name a file, or {named}"
         ) from None

@@ -26,7 +26,8 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
         if text in names or re.fullmatch(r"[\w.]+:\w+", text):
             return text
         raise ValueError(
-            f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
+            f"there is no {text}: "
+            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
         )
 
     return AfterValidator(check)
@@ -42,7 +43,8 @@ def _environment(text: str) -> str:
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
-                f"{len(text)} characters are too many: give an environment name of at most {_MAX_NAME}"
+                f"{len(text)} characters are too many: give an environment name of at most "
+                f"{_MAX_NAME}"
             )
         return text
     forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
@@ -277,7 +279,8 @@ class RewardSection(Section):
         strangers = set(self.weights) - set(self.function_names())
         if strangers:
             raise ValueError(
-                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not have: add it there too"
+                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not "
+                "have: add it there too"
             )
         for function, needed in (
             ("reward_model", ("reward_model_name",)),
@@ -292,16 +295,18 @@ class RewardSection(Section):
             self.format_required or self.format_forbidden
         ):
             raise ValueError(
-                "the reward function format needs reward.format_required or reward.format_forbidden: set one"
+                "the reward function format needs reward.format_required or "
+                "reward.format_forbidden: set one"
             )
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
             raise ValueError(
-                "reward.judge_url contains credentials, but a run saves its settings: put them into JUDGE_API_KEY"
+                "reward.judge_url contains credentials, but a run saves its settings: put them "
+                "into JUDGE_API_KEY"
             )
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
-                f"reward.length_soft_chars {self.length_soft_chars} is not below reward.length_hard_chars "
-                f"{self.length_hard_chars}: lower it"
+                f"reward.length_soft_chars {self.length_soft_chars} is not below "
+                f"reward.length_hard_chars {self.length_hard_chars}: lower it"
             )
         return self
 
@@ -339,7 +344,8 @@ class TeacherSection(Section):
             {}
             if self.is_openai
             else {
-                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one model"
+                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one "
+                "model"
             }
         )
 
@@ -348,15 +354,18 @@ class TeacherSection(Section):
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
             raise ValueError(
-                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or http://HOST:PORT/v1"
+                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or "
+                "http://HOST:PORT/v1"
             )
         if "@" in rest.partition("/")[0]:
             raise ValueError(
-                "teacher.url contains credentials, but a run saves its settings: put them into TEACHER_API_KEY"
+                "teacher.url contains credentials, but a run saves its settings: put them into "
+                "TEACHER_API_KEY"
             )
         if self.is_openai and not self.model:
             raise ValueError(
-                "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of the model: set teacher.model"
+                "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of "
+                "the model: set teacher.model"
             )
         return self
 
@@ -477,8 +486,8 @@ class RolloutSection(Section):
         for word in self.engine_args:
             if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
                 raise ValueError(
-                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its settings: set API_TOKEN in the "
-                    "environment instead"
+                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its "
+                    "settings: set API_TOKEN in the environment instead"
                 )
         return self
 

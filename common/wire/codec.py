@@ -257,7 +257,8 @@ def _check(value: object) -> None:
             if (value.run_id is None) != (value.step is None):
                 missing = "run_id" if value.run_id is None else "step"
                 raise ValidationError(
-                    f"run_id and step name a critic together: send both or neither - at `$.{missing}`"
+                    "run_id and step name a critic together: send both or neither - at "
+                    f"`$.{missing}`"
                 )
         case UpdateRequest():
             for i, row in enumerate(value.rows):
@@ -309,7 +310,10 @@ def _check_group(group: Group, where: str) -> None:
         elif len(completion.kept_tokens):
             raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
         if reached != length:
-            reason = f"spans [version, start, end] follow one another from 0 to {length}, the number of tokens"
+            reason = (
+                f"spans [version, start, end] follow one another from 0 to {length}, the number "
+                "of tokens"
+            )
             raise ValidationError(f"{reason} - at `${at}.weight_versions`")
         _check_episode(completion, at)
     episodes = {completion.episode for completion in group.completions}
@@ -323,7 +327,10 @@ def _check_group(group: Group, where: str) -> None:
             json.dumps(group.metadata, allow_nan=False, ensure_ascii=False).encode()
             encode(group.metadata)
         except (ValueError, TypeError, OverflowError, RecursionError):
-            reason = "metadata has to be texts, finite numbers, lists and mappings, which JSON and msgpack can carry"
+            reason = (
+                "metadata has to be texts, finite numbers, lists and mappings, which JSON and "
+                "msgpack can carry"
+            )
             raise ValidationError(f"{reason} - at `${where}.metadata`") from None
 
 

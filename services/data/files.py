@@ -77,7 +77,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
         for row in reader:
             if None in row:
                 raise ValueError(
-                    f"line {reader.line_num} has more cells than there are columns: {', '.join(names)}"
+                    f"line {reader.line_num} has more cells than there are columns: "
+                    f"{', '.join(names)}"
                 )
             yield f"{path.name}, line {reader.line_num}", row
 

@@ -60,7 +60,8 @@ class Loader(ABC):
             stop(
                 f"the split {split!r} has no problems",
                 self.source,
-                "add rows (a single file needs at least two different problems), or leave out fewer of them",
+                "add rows (a single file needs at least two different problems), or leave out "
+                "fewer of them",
             )
         refuse_same_ids(prompts, "data.source")
         if num_samples is not None:
@@ -100,7 +101,8 @@ class RowLoader(Loader):
             stop(
                 "there is no such file or directory",
                 self.source,
-                "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a data set on the hub",
+                "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a "
+                "data set on the hub",
             )
         prefix = f"{self.name or self.source.partition('/')[2]}-{split}"
         return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
@@ -120,7 +122,8 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
             f"the split has only {len(prompts)} problems",
             field="data.num_samples",
             value=num_samples,
-            remedy="ask for at least one and at most this many, or leave the setting unset for all of them",
+            remedy="ask for at least one and at most this many, or leave the setting unset for all "
+            "of them",
         )
 
 

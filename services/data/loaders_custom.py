@@ -117,8 +117,8 @@ def _single_turn(
     ):
         stop_at(
             where,
-            f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any number of system messages, one "
-            "user message, and at most one answer of the assistant",
+            f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any "
+            "number of system messages, one user message, and at most one answer of the assistant",
             "turn the rows into such chats, or into columns, with data.map",
         )
     prompt = "\n\n".join(text for _, text in messages[: instructions + 1])

@@ -146,9 +146,11 @@ def _as_json(value: Any, column: str, where: str) -> Any:
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
         return _as_json(value.tolist(), column, where)
     stop(
-        f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot represent",
+        f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot "
+        "represent",
         column,
-        "keep only the columns that the reward functions need (data.columns), or convert it to text (data.map)",
+        "keep only the columns that the reward functions need (data.columns), or convert it to "
+        "text (data.map)",
         "data.columns",
     )
 
@@ -175,7 +177,8 @@ def _message(message: object, column: str, where: str) -> tuple[str, str]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         stop_at(
             where,
-            f"a message in column {column!r} is {message!r:.80}, not an object with role and content",
+            f"a message in column {column!r} is {message!r:.80}, not an object with role and "
+            "content",
         )
     role = message["role"]
     content = message.get("content")

@@ -110,7 +110,10 @@ class PromptStream:
                 ((position,),) = db.execute(
                     "SELECT position FROM cursors WHERE stream = ?", (stream,)
                 )
-                move = "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?"
+                move = (
+                    "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream "
+                    "= ?"
+                )
                 db.execute(move, (count, count, stream))
                 if shuffle and self._curriculum:
                     self._curriculum.draw(db, position, count)
@@ -221,7 +224,8 @@ class PromptStream:
             return None
         if row[0] != stream or row[2] != count:
             raise InvalidInput(
-                f"the request_id was used for batch_size={row[2]}, shuffle={str(row[0] == _SHUFFLED).lower()}",
+                f"the request_id was used for batch_size={row[2]}, "
+                f"shuffle={str(row[0] == _SHUFFLED).lower()}",
                 field="request_id",
                 value=request_id,
                 remedy="repeat that request unchanged, or use a new request_id",
@@ -293,7 +297,8 @@ class PromptStream:
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",
                 value=str(self.path.parents[1]),
-                remedy="restore the seed and the data settings, remove the file to start over, or set another state_dir",
+                remedy="restore the seed and the data settings, remove the file to start over, or "
+                "set another state_dir",
             )
 
     def _unusable(self, error: Exception, remedy: str) -> ConfigError:

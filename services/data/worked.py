@@ -87,8 +87,9 @@ def _check(chat: list[Message], column: str, where: str) -> None:
     if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
         stop_at(
             where,
-            f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must end with the "
-            f"assistant's answer, and every answer must follow a user's message; known roles are {', '.join(_ROLES)}",
+            f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
+            "end with the assistant's answer, and every answer must follow a user's message; "
+            f"known roles are {', '.join(_ROLES)}",
             "turn the row into such a chat, or leave it out, with data.map",
         )
 

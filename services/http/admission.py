@@ -61,7 +61,8 @@ class CallerAuth:
         else:
             error = Unauthorized(
                 "the token is wrong" if known is False else "a token is needed",
-                remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was started with",
+                remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was "
+                "started with",
             )
             await error_response(error, scope)(scope, receive, send)
 
@@ -180,5 +181,8 @@ class Admission:
         """Counts the refusal and returns its error."""
         self.load.refused += 1
         self._metrics.refused.labels(what).inc()
-        reason = f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is {limit}"
+        reason = (
+            f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is "
+            f"{limit}"
+        )
         return Overloaded(reason, field=what, value=now, remedy=f"try again later{remedy}")

@@ -229,7 +229,8 @@ class Server(uvicorn.Server):
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "anyone who can reach %s can call %s: set the same API_TOKEN in every task (SECURITY.md)",
+                "anyone who can reach %s can call %s: set the same API_TOKEN in every task "
+                "(SECURITY.md)",
                 self.url,
                 app.title,
             )

@@ -23,7 +23,10 @@ _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset((b"application/json", b"application/msgpack"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
-_REMEDY = "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an API_TOKEN (SECURITY.md)"
+_REMEDY = (
+    "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "
+    "API_TOKEN (SECURITY.md)"
+)
 
 
 class ForeignCaller(ServiceError):
@@ -48,8 +51,14 @@ class CallerCheck:
         found = dict(headers)
         host = found.get(b"host", b"").decode("latin-1").lower()
         if not self._is_own(host, scope) or sum(name == b"host" for name, _ in headers) > 1:
-            reason = "this host is not a name of this service: a page of another site may have pointed it here (DNS rebinding)"
-            remedy = "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
+            reason = (
+                "this host is not a name of this service: a page of another site may have pointed "
+                "it here (DNS rebinding)"
+            )
+            remedy = (
+                "call it by its address, localhost or its name in the job group, or give the run "
+                "an API_TOKEN (SECURITY.md)"
+            )
             return ForeignCaller(reason, field="host", value=host, remedy=remedy)
         origin = found.get(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != (

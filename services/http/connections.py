@@ -152,7 +152,8 @@ class BoundedConnection(HttpToolsProtocol):
             size = each.transport.get_write_buffer_size()
             if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
                 log.info(
-                    "a connection is closed: its client has not read its answer, and %d MB of answers wait",
+                    "a connection is closed: its client has not read its answer, and %d MB of "
+                    "answers wait",
                     held >> 20,
                 )
                 each.transport.abort()
@@ -191,7 +192,11 @@ class BoundedConnection(HttpToolsProtocol):
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             content = orjson.dumps(error.body())
             retry = "retry-after: 1\r\n" if error.status == 503 else ""
-            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n{retry}"
+            head = (
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
+                "content-type: application/json\r\n"
+                f"{retry}"
+            )
             self.transport.write(
                 f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
                 + content

@@ -150,7 +150,8 @@ class ReplayBuffer:
         """
         if request.count > self.capacity:
             raise InvalidInput(
-                f"the buffer holds at most {self.capacity} completions, so it can never have this many groups",
+                f"the buffer holds at most {self.capacity} completions, so it can never have this "
+                "many groups",
                 field="count",
                 value=request.count,
                 remedy="take fewer groups at once, or raise replay.capacity",

@@ -83,7 +83,10 @@ END;
 """
 
 
-_SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
+_SAMPLES = (
+    "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL "
+    "UNIQUE, answer TEXT NOT NULL)"
+)
 """Also run on older files, which lack the table."""
 
 _SUMS = """
@@ -247,8 +250,9 @@ class Database:
                 wal = self.path.with_name(f"{self.path.name}-wal")
                 wal.with_suffix(".db-wal-damaged").hardlink_to(wal)
             raise self._unusable(
-                f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of {added} groups: its log was "
-                f"damaged or cut, or the file is an older copy; remove {self._count_path.name} to go on without them"
+                f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of "
+                f"{added} groups: its log was damaged or cut, or the file is an older copy; "
+                f"remove {self._count_path.name} to go on without them"
             )
         with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)
