@@ -2,10 +2,9 @@
 
 import os
 
-from common.settings.chat_templates import OWN
-
 from common.errors import ConfigError
 from common.models.hub import check_model
+from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection
 from services.environment.template import Template
 

@@ -257,8 +257,8 @@ class Store(Reading):
             takes = f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})"  # noqa: S608
             self.db.execute(takes, (value,))
             self.db.execute(
-                "UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE "
-                f"key IN (SELECT key {where})",  # noqa: S608
+                "UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE "  # noqa: S608
+                f"key IN (SELECT key {where})",
                 (value,),
             )
 

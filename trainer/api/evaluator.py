@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
 import httpx
-from common.settings.chat_templates import OWN
 from rich.console import Console
 
 from common.clients.reward import RewardClient
@@ -18,6 +17,7 @@ from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import PromptStyle
+from common.settings.chat_templates import OWN
 from common.settings.config import Config, from_mapping
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt, RewardResult
