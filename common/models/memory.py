@@ -302,13 +302,11 @@ def _moments(
     kept = shape.layers * (
         states * width + products if settings.activation_checkpointing else layer_bytes
     )
-    backward = (
-        tokens * width * (2 * shape.intermediate + shape.hidden)
-    )  # gradients of a layer's states, at its widest
+    # Gradients of a layer's states, at its widest.
+    backward = tokens * width * (2 * shape.intermediate + shape.hidden)
     again = layer_bytes if settings.activation_checkpointing else 0
-    ends = states * (
-        _MASTER + 4 * width
-    )  # the embedding's result, the last norm, the head's input and its gradient
+    # The embedding's result, the last norm, the head's input and its gradient.
+    ends = states * (_MASTER + 4 * width)
     logits = min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary)
     slopes = width * tokens * shape.vocabulary
     if slopes <= _KEPT_BYTES:
@@ -318,9 +316,8 @@ def _moments(
             logits + logits * width // _MASTER + _MASTER * head_gradient,
             width * head_gradient * rounded,
         )
-    copies = (
-        3 if ranks == 1 else 1
-    )  # a single rank divides and copies what several ranks would send
+    # A single rank divides and copies what several ranks would send.
+    copies = 3 if ranks == 1 else 1
     whole = _MASTER * trained if sums_once(trained, ranks) and sharded else 0
     if sharded:
         at_head, at_layer, at_end = (
@@ -435,9 +432,8 @@ def engine_memory(
             remedy=f"use a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
-    per_token = (
-        2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)
-    )  # a KV head cannot be split
+    # A KV head cannot be split.
+    per_token = 2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)
     return EngineMemory(
         weights, per_token, max(0, int(static_share * gpu_bytes) - weights) // per_token
     )

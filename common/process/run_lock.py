@@ -104,9 +104,8 @@ class RunLock:
             raise self._in_use(self._read() or before)
         self._write()
         if before and not alone:
-            time.sleep(
-                _SETTLE_S
-            )  # two waiting runs may take over at the same moment: the last one wins
+            # Two waiting runs may take over at the same moment: the last one wins.
+            time.sleep(_SETTLE_S)
             if (now := self._read()).get("token") != self._own["token"]:
                 raise self._in_use(now)
 

@@ -334,9 +334,8 @@ def _unread(config: Settings) -> dict[str, str]:
         for name, reason in getattr(config, section).unread().items()
     }
     if not config.algorithm.needs_critic:
-        without = (
-            name for name in CriticSection.model_fields if name != "port"
-        )  # a port may be set once for all runs
+        # A port may be set once for all runs.
+        without = (name for name in CriticSection.model_fields if name != "port")
         unread |= {
             f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic"
             for name in without

@@ -232,15 +232,13 @@ def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
-    name = next(
-        (setting for setting in names() if name.startswith(f"{setting}.")), name
-    )  # without a list index
+    # Without a list index.
+    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)
-    whole = isinstance(
-        first["input"], dict | BaseModel
-    )  # a whole section explains nothing and might hold a credential
+    # A whole section explains nothing and might hold a credential.
+    whole = isinstance(first["input"], dict | BaseModel)
     if whole:
         named = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
         name = next(

@@ -108,7 +108,8 @@ def from_file(path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
         yaml.YAMLError,
-    ) as error:  # ValueError: an impossible date
+    ) as error:
+        # ValueError: an impossible date.
         reason = yaml_problem(error)
         remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"

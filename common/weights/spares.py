@@ -25,9 +25,8 @@ def discard(directory: Path) -> None:
             key=lambda found: found[0].st_size,
             default=None,
         )
-        if (
-            largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1
-        ):  # else another directory has it
+        # Else another directory has it.
+        if largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1:
             largest[1].replace(directory.with_name(_NAME))
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -111,9 +111,8 @@ class _WorkedMATH(MATHLoader):
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        pairs = zip(
-            super()._load(split), tiny.problems(name), strict=False
-        )  # the second is endless
+        # The second is endless.
+        pairs = zip(super()._load(split), tiny.problems(name), strict=False)
         return [
             answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs
         ]

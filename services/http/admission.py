@@ -135,9 +135,8 @@ class Admission:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            if (
-                refusal is None
-            ):  # otherwise the framework is answering the error raised in `counted`
+            # Otherwise the framework is answering the error raised in `counted`.
+            if refusal is None:
                 started = True
                 await send(message)
 

@@ -106,9 +106,8 @@ def create_app(
     app.state.in_flight = InFlight()
     app.add_middleware(DrainMiddleware, in_flight=app.state.in_flight)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(
-        CallerAuth, open_paths=open_paths, keyed_path=keyed_path
-    )  # runs before Admission: a body without a token is not read
+    # Runs before Admission: a body without a token is not read.
+    app.add_middleware(CallerAuth, open_paths=open_paths, keyed_path=keyed_path)
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
@@ -162,9 +161,8 @@ class _JsonRequest(Request):
             body = await self.body()
             if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
                 with contextlib.suppress(ValueError, RecursionError):
-                    return json.loads(
-                        body.decode()
-                    )  # so that validation can name a field that is NaN or infinite
+                    # So that validation can name a field that is NaN or infinite.
+                    return json.loads(body.decode())
             self.refusal = error
             raise
 
@@ -293,9 +291,8 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     server = Server(app, host, port)
 
     async def until_its_end() -> None:
-        with contextlib.suppress(
-            SystemExit
-        ):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
+        # Uvicorn's reaction to a lifespan that fails would end the caller's loop.
+        with contextlib.suppress(SystemExit):
             await server.serve(sockets=[sock])
 
     task = asyncio.create_task(until_its_end())

@@ -36,9 +36,8 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
             if "$ref" in node:
                 return inlined(definitions[node["$ref"].rpartition("/")[2]])
             first, *others = node.get("prefixItems", (None,))
-            if first and all(
-                other == first for other in others
-            ):  # clearer, and supported by code generators
+            # Clearer, and supported by code generators.
+            if first and all(other == first for other in others):
                 node = {name: item for name, item in node.items() if name != "prefixItems"} | {
                     "items": first
                 }

@@ -75,9 +75,8 @@ class RequestTracing:
                 self._finish(scope, status, time.perf_counter() - start)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(
-            scope.get("route"), "path", "unknown"
-        )  # never the raw path: that would be unbounded
+        # Never the raw path: that would be unbounded.
+        route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.requests.labels(route, status).inc()
         self._metrics.latency.labels(route).observe(seconds)
         level = self._level_of(scope["method"], route, status)

@@ -237,9 +237,8 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        with suppress(
-            StorageFailed
-        ):  # on a full disk leases cannot expire, but everything can be read
+        # On a full disk leases cannot expire, but everything can be read.
+        with suppress(StorageFailed):
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 

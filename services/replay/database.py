@@ -146,9 +146,8 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 self._create()
-                self._count_path.unlink(
-                    missing_ok=True
-                )  # it belongs to a store that was moved away
+                # It belongs to a store that was moved away.
+                self._count_path.unlink(missing_ok=True)
             self.db = _connect(path)
             try:
                 self._check()
@@ -353,9 +352,8 @@ class Database:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
     try:
-        db.execute(
-            "PRAGMA locking_mode = EXCLUSIVE"
-        )  # the in-memory index requires that nobody else writes
+        # The in-memory index requires that nobody else writes.
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")

@@ -155,8 +155,8 @@ class TokenGenerator:
                 temperature=0.0 if greedy else settings.temperature,
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
-                shape={**settings.sampling.stop_conditions(), **({} if greedy else settings.cuts)},
-                pace=self._prompter.pace(settings.sampling),
+                parameters={**settings.sampling.stop_conditions(), **({} if greedy else settings.cuts)},
+                request_limits=self._prompter.request_limits(settings.sampling),
                 deadline_s=settings.timeout_s,
                 logprobs=False,
             )
