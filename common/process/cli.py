@@ -32,11 +32,12 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
-        field, _, problem = message.removeprefix("argument ").partition(": ")
-        field = field.rpartition("/")[2]
-        value = None
+        options, _, problem = message.removeprefix("argument ").partition(": ")
+        field = options.rpartition("/")[2]  # the last of `-o/--output`
+        value: str | None = None
         remedy = f"{self.prog} --help explains every argument"
-        text, colon, hint = problem.rpartition(": ")
+        reason, colon, advice = problem.rpartition(": ")
+
         if found := re.match(r"invalid choice: (.+) \(choose from (.+)\)", problem):
             value = found[1].strip("'")
             choices = [choice.strip("' ") for choice in found[2].split(",")]
@@ -49,7 +50,9 @@ class CommandParser(argparse.ArgumentParser):
             remedy = f"give a {what}"
         elif message.startswith("unrecognized arguments: "):
             field, *rest = problem.split()
-            known = [option for action in self._actions for option in action.option_strings]
+            known = list[str]()
+            for action in self._actions:
+                known += action.option_strings
             hint = did_you_mean(field.partition("=")[0], [], known)
             value = " ".join(rest) or None
             problem = "there is no such argument"
@@ -62,8 +65,9 @@ class CommandParser(argparse.ArgumentParser):
             problem = "it has no value"
             remedy = f"write {field} VALUE"
         elif colon:
-            problem = text
-            remedy = hint
+            problem = reason
+            remedy = advice
+
         fail(ConfigError(problem, field=field, value=value, remedy=remedy))
 
 

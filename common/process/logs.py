@@ -96,7 +96,8 @@ class TextFormatter(logging.Formatter):
         super().__init__(_TEXT)
 
     def format(self, record: logging.LogRecord) -> str:
-        record.request = f" [{identifier}]" if (identifier := request_id()) else ""
+        identifier = request_id()
+        record.request = f" [{identifier}]" if identifier else ""
         return SecretRedactor().redact(super().format(record))
 
 
@@ -111,32 +112,35 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         context = {"run": run_id(), "request": request_id()}
+        time_of_day = datetime.fromtimestamp(record.created).astimezone()
         if record.exc_info:
             context["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             context["stack"] = self.formatStack(record.stack_info)
         entry: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created)
-            .astimezone()
-            .isoformat(timespec="milliseconds"),
+            "time": time_of_day.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             **self._labels,
             **{name: text for name, text in context.items() if text},
         }
-        redactor = SecretRedactor()  # before JSON quoting, which could split a secret
-        entry = {
-            name: redactor.redact(value) if isinstance(value, str) else value
-            for name, value in entry.items()
-        }
+
+        # Before JSON quoting, which could split a secret.
+        redactor = SecretRedactor()
+        for name, value in entry.items():
+            if isinstance(value, str):
+                entry[name] = redactor.redact(value)
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
     def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
         """Formats a line that did not come from logging: output of a child process, or why nothing
         could be logged.
         """
-        return self.format(logging.LogRecord(logger, level, "", 0, text, None, None))
+        record = logging.LogRecord(
+            logger, level, pathname="", lineno=0, msg=text, args=None, exc_info=None
+        )
+        return self.format(record)
 
 
 def wants_json() -> bool:
@@ -207,12 +211,14 @@ def setup_logging(
                 value=str(log_dir),
                 remedy="set another folder",
             ) from None
+
     node = Topology.from_env().node_rank
-    formatter = (
-        JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
-    )
+    formatter: logging.Formatter = TextFormatter()
+    if as_json:
+        formatter = JsonFormatter(service=service or name, node=node, rank=rank)
     for handler in handlers:
         handler.setFormatter(formatter)
+
     debug = wanted_level == "DEBUG"
     logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
     for own in _OWN:
@@ -243,20 +249,16 @@ def log_exit_reason(text: str) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:  # torchrun repeats it after the other ranks' output
-        Path(path).write_text(
-            json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
-        )
+        entry = {"message": text, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(entry), encoding="utf-8")
     handled = bool(logging.getLogger().handlers)
     as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN)
     if as_json is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        print(
-            JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text,
-            file=sys.stderr,
-            flush=True,
-        )
+        line = JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text
+        print(line, file=sys.stderr, flush=True)
 
 
 def log_uncaught() -> None:

@@ -24,8 +24,13 @@ from common.process.storage import storing
 log = logging.getLogger(__name__)
 LOCK = ".lock"
 _BEAT_S = 5.0
+"""Seconds between two heartbeats."""
 _STALE_S = 30.0
+"""Seconds without a heartbeat after which its holder counts as dead."""
 _SETTLE_S = 1.0
+"""Seconds after which a run that took over looks whether it still has the directory."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of a file system that does not support locks."""
 _SIZE = 512
 """Fixed size of the file in bytes, so that overwriting it needs no space on a full disk."""
 
@@ -99,15 +104,18 @@ class RunLock:
     def _acquire(self) -> None:
         locked = self._flock()
         before = self._read()
+        # The kernel's lock says enough if the last holder was on this machine.
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
             raise self._in_use(self._read() or before)
+
         self._write()
         if before and not alone:
             # Two waiting runs may take over at the same moment: the last one wins.
             time.sleep(_SETTLE_S)
-            if (now := self._read()).get("token") != self._own["token"]:
-                raise self._in_use(now)
+            holder = self._read()
+            if holder.get("token") != self._own["token"]:
+                raise self._in_use(holder)
 
     def _flock(self) -> bool | None:
         """Returns whether this process now has the kernel's lock; None when the file system does
@@ -118,13 +126,7 @@ class RunLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (
-                errno.ENOLCK,
-                errno.ENOTSUP,
-                errno.EOPNOTSUPP,
-                errno.ENOSYS,
-                errno.EINVAL,
-            ):
+            if error.errno not in _NO_LOCKS:
                 raise
             return None
         return True
@@ -182,7 +184,8 @@ class RunLock:
 def _who(holder: dict[str, Any]) -> str:
     if not holder:
         return "another run"
-    return f"run {holder.get('run')} (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
+    process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+    return f"run {holder.get('run')} ({process})"
 
 
 def _machine() -> str:

@@ -47,7 +47,8 @@ except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
-    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"  # other ranks have spoken since
+    # With several ranks, others have written since.
+    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"
     if failure.exitcode < 0:
         print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
     elif several and failure.error_file_data:
@@ -55,8 +56,8 @@ except ChildFailedError as end:
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
 """torchrun, except that it exits with the status of the rank that failed first, or 128 plus its
-signal, and prints the reason that this rank recorded (`log_exit_reason`) instead of a traceback. This
-package never imports torch."""
+signal, and prints the reason that this rank recorded (`log_exit_reason`) instead of a traceback.
+This package never imports torch."""
 
 
 def setting_status() -> int:
@@ -235,14 +236,17 @@ class Topology:
         Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is
         current after a recovery.
         """
-        return [
-            *(sys.executable, "-c", _TORCHRUN),
-            *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
-            *("--nproc-per-node", str(max(1, self.gpus_per_node))),
-            *("--master-addr", self.node_ips[0]),
-            *("--master-port", str(self.torchrun_port)),
-            *arguments,
-        ]
+        options = {
+            "--nnodes": self.num_nodes,
+            "--node-rank": self.node_rank,
+            "--nproc-per-node": max(1, self.gpus_per_node),
+            "--master-addr": self.node_ips[0],
+            "--master-port": self.torchrun_port,
+        }
+        command = [sys.executable, "-c", _TORCHRUN]
+        for option, value in options.items():
+            command += [option, str(value)]
+        return command + arguments
 
 
 def _check_port(port: int) -> None:

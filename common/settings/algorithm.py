@@ -48,15 +48,14 @@ _Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
 CORRECTION = ("correction_level", "correction_cap", "correction_floor")
 """The settings of a rollout_correction."""
 
-RECIPES_HELP = "; ".join(
-    name
-    + (
-        " (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")"
-        if preset
-        else " (the defaults)"
-    )
-    for name, preset in RECIPES.items()
-)
+
+def _recipe_help(name: str) -> str:
+    settings = [f"{key} {value}" for key, value in RECIPES[name].items()]
+    return f"{name} ({', '.join(settings) or 'the defaults'})"
+
+
+RECIPES_HELP = "; ".join(map(_recipe_help, RECIPES))
+"""Every recipe and what it sets, for `--help`."""
 
 
 TURN_ADVANTAGES = ("group_normalised", "group_centred", "batch_normalised")
@@ -173,10 +172,10 @@ class AlgorithmSection(Section):
             preset = preset | {"kl_estimator": "k1"}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for name, reason in section._unread().items():
-            if name in data and getattr(section, name) != defaults[name]:
+        for setting, reason in section._unread().items():
+            if setting in data and getattr(section, setting) != defaults[setting]:
                 raise ValueError(
-                    f"algorithm.{name} is set but not read, since {reason}: leave it out"
+                    f"algorithm.{setting} is set but not read, since {reason}: leave it out"
                 )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(

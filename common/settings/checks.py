@@ -5,40 +5,51 @@ from common.settings.sections import MAX_KEPT, CriticSection, EvaluationSection,
 from common.settings.settings import Settings
 
 _SINGLE_SAMPLING = (
-    *("top_p", "top_k", "min_p", "stop", "stop_token_ids", "min_new_tokens", "ignore_eos"),
-    *("chat_template_kwargs", "prefill", "completion_timeout_s", "max_thinking_tokens"),
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "min_new_tokens",
+    "ignore_eos",
+    "chat_template_kwargs",
+    "prefill",
+    "completion_timeout_s",
+    "max_thinking_tokens",
 )
 """Settings of `sampling` that do not apply to episodes."""
 _SEVERAL_NODES = frozenset({"--nnodes", "--node-rank"})
 """SGLang arguments that spread an engine over nodes."""
 _RANKS = frozenset(
-    f"--{name}"
-    for way, size in (
-        ("tp", "tensor-parallel-size"),
-        ("dp", "data-parallel-size"),
-        ("pp", "pipeline-parallel-size"),
-    )
-    for name in (way, f"{way}-size", size)
+    {
+        "--tp",
+        "--tp-size",
+        "--tensor-parallel-size",
+        "--dp",
+        "--dp-size",
+        "--data-parallel-size",
+        "--pp",
+        "--pp-size",
+        "--pipeline-parallel-size",
+    }
 )
 """SGLang arguments that change the number of ranks of an engine; a data-parallel engine refuses a
 weight-sync group."""
 _SHARES = frozenset(
     {
-        *(
-            "--ep",
-            "--ep-size",
-            "--expert-parallel-size",
-            "--moe-dp-size",
-            "--moe-data-parallel-size",
-            "--dwdp-size",
-        ),
-        *(
-            "--moe-a2a-backend",
-            "--enable-eplb",
-            "--ep-num-redundant-experts",
-            "--init-expert-location",
-        ),
-        *("--attn-cp-size", "--attention-context-parallel-size", "--enable-dp-attention"),
+        "--ep",
+        "--ep-size",
+        "--expert-parallel-size",
+        "--moe-dp-size",
+        "--moe-data-parallel-size",
+        "--dwdp-size",
+        "--moe-a2a-backend",
+        "--enable-eplb",
+        "--ep-num-redundant-experts",
+        "--init-expert-location",
+        "--attn-cp-size",
+        "--attention-context-parallel-size",
+        "--enable-dp-attention",
     }
 )
 """SGLang arguments that give a rank another share of the weights than tensor parallelism does."""
@@ -279,12 +290,12 @@ def _check_environment(config: Settings) -> None:
                     f"{section}.{name} applies to single completions, and environment.name makes "
                     "episodes, where it has no effect: leave it out"
                 )
+    advantage = config.algorithm.advantage
     others = {
         "teacher.url": config.teacher.url,
         "algorithm.overlong_buffer": config.algorithm.overlong_buffer,
         "algorithm.length_penalty": config.algorithm.length_penalty,
-        "algorithm.advantage": "reward_normalised"
-        * (config.algorithm.advantage == "reward_normalised"),
+        "algorithm.advantage": advantage if advantage == "reward_normalised" else "",
     }
     for setting, value in others.items():
         if value:
@@ -312,15 +323,13 @@ def _check_lora(config: Settings) -> None:
         )
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj",), "gate_proj": ("up_proj",)}
     named = set(config.lora.target_modules)
+    if config.rollout.engine != "sglang" or not config.lora.publishes_adapter:
+        return
     for needed, beside in fused.items():
-        if (
-            config.rollout.engine == "sglang"
-            and config.lora.publishes_adapter
-            and needed not in named
-            and named & {*beside}
-        ):
+        alone = named.intersection(beside)
+        if alone and needed not in named:
             raise ValueError(
-                f"lora.target_modules has {', '.join(sorted(named & {*beside}))} without "
+                f"lora.target_modules has {', '.join(sorted(alone))} without "
                 f"{needed}, and SGLang, which fuses these layers, would drop such an adapter: add "
                 f"{needed}, or set lora.publish merged"
             )
@@ -328,18 +337,15 @@ def _check_lora(config: Settings) -> None:
 
 def _unread(config: Settings) -> dict[str, str]:
     """Returns the settings that others make pointless, and why."""
-    unread = {
-        f"{section}.{name}": reason
-        for section in ("data", "reward", "environment", "teacher", "trackers")
-        for name, reason in getattr(config, section).unread().items()
-    }
+    unread = dict[str, str]()
+    for section in ("data", "reward", "environment", "teacher", "trackers"):
+        own = getattr(config, section).unread()
+        unread |= {f"{section}.{name}": reason for name, reason in own.items()}
+
     if not config.algorithm.needs_critic:
-        # A port may be set once for all runs.
-        without = (name for name in CriticSection.model_fields if name != "port")
-        unread |= {
-            f"critic.{name}": f"algorithm.advantage {config.algorithm.advantage} has no critic"
-            for name in without
-        }
+        reason = f"algorithm.advantage {config.algorithm.advantage} has no critic"
+        unread |= {f"critic.{name}": reason for name in CriticSection.model_fields}
+        del unread["critic.port"]  # a port may be set once for all runs
     if config.model.dtype == "float32":
         unread["model.fp32_head"] = "model.dtype is float32"
     if config.algorithm.kl_coef == 0:

@@ -91,9 +91,8 @@ class SettingsSubset:
         """Raises ConfigError for a setting that is not read."""
         plain = Config()
         for name in names():
-            value, default = (
-                reduce(getattr, name.split("."), holder) for holder in (config, plain)
-            )
+            value = reduce(getattr, name.split("."), config)
+            default = reduce(getattr, name.split("."), plain)
             if name not in self.reads and value != default:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
@@ -103,13 +102,15 @@ class SettingsSubset:
         parser.description = self.about
         known = names()
         for action in parser._actions:
-            for name in (option[2:] for option in action.option_strings if option[2:] in known):
+            for option in action.option_strings:
+                name = option[2:]
+                if name not in known:
+                    continue
                 if name not in self.reads:
                     action.help = SUPPRESS
                 elif name in self.defaults and action.help:
-                    action.help = re.sub(
-                        r"\(default: .*\)$", f"(default: {self.defaults[name]})", action.help
-                    )
+                    own = f"(default: {self.defaults[name]})"
+                    action.help = re.sub(r"\(default: .*\)$", own, action.help)
 
 
 def load(
@@ -127,26 +128,26 @@ def load(
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
+    known = {*names(), *Config.model_fields, "help", "help-all"}
     for word, following in zip(rest, [*rest, None][1:], strict=True):
         option, _, value = word.partition("=")
-        if word.startswith("--") and option[2:] not in (
-            *names(),
-            *Config.model_fields,
-            "help",
-            "help-all",
-        ):
+        if word.startswith("--") and option[2:] not in known:
             raise unknown(names(), option[2:], option, value or following)
+
     path = path or env.get("RUN_CONFIG") or None
     try:
-        default: dict[str, Any] = {
-            "trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}
-        }
+        run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
+        values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
         for name, own in (subset.defaults if subset else {}).items():
-            put(default, tuple(name.split(".")), own)
-        low = merge(default, from_file(Path(path)) if path else {})
+            put(values, tuple(name.split(".")), own)
+
+        # Later ones win: file, environment, command line.
+        if path:
+            values = merge(values, from_file(Path(path)))
         rest, lists = take_json_lists(rest, names())
         words = merge(_command_line(rest, prog, subset) if rest else {}, lists)
-        config = Config(**merge(merge(low, from_env(env, names())), words))
+        values = merge(values, from_env(env, names()))
+        config = Config(**merge(values, words))
         if subset:
             subset.check(config)
         return config
@@ -172,9 +173,10 @@ def names() -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
-        found |= (
-            {f"{name}.{key}": value for key, value in inner.items()} if inner else {name: field}
-        )
+        if inner:
+            found |= {f"{name}.{key}": value for key, value in inner.items()}
+        else:
+            found[name] = field
     return found
 
 
@@ -210,12 +212,10 @@ def _command_line(
         return source(args=words)()
     except SettingsError as error:  # wraps one of argparse's
         option, _, reason = str(error).rpartition(": ")
-        reason = (
-            "it has no value"
-            if reason == "expected one argument"
-            else f"the command line is not valid: {reason}"
-        )
-        raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
+        problem = f"the command line is not valid: {reason}"
+        if reason == "expected one argument":
+            problem = "it has no value"
+        raise ConfigError(problem, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
@@ -231,22 +231,18 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
+    place = ".".join(str(part) for part in first["loc"])
     # Without a list index.
-    name = next((setting for setting in names() if name.startswith(f"{setting}.")), name)
+    name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)
     # A whole section explains nothing and might hold a credential.
-    whole = isinstance(first["input"], dict | BaseModel)
-    if whole:
-        named = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
-        name = next(
-            (word for word in named if "." in word and word in names()), name or "configuration"
-        )
-    return ConfigError(
-        message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy
-    )
+    if isinstance(first["input"], dict | BaseModel):
+        words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
+        named = (word for word in words if "." in word and word in names())
+        return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
+    return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)
 
 
 def misspelt(variable_name: str) -> str:

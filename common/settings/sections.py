@@ -261,18 +261,20 @@ class RewardSection(Section):
 
     def function_names(self) -> list[str]:
         """Every function that any task uses, each once."""
-        names = [*self.functions, *(name for task in self.tasks.values() for name in task)]
+        names = list(self.functions)
+        for functions in self.tasks.values():
+            names += functions
         return list(dict.fromkeys(names))
 
     def unread(self) -> dict[str, str]:
         """Returns the settings that no function in use reads, and why."""
-        names = self.function_names()
-        return {
-            field: f"no task uses the reward function {function}"
-            for field in type(self).model_fields
-            for function in ("math", "code", "format", "length", "reward_model", "judge")
-            if field.startswith(f"{function}_") and function not in names
-        }
+        used = self.function_names()
+        unread = dict[str, str]()
+        for name in type(self).model_fields:
+            for function in ("math", "code", "format", "length", "reward_model", "judge"):
+                if name.startswith(f"{function}_") and function not in used:
+                    unread[name] = f"no task uses the reward function {function}"
+        return unread
 
     @model_validator(mode="after")
     def _fits(self) -> "RewardSection":
@@ -554,7 +556,7 @@ class SamplingSection(Truncation):
     """Seconds for generating one group, retries included."""
 
     def training_truncation(self) -> dict[str, float]:
-        """Returns `truncation` for training, where the kept tokens are sent along with every token."""
+        """Returns `truncation` for training, where the kept tokens are sent with every token."""
         truncation = self.truncation()
         return {"top_k": MAX_KEPT, **truncation} if truncation else {}
 
