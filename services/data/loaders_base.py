@@ -85,9 +85,8 @@ class RowLoader(Loader):
     def _load(self, split: str) -> list[Prompt]:
         path = Path(self.source)
         if path.is_dir():
-            return self._prompts(
-                read_file(file_of_split(path, split)), f"{self.name or path.resolve().name}-{split}"
-            )
+            prefix = f"{self.name or path.resolve().name}-{split}"
+            return self._prompts(read_file(file_of_split(path, split)), prefix)
         if path.exists():
             if split not in _PARTS:
                 stop(
@@ -96,7 +95,8 @@ class RowLoader(Loader):
                     f"its splits are {', '.join(_PARTS)}",
                 )
             part = _PARTS[split]
-            return _part(self._prompts(read_file(path), f"{self.name or path.stem}-{part}"), part)
+            prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
+            return _part(prompts, part)
         if not is_hub_name(self.source):
             stop(
                 "there is no such file or directory",
@@ -108,11 +108,12 @@ class RowLoader(Loader):
         return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
-        made = (
-            self._prompt(row, where, f"{prefix}-{number}")
-            for number, (where, row) in enumerate(rows)
-        )
-        return [prompt for prompt in made if prompt is not None]
+        prompts = list[Prompt]()
+        for number, (where, row) in enumerate(rows):
+            prompt = self._prompt(row, where, f"{prefix}-{number}")
+            if prompt is not None:
+                prompts.append(prompt)
+        return prompts
 
 
 def check_enough(prompts: list[Prompt], num_samples: int) -> None:
@@ -136,13 +137,14 @@ def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
     """
     if part == "all":
         return prompts
-    shares = [
-        int.from_bytes(hashlib.sha256(prompt.prompt.encode()).digest()[:8]) / 2**64
-        for prompt in prompts
-    ]
+    shares = [_share(prompt.prompt) for prompt in prompts]
     limit = max(HELD_OUT, min(shares, default=0.0))
-    return [
-        prompt
-        for prompt, share in zip(prompts, shares, strict=True)
-        if (share <= limit) == (part == "eval")
-    ]
+    held_out = part == "eval"
+    pairs = zip(prompts, shares, strict=True)
+    return [prompt for prompt, share in pairs if (share <= limit) == held_out]
+
+
+def _share(text: str) -> float:
+    """Returns a number from 0 to 1 that depends on the text alone."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64

@@ -83,11 +83,9 @@ def text_of(
 
 def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
     """Returns the column `id`, or `default` when it is absent or null."""
-    return (
-        default
-        if row.get("id") is None
-        else text_of(row, "id", where, "the column id", MAX_ID_CHARS)
-    )
+    if row.get("id") is None:
+        return default
+    return text_of(row, "id", where, "the column id", limit=MAX_ID_CHARS)
 
 
 def final_answer(text: str) -> str:
@@ -98,7 +96,9 @@ def final_answer(text: str) -> str:
     """
     _, marker, tail = text.rpartition("####")
     tail = tail.strip()
-    return re.sub("[, ]", "", tail) if marker and _GROUPED.fullmatch(tail) else tail
+    if marker and _GROUPED.fullmatch(tail):
+        return re.sub("[, ]", "", tail)
+    return tail
 
 
 def stated_answer(solution: str) -> str:
@@ -183,12 +183,16 @@ def _message(message: object, column: str, where: str) -> tuple[str, str]:
     role = message["role"]
     content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
+        texts = list(map(_text_of_part, content))
         content = None if None in texts else "\n".join(map(str, texts))
     named = f"{column} ({role})"
     if not isinstance(content, str):
         stop_at(where, f"column {named!r} is {message.get('content')!r:.80}, not a text")
     return role, text_of({named: content}, named, where, "--data.messages_field")
+
+
+def _text_of_part(part: object) -> Any:
+    """Returns the text of a part of a message; None for another kind of part."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        return part.get("text")
+    return None

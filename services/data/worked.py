@@ -58,9 +58,11 @@ class WorkedLoader(RowLoader):
             chat = _messages(changed, data.messages_field, "", where)
             named = data.messages_field
         else:
-            chat = _messages(changed, data.prompt_field, "user", where, "--data.prompt_field")
+            chat = _messages(
+                changed, data.prompt_field, "user", where, setting="--data.prompt_field"
+            )
             named = data.answer_field
-            chat += _messages(changed, named, "assistant", where, "--data.answer_field")
+            chat += _messages(changed, named, "assistant", where, setting="--data.answer_field")
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(changed, used, where) if data.prompt_template else {}
@@ -80,11 +82,10 @@ def _messages(
 def _check(chat: list[Message], column: str, where: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    unasked = any(
-        role == "assistant" and before != "user"
-        for before, role in zip(["", *roles], roles, strict=False)
-    )
-    if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
+    pairs = zip(["", *roles], roles, strict=False)
+    unasked = any(role == "assistant" and before != "user" for before, role in pairs)
+    is_known = set(roles) <= set(_ROLES)
+    if not is_known or roles[-1] != "assistant" or unasked:
         stop_at(
             where,
             f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
@@ -148,6 +149,7 @@ def load_examples(config: Config) -> Examples:
     data = config.data
     count = config.trainer.eval_samples
     train = load_split(data, "train", config.seed, worked_loader)
-    return Examples(
-        train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else []
-    )
+    held_out = list[Prompt]()
+    if count:
+        held_out = load_split(data, "eval", config.seed, worked_loader)[:count]
+    return Examples(train, held_out)

@@ -38,23 +38,20 @@ class CallerAuth:
         self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = (
-            True
-            if self._token is None or scope["type"] == "lifespan"
-            else accepts(self._token, scope["headers"])
-        )
+        is_http = scope["type"] == "http"
+        refusal = self._check.refusal(scope) if self._token is None and is_http else None
+
+        # True: the token is right, or none is needed. False: it is wrong. None: it is missing.
+        known: bool | None = True
+        if self._token is not None and scope["type"] != "lifespan":
+            known = accepts(self._token, scope["headers"])
         scope["known"] = known
-        if (
-            self._token is None
-            and scope["type"] == "http"
-            and (refusal := self._check.refusal(scope))
-        ):
+
+        is_open = scope.get("method") == "GET" and scope["path"] in self._open
+        is_keyed = bool(self._keyed) and is_http and scope["path"].startswith(self._keyed)
+        if refusal is not None:
             await error_response(refusal, scope)(scope, receive, send)
-        elif (
-            known
-            or (known is None and scope.get("method") == "GET" and scope["path"] in self._open)
-            or (self._keyed and scope["type"] == "http" and scope["path"].startswith(self._keyed))
-        ):
+        elif known or (known is None and is_open) or is_keyed:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -154,27 +151,25 @@ class Admission:
     def _too_large(self, size: int) -> ServiceError | None:
         if size <= self.max_body_bytes:
             return None
-        reason = f"the body is over the limit of {self.max_body_bytes} bytes"
         return TooLarge(
-            reason, field="body", value=size, remedy="send smaller batches, or raise max_body_mb"
+            f"the body is over the limit of {self.max_body_bytes} bytes",
+            field="body",
+            value=size,
+            remedy="send smaller batches, or raise max_body_mb",
         )
 
     def _too_many(self) -> ServiceError | None:
         load = self.load
-        return (
-            self._overloaded("requests", load.requests, load.request_limit)
-            if load.requests >= load.request_limit
-            else None
-        )
+        if load.requests < load.request_limit:
+            return None
+        return self._overloaded("requests", load.requests, load.request_limit)
 
     def _too_many_bytes(self, more: int) -> ServiceError | None:
         now = self.load.body_bytes
         limit = self.load.body_bytes_limit
-        return (
-            self._overloaded("body_bytes", now, limit, ", or raise max_body_mb")
-            if more and now + more > limit
-            else None
-        )
+        if not more or now + more <= limit:
+            return None
+        return self._overloaded("body_bytes", now, limit, remedy=", or raise max_body_mb")
 
     def _overloaded(self, what: str, now: int, limit: int, remedy: str = "") -> Overloaded:
         """Counts the refusal and returns its error."""

@@ -46,9 +46,8 @@ class RequestTracing:
         self.app = app
         self._metrics = metrics
         self._level = level
-        self._logged: dict[
-            tuple[str, str, int], tuple[float, int]
-        ] = {}  # (start of the window, lines in it)
+        self._logged = dict[tuple[str, str, int], tuple[float, int]]()
+        """By method, route and status: the start of the window, and the lines in it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,9 +64,8 @@ class RequestTracing:
                 MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
             await send(message)
 
-        scope["request_id"] = (
-            identifier  # for the crash handler, which runs outside this middleware
-        )
+        # For the crash handler, which runs outside this middleware.
+        scope["request_id"] = identifier
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             try:
                 await self.app(scope, receive, watched)
@@ -104,7 +102,6 @@ class RequestTracing:
 
 def _given(scope: Scope, header: str) -> str:
     """Returns the id that the client sent, or an empty string when it is missing or unusable."""
-    values = [
-        value.decode("latin-1") for name, value in scope["headers"] if name == header.encode()
-    ]
+    wanted = header.encode()
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
     return values[0] if len(values) == 1 and logs.usable_id(values[0]) else ""

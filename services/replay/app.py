@@ -236,9 +236,14 @@ def _note(request: Request, what: str) -> None:
     run = logs.run_id()
     peer = request.client
     storing = request.app.state.run
-    level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
+    level = logging.INFO
+    if run == storing:
+        level = logging.DEBUG
+    elif storing:
+        level = logging.WARNING
     who = f"{peer.host}:{peer.port}" if peer else "this process"
-    log.log(level, "%s by %s, run %s, request %s", what, who, run or "unknown", logs.request_id())
+    caller = f"{who}, run {run or 'unknown'}, request {logs.request_id()}"
+    log.log(level, "%s by %s", what, caller)
 
 
 async def _read_groups(request: Request) -> list[Group]:
@@ -256,7 +261,9 @@ async def _read_groups(request: Request) -> list[Group]:
             remedy=f"send {codec.MSGPACK} or {JSON}",
         )
     decode = codec.decode if kind == codec.MSGPACK else codec.decode_json
-    return (await asyncio.to_thread(decode, await request.body(), Groups)).groups
+    body = await request.body()
+    content = await asyncio.to_thread(decode, body, Groups)
+    return content.groups
 
 
 async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Response:

@@ -54,9 +54,16 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_turn ON groups (state, version, position, id);
 CREATE INDEX by_lease ON groups (request_id, lease_until) WHERE request_id IS NOT NULL;
-CREATE TABLE blobs (key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE, data BLOB NOT NULL);
+CREATE TABLE blobs (
+    key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE,
+    data BLOB NOT NULL
+);
 CREATE TABLE experiences (
-    key INTEGER PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, reward REAL NOT NULL, ground_truth TEXT
+    key INTEGER PRIMARY KEY,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    reward REAL NOT NULL,
+    ground_truth TEXT
 );
 CREATE TABLE takes (request_id TEXT PRIMARY KEY, evicted INTEGER NOT NULL);
 CREATE TABLE gone (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
@@ -65,14 +72,18 @@ CREATE TABLE totals (state TEXT PRIMARY KEY, groups INTEGER NOT NULL, completion
 INSERT INTO counters VALUES ('max_priority', 1.0);
 INSERT INTO totals VALUES ('fresh', 0, 0), ('leased', 0, 0), ('consumed', 0, 0), ('lone', 0, 0);
 CREATE TRIGGER group_in AFTER INSERT ON groups BEGIN
-    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions
+        WHERE state = NEW.state;
 END;
 CREATE TRIGGER group_out AFTER DELETE ON groups BEGIN
-    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions
+        WHERE state = OLD.state;
 END;
 CREATE TRIGGER group_moved AFTER UPDATE OF state ON groups BEGIN
-    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
-    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions
+        WHERE state = OLD.state;
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions
+        WHERE state = NEW.state;
 END;
 CREATE TRIGGER lone_in AFTER INSERT ON experiences BEGIN
     UPDATE totals SET completions = completions + 1 WHERE state = 'lone';
@@ -92,30 +103,48 @@ _SAMPLES = (
 _SUMS = """
 PRAGMA temp_store = MEMORY;
 CREATE TEMP TABLE sums AS
-    SELECT 'groups' AS kind, TOTAL(reward_sum) AS reward, COALESCE(SUM(positive), 0) AS positive FROM main.groups
+    SELECT
+        'groups' AS kind,
+        TOTAL(reward_sum) AS reward,
+        COALESCE(SUM(positive), 0) AS positive
+        FROM main.groups
     UNION ALL SELECT 'lone', TOTAL(reward), COALESCE(SUM(reward > 0), 0) FROM main.experiences;
 CREATE TEMP TRIGGER sum_in AFTER INSERT ON main.groups BEGIN
-    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive WHERE kind = 'groups';
+    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive
+        WHERE kind = 'groups';
 END;
 CREATE TEMP TRIGGER sum_out AFTER DELETE ON main.groups BEGIN
-    UPDATE sums SET reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups), positive = positive - OLD.positive
-    WHERE kind = 'groups';
+    UPDATE sums SET
+        reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups),
+        positive = positive - OLD.positive
+        WHERE kind = 'groups';
 END;
 CREATE TEMP TRIGGER lone_sum_in AFTER INSERT ON main.experiences BEGIN
-    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0) WHERE kind = 'lone';
+    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0)
+        WHERE kind = 'lone';
 END;
 CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
-    UPDATE sums SET reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
-        positive = positive - (OLD.reward > 0) WHERE kind = 'lone';
+    UPDATE sums SET
+        reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
+        positive = positive - (OLD.reward > 0)
+        WHERE kind = 'lone';
 END;
 """
 """Running sums for `/stats`, kept in memory so that no call has to scan the file."""
 _CHANGE_LOG = """
 CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
-CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (NEW.key); END;
-CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (OLD.key); END;
-CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
-CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
+CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN
+    INSERT OR IGNORE INTO changes VALUES (NEW.key);
+END;
+CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN
+    INSERT OR IGNORE INTO changes VALUES (OLD.key);
+END;
+CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN
+    INSERT OR IGNORE INTO changes VALUES (-NEW.key);
+END;
+CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN
+    INSERT OR IGNORE INTO changes VALUES (-OLD.key);
+END;
 """
 """Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are
 negative."""

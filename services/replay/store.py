@@ -345,7 +345,8 @@ class Store(Reading):
                 )
                 query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
                 self.db.execute(query, (_REMEMBERED_REQUESTS,))
-            return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
+            blobs = map(self._consumed_blob, orders)
+            return [blob for blob in blobs if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
         """Returns the groups and weights drawn for this request, without groups removed since; None
@@ -357,13 +358,14 @@ class Store(Reading):
         if row is None:
             return None
         orders, weights, *_ = json.loads(row[0])
-        found = [
-            (self._consumed_blob(order), weight)
-            for order, weight in zip(orders, weights, strict=True)
-        ]
-        return [blob for blob, _ in found if blob is not None], [
-            weight for blob, weight in found if blob is not None
-        ]
+        blobs = list[bytes]()
+        kept_weights = list[float]()
+        for order, weight in zip(orders, weights, strict=True):
+            blob = self._consumed_blob(order)
+            if blob is not None:
+                blobs.append(blob)
+                kept_weights.append(weight)
+        return blobs, kept_weights
 
     def _consumed_blob(self, order: int) -> bytes | None:
         query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
@@ -375,9 +377,9 @@ class Store(Reading):
         groups among them.
         """
         changed = []
+        query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
         with self.transaction():
             for group_id, priority in priorities:
-                query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
                 rows = self.db.execute(query, (priority, group_id)).fetchall()
                 changed += [(order, priority) for (order,) in rows if order is not None]
             largest = max(self.counter("max_priority"), *(priority for _, priority in priorities))
