@@ -42,7 +42,8 @@ from torch.utils.flop_counter import flop_registry
 from benchmarks.update import GROUPS, full_groups
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
-from common.settings.config import Config, fail, load
+from common.process.cli import fail
+from common.settings.config import Config, load
 from learning import attention, head
 from learning.final_logits import FinalLogits
 from learning.loading import Pretrained, materialise

@@ -106,7 +106,9 @@ def index_ms(groups: int) -> list[str]:
     draws, updates = [], []
     for step in range(10):
         begin = time.process_time()
-        orders, _ = index.draw(64, step, step, 4, 0.6, 0.4 + step / 100)
+        orders, _ = index.draw(
+            64, step, min_version=step, max_times=4, exponent=0.6, correction=0.4 + step / 100
+        )
         middle = time.process_time()
         index.drawn(orders)
         index.set_priorities([(order, 0.5) for order in orders])

@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from common.errors import ConfigError
-from common.settings.config import Config, fail, load
+from common.process.cli import fail
+from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup

@@ -32,7 +32,8 @@ from rich.table import Table
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.vs_trl_learning import job
 from common.errors import ConfigError
-from common.settings.config import Config, fail, load
+from common.process.cli import fail
+from common.settings.config import Config, load
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 

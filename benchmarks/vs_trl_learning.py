@@ -30,8 +30,9 @@ from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.trl_side import Job, grade
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
 from common.errors import ConfigError
+from common.process.cli import fail
 from common.prompts.prompter import Prompter, PromptStyle
-from common.settings.config import Config, fail, load
+from common.settings.config import Config, load
 from common.wire.schemas import Group, Prompt
 from services.data.loaders import load_split
 from services.data.stream import PromptStream

@@ -2,28 +2,50 @@
 it.
 """
 
+import difflib
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _MAX_VALUE_CHARS = 200
 _MAX_TEXT_CHARS = 10_000
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 4
-_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 10
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _MAX_VALUE_CHARS
+_REPR.maxdict = 10
+_REPR.maxlist = 10
+_REPR.maxtuple = 10
+_REPR.maxset = 10
+_REPR.maxstring = _MAX_VALUE_CHARS
+_REPR.maxother = _MAX_VALUE_CHARS
+_REPR.maxlong = _MAX_VALUE_CHARS
 
 
 def shorten(value: object, limit: int = _MAX_VALUE_CHARS) -> str:
     """Returns `value` as text of at most `limit` characters, so that no error carries or formats a
     whole bad body.
     """
-    text = (
-        value
-        if isinstance(value, str)
-        else _REPR.repr(value[:limit] if isinstance(value, bytes) else value)
-    )
+    if isinstance(value, bytes):
+        value = value[:limit]
+    text = value if isinstance(value, str) else _REPR.repr(value)
     text = text[: limit + 1].encode("utf-8", "replace").decode()  # lone surrogates cannot be sent
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
+    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all
+    `choices`.
+
+    `similar` are further known names, too many to list.
+    """
+    choices = list(choices)
+    near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
+    hint = f"did you mean {near[0]}?" if near else ""
+    if not choices:
+        return hint
+
+    *others, last = choices
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f"{hint} use {listed}".strip()
 
 
 class ServiceError(Exception):
@@ -58,12 +80,15 @@ class ServiceError(Exception):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        parts = ((name, getattr(self, name)) for name in ("field", "value", "remedy", "request"))
-        return " · ".join(
-            [self.message, *(f"{name}: {text}" for name, text in parts if text is not None)]
-        )
+        parts = [self.message]
+        for name in ("field", "value", "remedy", "request"):
+            text = getattr(self, name)
+            if text is not None:
+                parts.append(f"{name}: {text}")
+        return " · ".join(parts)
 
     def body(self) -> dict[str, Any]:
+        """Returns the JSON body of the response: the one error shape."""
         optional = {key: getattr(self, key) for key in ("field", "value", "remedy")}
         known = {key: text for key, text in optional.items() if text is not None}
         return {"error": {"code": self.code, "message": self.message, **known}}

@@ -32,8 +32,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError
-from common.process.cli import CommandParser
-from common.settings.config import fail
+from common.process.cli import CommandParser, fail
 from jobgroup.fit import Placed, missing, problems, warnings
 from jobgroup.spec import assignment, known_variable
 

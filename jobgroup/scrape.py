@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from common.errors import ConfigError
-from common.process.cli import CommandParser
+from common.process.cli import CommandParser, fail
 from common.process.security import tls
 from common.process.topology import (
     CRITIC,
@@ -28,7 +28,6 @@ from common.process.topology import (
     Topology,
     parse_hosts,
 )
-from common.settings.config import fail
 from jobgroup import spec
 
 INTERVAL_S = 10

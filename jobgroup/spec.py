@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from common.errors import ConfigError
+from common.errors import ConfigError, did_you_mean
 from common.settings import config
-from common.settings.explain import did_you_mean, explained
+from common.settings.explain import explained
 from common.settings.sources import yaml_problem
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}

@@ -6,11 +6,12 @@ import signal
 from common import VERSION
 from common.errors import ConfigError, ServiceError
 from common.models.hub import check_models
+from common.process.cli import fail, program
 from common.process.imports import heavy_imports
-from common.process.logs import last_words, wants_json
+from common.process.logs import log_exit_reason, wants_json
 from common.process.storage import make_directory
 from common.process.topology import Topology, setting_status
-from common.settings.config import fail, load, program
+from common.settings.config import load
 from trainer.trackers.thread import prompt_exit
 
 
@@ -36,7 +37,7 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        last_words(
+        log_exit_reason(
             "interrupted; start again with the same run directory to continue from its newest checkpoint"
         )
         raise SystemExit(130) from None

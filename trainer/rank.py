@@ -10,7 +10,7 @@ import torch
 
 from common import VERSION
 from common.process import watchdog
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.run_lock import RunLock
 from common.process.topology import Topology
 from common.settings.config import Config

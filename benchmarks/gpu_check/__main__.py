@@ -28,8 +28,7 @@ from benchmarks.gpu_check import harness, report
 from benchmarks.gpu_check.harness import Outcome
 from benchmarks.gpu_check.sections import PARTS, SECTIONS, Given, command
 from common.errors import ConfigError
-from common.process.cli import CommandParser
-from common.settings.config import fail
+from common.process.cli import CommandParser, fail
 
 _MINUTES = 8.0
 """The time of a part."""

@@ -22,8 +22,7 @@ from packaging.version import Version
 
 from benchmarks.gpu_check.sections import PARTS
 from common.errors import ConfigError
-from common.process.cli import CommandParser
-from common.settings.config import fail
+from common.process.cli import CommandParser, fail
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DISTRIBUTION = "rlhf-math"

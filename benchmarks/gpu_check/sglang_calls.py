@@ -184,7 +184,7 @@ async def _generate(run: _Run, client: RolloutClient) -> None:
                 max_new_tokens=new,
                 temperature=1.0,
                 stop_token_ids=[],
-                shape={"ignore_eos": True},
+                parameters={"ignore_eos": True},
             )
             for prompt in prompts
         ]

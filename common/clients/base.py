@@ -29,8 +29,8 @@ _RETRIED_STATUSES = frozenset({429, 502, 503, 504, 507})
 _NETWORK_ERRORS = (httpx.TransportError, aiohttp.ClientError, TimeoutError, OSError)
 _MAX_BACKOFF_S = 1.0
 _GRACE_S = 1.0
-"""A socket's own limits come first: their errors say more. They cover neither sending nor names nor
-a trickle of bytes."""
+"""Time for a socket's own limits to come first: their errors say more. They cover neither sending
+nor names nor a trickle of bytes."""
 _WARN_EVERY_S = 10.0
 
 
@@ -43,8 +43,6 @@ class Unreachable(ServiceError):
 
 _READ_BYTES = 1 << 20
 """Largest chunk read from a response: each read costs about the same whatever its size."""
-
-
 AiohttpResponseStream.CHUNK_SIZE = _READ_BYTES
 
 
@@ -58,11 +56,16 @@ def _network() -> AiohttpTransport:
 
     def session() -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
-            limit=0, use_dns_cache=False, keepalive_timeout=20, ssl=context
+            limit=0,
+            use_dns_cache=False,  # after a recovery a name has a new address
+            keepalive_timeout=20,
+            ssl=context,
         )
-        jar = aiohttp.DummyCookieJar()
         return aiohttp.ClientSession(
-            connector=connector, trust_env=False, cookie_jar=jar, read_bufsize=_READ_BYTES
+            connector=connector,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            read_bufsize=_READ_BYTES,
         )
 
     return AiohttpTransport(verify=context, client=session)
@@ -80,7 +83,8 @@ async def _not_compressed(response: httpx.Response) -> None:
 
 
 def _refuse_compressed(headers: Mapping[str, str]) -> None:
-    if encoding := headers.get("content-encoding"):
+    encoding = headers.get("content-encoding")
+    if encoding:
         raise ServiceError(
             "the response is compressed, although the request did not ask for that",
             field="content-encoding",
@@ -112,16 +116,18 @@ class Client:
         deadline_s: float = 120.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.service, self.base_url, self.deadline_s = service, base_url, deadline_s
+        self.service = service
+        self.base_url = base_url
+        self.deadline_s = deadline_s
         self._last_warning = 0.0
-        sent = {"accept-encoding": "identity", **(authorization() if headers is None else headers)}
-        hooks: dict[str, list[Callable[..., Any]]] = {
-            "request": [_with_id],
-            "response": [_not_compressed],
-        }
-        self._sent, self._network = sent, None if transport else _network()
+        own = authorization() if headers is None else headers
+        self._sent = {"accept-encoding": "identity", **own}
+        self._network = None if transport else _network()
         self.http = httpx.AsyncClient(
-            base_url=base_url, transport=transport or self._network, headers=sent, event_hooks=hooks
+            base_url=base_url,
+            transport=transport or self._network,
+            headers=self._sent,
+            event_hooks={"request": [_with_id], "response": [_not_compressed]},
         )
 
     async def __aenter__(self) -> Self:
@@ -143,29 +149,28 @@ class Client:
         and ServiceError for a response that is not 2xx and not worth a retry.
         """
         identifier = logs.request_id() or logs.new_request_id()
+        patience_s = self.deadline_s if deadline_s is None else deadline_s
         with logs.request(identifier), watchdog.waiting(f"{method} {path}", self.service):
-            return await self._repeat(
-                method, path, self.deadline_s if deadline_s is None else deadline_s, arguments
-            )
+            return await self._repeat(method, path, patience_s, arguments)
 
     async def _repeat(
         self, method: str, path: str, patience_s: float, arguments: dict[str, Any]
     ) -> httpx.Response:
         start = time.monotonic()
         limit = start + patience_s
-        delay, reason = 0.05, ""
+        delay = 0.05
+        reason = ""
+
         while (left := limit - time.monotonic()) > 0:
             retry_after_s = 0.0
+            timeout = httpx.Timeout(left, connect=min(left, 10))
             try:
                 async with asyncio.timeout(left + _GRACE_S):
-                    response = await self._exchange(
-                        method, path, httpx.Timeout(left, connect=min(left, 10)), arguments
-                    )
+                    response = await self._exchange(method, path, timeout, arguments)
             except _NETWORK_ERRORS as error:
                 self._check_trust(error)
-                if (
-                    not reason or time.monotonic() < limit
-                ):  # cut off by the deadline: the attempt before says more
+                # An attempt that the deadline cut off says less than the one before.
+                if not reason or time.monotonic() < limit:
                     reason = str(error) or type(error).__name__
             else:
                 if response.is_success:
@@ -173,28 +178,14 @@ class Client:
                     return response
                 if not self._is_retryable(response):
                     raise self._error(response)
-                detail = _detail(response)
-                parts = [
-                    str(detail[name]) for name in ("message", "value", "remedy") if detail.get(name)
-                ]
-                reason = f"HTTP {response.status_code}: {shorten(' · '.join(parts), 600)}"
+                reason = _retry_reason(response)
                 retry_after_s = parse_retry_after(response)
-            now = time.monotonic()
-            if (
-                now - max(start, self._last_warning) > _WARN_EVERY_S
-            ):  # one line for all waiting calls
-                log.warning(
-                    "waited %.0f s so far for %s to answer %s %s: %s",
-                    now - start,
-                    self.service,
-                    method,
-                    path,
-                    reason,
-                )
-                self._last_warning = now
+
+            self._warn(start, f"{method} {path}: {reason}")
             pause = max(delay * random.uniform(0.5, 1.5), retry_after_s * random.uniform(1.0, 1.5))
             await asyncio.sleep(min(pause, max(0.0, limit - time.monotonic())))
             delay = min(delay * 2, _MAX_BACKOFF_S)
+
         reason = reason or "no request was sent"
         if patience_s >= watchdog.LONG_S:
             watchdog.deadline_passed(
@@ -208,6 +199,13 @@ class Client:
             request=logs.request_id(),
         )
 
+    def _warn(self, start: float, text: str) -> None:
+        """Logs that a call has waited since `start`: one line for all calls that wait."""
+        now = time.monotonic()
+        if now - max(start, self._last_warning) > _WARN_EVERY_S:
+            log.warning("waited %.0f s so far for %s to answer %s", now - start, self.service, text)
+            self._last_warning = now
+
     async def _exchange(
         self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
     ) -> httpx.Response:
@@ -216,25 +214,22 @@ class Client:
         """
         if self._network is None or arguments.keys() != {"content", "headers"}:
             return await self.http.request(method, path, timeout=timeout, **arguments)
+
         session = self._network.client = self._network.get_client()
-        content, headers = (
-            arguments["content"],
-            {**self._sent, **logs.sent_headers(), **arguments["headers"]},
-        )
+        content = arguments["content"]
         sending = session.request(
             method,
             self.base_url.rstrip("/") + path,
             data=content.encode() if isinstance(content, str) else content,
-            headers=headers,
+            headers={**self._sent, **logs.sent_headers(), **arguments["headers"]},
             timeout=aiohttp.ClientTimeout(sock_connect=timeout.connect, sock_read=timeout.read),
             allow_redirects=False,
             auto_decompress=False,
         )
         async with sending as answer:
             _refuse_compressed(answer.headers)
-            return httpx.Response(
-                answer.status, headers=answer.raw_headers, content=await answer.read()
-            )
+            body = await answer.read()
+            return httpx.Response(answer.status, headers=answer.raw_headers, content=body)
 
     def _check_trust(self, error: BaseException | None) -> None:
         """Raises ServiceError for an untrusted certificate, which no retry can fix."""
@@ -247,7 +242,8 @@ class Client:
                 code="certificate",
                 field="TLS_CA",
                 value=self.base_url,
-                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task (SECURITY.md)",
+                remedy="set TLS_CA to the authority that signed TLS_CERT, the same in every task "
+                "(SECURITY.md)",
             ) from None
 
     def _is_retryable(self, response: httpx.Response) -> bool:
@@ -256,7 +252,8 @@ class Client:
 
     def _error(self, response: httpx.Response) -> ServiceError:
         detail = _detail(response)
-        status, message = response.status_code, detail.pop("message")
+        status = response.status_code
+        message = detail.pop("message")
         if "code" not in detail:
             message = f"HTTP {status}: {message}"
             if status == Unauthorized.status:
@@ -328,6 +325,14 @@ def _detail(response: httpx.Response) -> dict[str, Any]:
         return {"message": shorten(response.text)}
 
 
+def _retry_reason(response: httpx.Response) -> str:
+    """Returns why a request is repeated: the status and what the service said."""
+    detail = _detail(response)
+    parts = [detail.get(name) for name in ("message", "value", "remedy")]
+    said = " · ".join(str(part) for part in parts if part)
+    return f"HTTP {response.status_code}: {shorten(said, 600)}"
+
+
 def parse_retry_after(response: httpx.Response) -> float:
     """Returns the seconds of Retry-After; 0 when it is absent or a date."""
     value = response.headers.get("retry-after", "")
@@ -346,15 +351,16 @@ async def wait_healthy(
     Raises Unreachable, naming the unhealthy services, after `timeout_s` seconds, and ServiceError
     at once for a wrong token and for a service that will never be healthy.
     """
-    start, said = time.monotonic(), time.monotonic()
+    start = time.monotonic()
+    last_report = start
     waiting = dict.fromkeys(clients, "not asked yet")
     while True:
         reasons = await asyncio.gather(*(client.unhealthy_reason() for client in waiting))
-        waiting = {
-            client: why for client, why in zip(waiting, reasons, strict=True) if why is not None
-        }
+        answers = zip(waiting, reasons, strict=True)
+        waiting = {client: reason for client, reason in answers if reason is not None}
         if not waiting:
             return
+
         text = "; ".join(
             f"{client.service} at {client.base_url} ({why})" for client, why in waiting.items()
         )
@@ -366,7 +372,8 @@ async def wait_healthy(
                 f"not healthy after {timeout_s:.0f} s: {text}",
                 remedy="look at the logs of these tasks",
             )
-        if now - said > every_s:
+        if now - last_report > every_s:
             say(f"waited {now - start:.0f} s so far for {text}")
-            said, every_s = now, min(60.0, 2 * every_s)
+            last_report = now
+            every_s = min(60.0, 2 * every_s)
         await asyncio.sleep(0.25)

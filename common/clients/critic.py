@@ -40,7 +40,8 @@ class CriticClient(Client):
         lengths = [len(sequence.completion_ids) for sequence in sequences]
         if [len(values) for values in answer.values] != lengths:
             raise ServiceError(
-                f"{self.service}: unexpected answer to /values: not a value for every completion token",
+                f"{self.service}: unexpected answer to /values: not a value for every completion "
+                "token",
                 field="/values",
                 value=[len(values) for values in answer.values],
                 remedy="run the same version in every task",

@@ -54,7 +54,8 @@ class EnvironmentClient(Client):
     ) -> None:
         """`node` returns the client of a node by its index; None: there is only one node."""
         super().__init__(service, base_url, transport=transport, deadline_s=deadline_s)
-        self._nodes, self._node = [_Node(self)], node
+        self._nodes = [_Node(self)]
+        self._node = node
         self._watch: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
@@ -67,7 +68,8 @@ class EnvironmentClient(Client):
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Returns the n episodes of a request. Cancelling this call also cancels the episodes."""
         await self._find_nodes()
-        name, body = request.request_id, request.model_dump_json()
+        name = request.request_id
+        body = request.model_dump_json()
         while True:
             node = min(
                 self._nodes,

@@ -62,32 +62,24 @@ class ReplayClient(Client):
         `from_position` also drops all groups from that position in the prompt stream on; `step`
         also undoes reuse draws made at that step or later. Returns how many groups were dropped.
         """
-        params = {
-            name: n
-            for name, n in (("from_position", from_position), ("step", step))
-            if n is not None
-        }
-        return int(
-            (await self.request("POST", "/groups/reset_fresh", params=params)).json()["dropped"]
-        )
+        params = {"from_position": from_position, "step": step}
+        given = {name: number for name, number in params.items() if number is not None}
+        answer = await self.request("POST", "/groups/reset_fresh", params=given)
+        return int(answer.json()["dropped"])
 
     async def listing(
         self, state: str, limit: int = 1000, deadline_s: float | None = None
     ) -> list[dict[str, Any]]:
         """Describes the first `limit` groups in this state, without their contents."""
         params = {"state": state, "limit": limit}
-        return list(
-            (await self.request("GET", "/groups", params=params, deadline_s=deadline_s)).json()[
-                "groups"
-            ]
-        )
+        answer = await self.request("GET", "/groups", params=params, deadline_s=deadline_s)
+        return list(answer.json()["groups"])
 
     async def group(self, group_id: str, deadline_s: float | None = None) -> Group:
         """Returns one group. Raises ServiceError (404) when it does not exist."""
         path = f"/groups/{quote(group_id, safe='')}"
-        return codec.decode_json(
-            (await self.request("GET", path, deadline_s=deadline_s)).content, Group
-        )
+        answer = await self.request("GET", path, deadline_s=deadline_s)
+        return codec.decode_json(answer.content, Group)
 
     async def stats(self) -> dict[str, Any]:
         answer = (await self.request("GET", "/stats")).json()

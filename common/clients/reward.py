@@ -1,5 +1,7 @@
 """The reward-server's client."""
 
+from itertools import chain, islice
+
 from common.clients.base import Client
 from common.wire.schemas import BatchRewardRequest, BatchRewardResult, RewardItem, RewardResult
 
@@ -20,7 +22,6 @@ class RewardClient(Client):
 
     async def grade_all(self, batches: list[list[RewardItem]]) -> list[list[RewardResult]]:
         """Grades several batches with one request."""
-        graded = iter(
-            (await self.batch_reward([item for batch in batches for item in batch])).rewards
-        )
-        return [[next(graded) for _ in batch] for batch in batches]
+        answer = await self.batch_reward(list(chain.from_iterable(batches)))
+        rewards = iter(answer.rewards)
+        return [list(islice(rewards, len(batch))) for batch in batches]

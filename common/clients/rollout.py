@@ -13,13 +13,14 @@ import numpy as np
 import orjson
 
 from common.clients.base import Client
-from common.clients.pacing import RequestLimits, paced
+from common.clients.pacing import RequestLimits, generate_within
 from common.errors import NotFound, ServiceError
 from common.wire.schemas import Completion, Float32, Int32
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_TURN_S = 0.1
+_PARSING_S = 0.1
+"""Seconds of parsing after which other tasks of the event loop run."""
 
 
 class GenerationFailed(ServiceError):
@@ -45,9 +46,9 @@ class SamplingOptions(TypedDict):
     stop_token_ids: Sequence[int]
     sampling_seed: NotRequired[int | None]
     """With the same seed the embedded engine samples the same tokens."""
-    shape: NotRequired[Mapping[str, Any]]
+    parameters: NotRequired[Mapping[str, Any]]
     """Further parameters by SGLang's names: `top_p`, `stop`, …"""
-    pace: NotRequired[RequestLimits | None]
+    request_limits: NotRequired[RequestLimits | None]
     """Limits that require several requests."""
     deadline_s: NotRequired[float | None]
 
@@ -66,7 +67,8 @@ class RolloutClient(Client):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._turn_ends, self._turn_over = 0.0, False
+        self._parsing_ends = 0.0
+        self._parsing_over = False
 
     async def generate(
         self, input_ids: Sequence[int], **options: Unpack[SamplingOptions]
@@ -77,10 +79,10 @@ class RolloutClient(Client):
         """
         name, version = self.adapter or (None, None)  # read once: it changes from another thread
 
+        truncated = _truncates(options)
+
         def read(answers: list[dict[str, Any]]) -> list[Completion]:
-            return [
-                completion_from_answer(answer, version, _truncates(options)) for answer in answers
-            ]
+            return [completion_from_answer(answer, version, truncated) for answer in answers]
 
         return await self._read(read, input_ids, options, name)
 
@@ -95,7 +97,9 @@ class RolloutClient(Client):
         """Returns the engine's n answers unchanged. Raises GenerationFailed when there are not
         n.
         """
-        return await self._read(lambda answers: answers, input_ids, options, lora_path, logprobs)
+        return await self._read(
+            lambda answers: answers, input_ids, options, lora_path, logprobs=logprobs
+        )
 
     async def _read(
         self,
@@ -103,59 +107,77 @@ class RolloutClient(Client):
         input_ids: Sequence[int],
         options: SamplingOptions,
         lora_path: str | None,
+        *,
         logprobs: bool = True,
     ) -> list[_T]:
-        if (pace := options.get("pace")) is not None:
-            return read(await self._paced(pace, input_ids, options, lora_path, logprobs))
-        content = await self._generate(input_ids, options, lora_path, logprobs)
-        await self._turn()
+        limits = options.get("request_limits")
+        if limits is not None:
+            answers = await self._within_limits(
+                limits, input_ids, options, lora_path=lora_path, logprobs=logprobs
+            )
+            return read(answers)
+
+        content = await self._generate(input_ids, options, lora_path, logprobs=logprobs)
+        await self._may_parse()
         with _without_cycle_collection():  # until the answers' lists are freed
             return read(_n_answers(content, options["n"]))
 
-    async def _turn(self) -> None:
+    async def _may_parse(self) -> None:
         """Waits until it may parse an answer.
 
         Parsing thousands of answers that arrive together would block the event loop until other
-        calls time out, so other tasks get a turn after every `_TURN_S` seconds of parsing.
+        calls time out, so other tasks run after every `_PARSING_S` seconds of parsing.
         """
         loop = asyncio.get_running_loop()
 
         def begin() -> None:
-            self._turn_ends, self._turn_over = loop.time() + _TURN_S, False
+            self._parsing_ends = loop.time() + _PARSING_S
+            self._parsing_over = False
 
         while True:
-            if not self._turn_over and loop.time() > self._turn_ends:
-                self._turn_over = True
+            if not self._parsing_over and loop.time() > self._parsing_ends:
+                self._parsing_over = True
                 loop.call_soon(begin)
-            if not self._turn_over:
+            if not self._parsing_over:
                 return
             await asyncio.sleep(0)
 
-    async def _paced(
+    async def _within_limits(
         self,
-        pace: RequestLimits,
+        limits: RequestLimits,
         input_ids: Sequence[int],
         options: SamplingOptions,
+        *,
         lora_path: str | None,
         logprobs: bool,
     ) -> list[dict[str, Any]]:
-        shape, seed = {**options.get("shape", {})}, options.get("sampling_seed")
-        shortest = shape.pop("min_new_tokens", 0)
+        parameters = {**options.get("parameters", {})}
+        shortest = parameters.pop("min_new_tokens", 0)
+        seed = options.get("sampling_seed")
 
-        async def ask(
-            prompt: list[int], n: int, most: int, least: int, number: int
+        async def send(
+            prompt: list[int], *, n: int, max_tokens: int, min_tokens: int, number: int
         ) -> list[dict[str, Any]]:
-            now: SamplingOptions = {**options, "n": n, "max_new_tokens": most, "shape": shape}
-            if least:
-                now["shape"] = shape | {"min_new_tokens": least}
+            now: SamplingOptions = {**options, "n": n, "max_new_tokens": max_tokens}
+            now["parameters"] = parameters
+            if min_tokens:
+                now["parameters"] = parameters | {"min_new_tokens": min_tokens}
             if seed is not None:
+                # A seed of its own for each request, spread by the golden ratio: with one seed
+                # the engine would sample the same tokens again.
                 now["sampling_seed"] = (seed + number * 0x9E3779B1) & 0x7FFFFFFF
-            return _n_answers(await self._generate(prompt, now, lora_path, logprobs), n)
+            content = await self._generate(prompt, now, lora_path, logprobs=logprobs)
+            return _n_answers(content, n)
 
-        stops = shape.get("stop", [])
         try:
-            return await paced(
-                pace, ask, input_ids, options["n"], options["max_new_tokens"], shortest, stops
+            return await generate_within(
+                limits,
+                send,
+                input_ids,
+                n=options["n"],
+                max_tokens=options["max_new_tokens"],
+                min_tokens=shortest,
+                stops=parameters.get("stop", []),
             )
         except (KeyError, TypeError, IndexError) as error:
             reason = f"the engine's answer cannot be continued: {error!r}"
@@ -166,9 +188,11 @@ class RolloutClient(Client):
         input_ids: Sequence[int],
         options: SamplingOptions,
         lora_path: str | None,
-        logprobs: bool = True,
+        *,
+        logprobs: bool,
     ) -> bytes:
-        n, prompt = options["n"], list(input_ids)
+        n = options["n"]
+        prompt = list(input_ids)
         asks_for_kept = logprobs and _truncates(options)
         repeated = self.repeats_prompt and n > 1 and (lora_path is not None or asks_for_kept)
         sampling = {
@@ -177,9 +201,10 @@ class RolloutClient(Client):
             "temperature": options["temperature"],
             "stop_token_ids": list(options["stop_token_ids"]),
             "skip_special_tokens": True,
-            **options.get("shape", {}),
+            **options.get("parameters", {}),
         }
-        if (seed := options.get("sampling_seed")) is not None:
+        seed = options.get("sampling_seed")
+        if seed is not None:
             sampling["sampling_seed"] = seed
         body: dict[str, Any] = {
             "input_ids": [prompt] * n if repeated else prompt,
@@ -191,9 +216,12 @@ class RolloutClient(Client):
             body["return_sampling_mask"] = True
         if lora_path is not None:
             body["lora_path"] = lora_path
-        headers, deadline_s = {"content-type": "application/json"}, options.get("deadline_s")
         response = await self.request(
-            "POST", "/generate", content=orjson.dumps(body), headers=headers, deadline_s=deadline_s
+            "POST",
+            "/generate",
+            content=orjson.dumps(body),
+            headers={"content-type": "application/json"},
+            deadline_s=options.get("deadline_s"),
         )
         return response.content
 
@@ -218,14 +246,13 @@ class RolloutClient(Client):
                 try:
                     await self.request("DELETE", f"/workers/{worker['id']}")
                 except ServiceError as error:
-                    if (
-                        error.status != NotFound.status
-                    ):  # already removed, perhaps by an attempt whose answer was lost
+                    # Not found: already removed, perhaps by an attempt whose answer was lost.
+                    if error.status != NotFound.status:
                         raise
 
 
 def _truncates(options: SamplingOptions) -> bool:
-    return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("shape", {}))
+    return not {"top_p", "top_k", "min_p"}.isdisjoint(options.get("parameters", {}))
 
 
 def _n_answers(content: bytes, n: int) -> list[dict[str, Any]]:
@@ -261,8 +288,10 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, lists: list[list[int]]) -> "_Kept":
-        flat = np.fromiter(chain.from_iterable(lists), np.int32)
-        return cls(flat, np.fromiter(map(len, lists), np.int32))
+        return cls(
+            tokens=np.fromiter(chain.from_iterable(lists), np.int32),
+            counts=np.fromiter(map(len, lists), np.int32),
+        )
 
 
 BASE_VERSION = "default"
@@ -282,33 +311,27 @@ def completion_from_answer(
     try:
         meta = answer["meta_info"]
         finish = meta["finish_reason"]["type"]
-        ids, pairs = answer["output_ids"], meta["output_token_logprobs"]
+        ids = answer["output_ids"]
+        pairs = meta["output_token_logprobs"]
         flat = list(chain.from_iterable(pairs))  # log-probability, token and token text alternate
         token_ids: Int32 = np.fromiter(ids, np.int32, len(ids))
         logprobs: Float32 = np.fromiter(flat[::3], np.float32, len(pairs))
-        matches, kept = len(flat) == 3 * len(pairs) and flat[1::3] == ids, _Kept()
+        matches = len(flat) == 3 * len(pairs) and flat[1::3] == ids
+
+        kept = _Kept()
         if truncated or "output_token_sampling_mask" in meta:
             if "output_token_sampling_mask" not in meta:
                 raise GenerationFailed(
-                    "the engine does not say which tokens it sampled from, so truncated sampling cannot be trained on",
+                    "the engine does not say which tokens it sampled from, so truncated sampling "
+                    "cannot be trained on",
                     field="return_sampling_mask",
                     value=sorted(meta),
-                    remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; or sampling.top_p 1, "
-                    "sampling.top_k unset and sampling.min_p 0",
+                    remedy="rollout.router smg, which passes that field on; SGLang 0.5.21 or newer; "
+                    "or sampling.top_p 1, sampling.top_k unset and sampling.min_p 0",
                 )
             kept = _Kept.of(meta["output_token_sampling_mask"])
             logprobs = np.array(meta["output_token_sampling_logprobs"], np.float32)
-        spans = meta.get("weight_versions") or [
-            {"version": meta["weight_version"], "start": 0, "end": len(token_ids)}
-        ]
-        if adapter_version is None:
-            versions = [
-                (int(span["version"]), int(span["start"]), int(span["end"])) for span in spans
-            ]
-        elif all(span["version"] == BASE_VERSION for span in spans):
-            versions = [(adapter_version, 0, len(token_ids))]
-        else:
-            raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")
+        versions = _version_spans(meta, len(token_ids), adapter_version)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         reason = f"the engine's answer lacks what training needs: {error!r}"
         raise GenerationFailed(
@@ -319,12 +342,33 @@ def completion_from_answer(
         raise GenerationFailed(
             reason, field="/generate", value=meta["finish_reason"], remedy=OTHER_ENGINE
         )
-    complete = len(token_ids) == len(logprobs)
+
+    complete = len(token_ids) > 0 and len(token_ids) == len(logprobs)
     if truncated or len(kept.counts):
         complete &= len(token_ids) == len(kept.counts)
-    if len(token_ids) == 0 or not complete or not matches or not np.isfinite(logprobs).all():
+    if not complete or not matches or not np.isfinite(logprobs).all():
         reason = "tokens and logprobs of the completion do not match"
         raise GenerationFailed(reason, field="/generate", value=answer, remedy=OTHER_ENGINE)
-    found = Completion(token_ids, logprobs, answer["text"], finish, versions)
-    found.kept_tokens, found.kept_counts = kept
-    return found
+
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        text=answer["text"],
+        finish_reason=finish,
+        weight_versions=versions,
+        kept_tokens=kept.tokens,
+        kept_counts=kept.counts,
+    )
+
+
+def _version_spans(
+    meta: dict[str, Any], tokens: int, adapter_version: int | None
+) -> list[tuple[int, int, int]]:
+    """Returns which weights sampled which tokens, as (version, start, end)."""
+    whole = {"start": 0, "end": tokens}
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], **whole}]
+    if adapter_version is None:
+        return [(int(span["version"]), int(span["start"]), int(span["end"])) for span in spans]
+    if all(span["version"] == BASE_VERSION for span in spans):
+        return [(adapter_version, 0, tokens)]
+    raise ValueError(f"an adapter of the weights {BASE_VERSION} was used on {spans}")

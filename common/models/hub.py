@@ -21,7 +21,10 @@ REACH_S = 4.0
 """Seconds to wait for the hub's answer. Its own libraries try for 24 s or longer."""
 _POLL_S = 0.5
 _REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_ELSEWHERE = "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in model)"
+_ELSEWHERE = (
+    "or name a local model directory (`python -m trainer.tiny_model DIRECTORY` makes the built-in "
+    "model)"
+)
 _T = TypeVar("_T")
 
 
@@ -48,28 +51,35 @@ def check_model(name: str, field: str = "model.name") -> None:
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise _not_found(
                 "the directory has no config.json, so it holds no model",
-                field,
-                name,
-                "name another,",
+                field=field,
+                name=name,
+                remedy="name another,",
             )
+        file = path / "config.json"
         try:
-            json.loads(
-                (path / "config.json").read_bytes() if (path / "config.json").is_file() else b"{}"
-            )
+            json.loads(file.read_bytes() if file.is_file() else b"{}")
         except ValueError as error:
             raise _not_found(
-                f"its config.json is not JSON: {error}", field, name, "restore that file,"
+                f"its config.json is not JSON: {error}",
+                field=field,
+                name=name,
+                remedy="restore that file,",
             ) from None
         return
-    if path.exists() or not _REPOSITORY.fullmatch(name):
-        problem = (
-            "this is a file, not a model directory"
-            if path.exists()
-            else "there is no such directory"
-        )
-        raise _not_found(
-            problem, field, name, "correct the path, name a model of the hub as org/name,"
-        )
+
+    remedy = "correct the path, name a model of the hub as org/name,"
+    if path.exists():
+        problem = "this is a file, not a model directory"
+        raise _not_found(problem, field=field, name=name, remedy=remedy)
+    if not _REPOSITORY.fullmatch(name):
+        problem = "there is no such directory"
+        raise _not_found(problem, field=field, name=name, remedy=remedy)
+
+    _check_hub(name, field)
+
+
+def _check_hub(name: str, field: str) -> None:
+    """Raises ConfigError unless a model is in the hub's cache or on the hub."""
     import huggingface_hub as hub  # slow to import
     from huggingface_hub import errors
 
@@ -77,30 +87,31 @@ def check_model(name: str, field: str = "model.name") -> None:
         return
     neither = "there is no such directory here, and"
     if hub.constants.HF_HUB_OFFLINE:
-        problem = f"{neither} the hub's cache does not have the model, while HF_HUB_OFFLINE switches the hub off"
-        raise _not_found(problem, field, name, "unset it,")
+        problem = (
+            f"{neither} the hub's cache does not have the model, while HF_HUB_OFFLINE switches "
+            "the hub off"
+        )
+        raise _not_found(problem, field=field, name=name, remedy="unset it,")
+
     address = hub.hf_hub_url(name, "config.json")
     try:
         patiently(lambda: hub.get_hf_file_metadata(address, timeout=REACH_S), REACH_S)
     except errors.GatedRepoError:
-        problem, remedy = "the model is gated", "ask for access on its page and set HF_TOKEN,"
+        problem = "the model is gated"
+        remedy = "ask for access on its page and set HF_TOKEN,"
     except errors.RepositoryNotFoundError:
-        problem, remedy = (
-            f"{neither} the hub has no model of this name that you can access",
-            "correct the name, set HF_TOKEN,",
-        )
+        problem = f"{neither} the hub has no model of this name that you can access"
+        remedy = "correct the name, set HF_TOKEN,"
     except errors.EntryNotFoundError:
-        problem, remedy = (
-            "the repository on the hub has no config.json, so it holds no model",
-            "name another,",
-        )
+        problem = "the repository on the hub has no config.json, so it holds no model"
+        remedy = "name another,"
     except Exception as error:  # the library raises many types when the network fails
         cause = " ".join(str(error).split()) or type(error).__name__
         problem = f"{neither} the hub cannot be reached: {cause}"
         remedy = "check the network, HTTPS_PROXY and HF_ENDPOINT,"
     else:
         return
-    raise _not_found(problem, field, name, remedy)
+    raise _not_found(problem, field=field, name=name, remedy=remedy)
 
 
 def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
@@ -116,10 +127,9 @@ def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
         if ask_hub:
             with suppress(Exception):  # whoever loads the model reports the error
                 patiently(lambda: hub.hf_hub_download(name, "config.json"), REACH_S)
-        cached = (
-            hub.try_to_load_from_cache(name, "config.json") if _REPOSITORY.fullmatch(name) else None
-        )
-        path = Path(cached) if isinstance(cached, str) else path
+        if _REPOSITORY.fullmatch(name):
+            cached = hub.try_to_load_from_cache(name, "config.json")
+            path = Path(cached) if isinstance(cached, str) else path
     try:
         found = json.loads(path.read_bytes())
         text = found.get("text_config", found)
@@ -128,7 +138,7 @@ def text_config(name: str, ask_hub: bool = False) -> dict[str, Any]:
     return text if isinstance(text, dict) else {}
 
 
-def _not_found(problem: str, field: str, name: str, remedy: str) -> ConfigError:
+def _not_found(problem: str, *, field: str, name: str, remedy: str) -> ConfigError:
     return ConfigError(problem, field=field, value=name, remedy=f"{remedy} {_ELSEWHERE}")
 
 
@@ -152,10 +162,13 @@ def patiently(
             future.set_exception(error)
 
     threading.Thread(target=run, name="hub", daemon=True).start()
-    since, seen = time.monotonic(), -1
+    since = time.monotonic()
+    seen = -1
     while not wait([future], min(_POLL_S, limit_s)).done:
-        if (now := progress()) != seen:
-            since, seen = time.monotonic(), now
+        done = progress()
+        if done != seen:
+            since = time.monotonic()
+            seen = done
         if time.monotonic() - since >= limit_s:
             raise TimeoutError(
                 f"{huggingface_hub.constants.ENDPOINT} did not answer for {limit_s:.0f} s"

@@ -9,22 +9,28 @@ both with a rehearsed update. The overhead of torch, NCCL and CUDA is a guess.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import ConfigError
 from common.settings.config import Config
 
 _KNOWN = {
-    **{"llama": "no", "mistral": "no", "phi3": "no", "qwen2": "qkv", "qwen3": "norm"},
-    **{"olmo2": "whole norms", "gemma3_text": "four norms"},
+    "llama": "no",
+    "mistral": "no",
+    "phi3": "no",
+    "qwen2": "qkv",
+    "qwen3": "norm",
+    "olmo2": "whole norms",
+    "gemma3_text": "four norms",
 }
 """By `model_type`: what a layer has besides matrices and two norms (biases of q, k and v, norms of
 q and k, or more norms)."""
 _MASTER = 4
 """Bytes per float32 number: of weights, gradients, and each of AdamW's two moments."""
-_LOGITS_BYTES, _KEPT_BYTES = 1 << 30, 5 << 30
-"""Bytes of the float32 logits that exist at once, and up to which the gradients of all logits are
-kept for the backward pass (`trainer/policy/logprobs.py`)."""
+_LOGITS_BYTES = 1 << 30
+"""Bytes of the float32 logits that exist at once (`trainer/policy/logprobs.py`)."""
+_KEPT_BYTES = 5 << 30
+"""Bytes up to which the gradients of all logits are kept for the backward pass."""
 WHOLE_GRADIENTS_BYTES = 8 << 30
 """Up to this size, a rank keeps float32 gradients of the whole model until the last micro-batch and
 reduces them once."""
@@ -88,12 +94,10 @@ class ModelShape:
     @property
     def layer_tensors(self) -> list[int]:
         """Sizes of the parameters of a decoder layer."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = (
-            [self.hidden * queries] * 2
-            + [self.hidden * keys] * 2
-            + [self.hidden * self.intermediate] * 3
-        )
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        attention = [self.hidden * queries] * 2 + [self.hidden * keys] * 2
+        mlp = [self.hidden * self.intermediate] * 3
         beside = {
             "no": [],
             "qkv": [queries, keys, keys],
@@ -101,12 +105,14 @@ class ModelShape:
             "whole norms": [queries, keys],
             "four norms": [self.head_dim, self.head_dim, self.hidden, self.hidden],
         }[self.extra]
-        return [*matrices, *beside, self.hidden, self.hidden]
+        return [*attention, *mlp, *beside, self.hidden, self.hidden]
 
     @property
     def outer_tensors(self) -> list[int]:
         """Sizes of embedding, head and last norm."""
-        return [*[self.vocabulary * self.hidden] * (1 if self.tied else 2), self.hidden]
+        embedding = self.vocabulary * self.hidden
+        matrices = [embedding] if self.tied else [embedding, embedding]
+        return [*matrices, self.hidden]
 
     @property
     def layer_parameters(self) -> int:
@@ -124,7 +130,8 @@ class ModelShape:
         """Returns the sizes of a layer's adapter parameters on these linear layers; on all of them
         when empty.
         """
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
         sides = {
             "q_proj": (self.hidden, queries),
             "k_proj": (self.hidden, keys),
@@ -134,10 +141,11 @@ class ModelShape:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
-        wanted = (
-            pair for name, pair in sides.items() if not target_modules or name in target_modules
-        )
-        return [rank * side for pair in wanted for side in pair]
+        sizes = list[int]()
+        for name, (inputs, outputs) in sides.items():
+            if not target_modules or name in target_modules:
+                sizes += [rank * inputs, rank * outputs]
+        return sizes
 
     def lora_parameters(self, rank: int, target_modules: list[str]) -> int:
         """Returns the number of parameters of an adapter on these linear layers."""
@@ -148,18 +156,19 @@ class ModelShape:
         `width` bytes per number.
 
         For each norm: its input in float32, and its output before and after scaling, which Gemma
-        does in float32. For
-        attention: rotated queries, the result, and keys and values twice, because every completion
-        has those of its prompt; with `repeats_heads`, these once for every query head. For the MLP:
-        gate, activation, up projection and their product.
+        does in float32. For attention: rotated queries, the result, and keys and values twice,
+        because every completion has those of its prompt; with `repeats_heads`, these once for every
+        query head. For the MLP: gate, activation, up projection and their product.
         """
         heads = self.head_dim * (self.heads + self.kv_heads)
-        wide = {"norm": heads, "whole norms": heads, "four norms": heads + 2 * self.hidden}.get(
-            self.extra, 0
-        )
-        norms = (2 * self.hidden + wide) * (
-            4 + (4 if self.extra == "four norms" else width) + width
-        )
+        further_norms = {
+            "norm": heads,
+            "whole norms": heads,
+            "four norms": heads + 2 * self.hidden,
+        }
+        normed = 2 * self.hidden + further_norms.get(self.extra, 0)
+        unscaled = 4 if self.extra == "four norms" else width
+        norms = normed * (4 + unscaled + width)
         kept_heads = self.heads if repeats_heads else self.kv_heads
         attention = width * self.head_dim * (2 * self.heads + 4 * kept_heads)
         return norms + attention + 4 * width * self.intermediate
@@ -231,79 +240,104 @@ def trainer_memory(
     `repeats_heads`: the kernel of attention needs a key and value head for every query head, as
     torch's does before 2.12. Raises ConfigError when `trainer.shard_size` does not divide `ranks`.
     """
-    settings, lora, size = config.trainer, config.lora, group_size(config, ranks)
-    width = width or (2 if config.model.dtype == "bfloat16" else _MASTER)
-    trained = (
-        shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
-    )
+    settings = config.trainer
+    lora = config.lora
+    size = group_size(config, ranks)
+    width = width or _number_bytes(config)
+    trained = _trained_parameters(shape, config)
     frozen = shape.parameters if lora.rank else 0
-    here = 0 if settings.offload_optimizer else _MASTER * trained // size
+    on_gpu = not settings.offload_optimizer
+    master = _MASTER * trained // size if on_gpu else 0
+    whole_model = _MASTER * shape.parameters // size
+
     second_model = config.algorithm.kl_coef > 0 and (not lora.rank or config.model.reference != "")
-    critic = (
-        config.algorithm.needs_critic
-        and config.critic.location == "trainer"
-        and not settings.offload_optimizer
-    )
-    layer_bytes = config.trainer.micro_batch_tokens * shape.activation_bytes(width, repeats_heads)
-    moments = _moments(shape, config, ranks, width, trained, layer_bytes)
-    gathered, reducing, activations, logits = max(moments, key=sum)
+    has_reference = second_model and not settings.offload_reference
+    has_critic = config.algorithm.needs_critic and config.critic.location == "trainer" and on_gpu
+
+    layer_bytes = settings.micro_batch_tokens * shape.activation_bytes(width, repeats_heads)
+    peaks = _peaks(shape, config, ranks, width=width, trained=trained, layer_bytes=layer_bytes)
+    peak = max(peaks, key=sum)
     return TrainerMemory(
-        weights=here + (0 if settings.offload_optimizer else width * frozen // size),
-        gradients=here,
-        optimizer=2 * here,
-        reference=_MASTER * shape.parameters // size
-        if second_model and not settings.offload_reference
-        else 0,
-        critic=4 * _MASTER * shape.parameters // size if critic else 0,
-        gathered=gathered,
-        reducing=reducing,
-        activations=activations,
-        logits=logits,
+        weights=master + (width * frozen // size if on_gpu else 0),
+        gradients=master,
+        optimizer=2 * master,
+        reference=whole_model if has_reference else 0,
+        # Weights, gradients and AdamW's two moments.
+        critic=4 * whole_model if has_critic else 0,
+        gathered=peak.gathered,
+        reducing=peak.reducing,
+        activations=peak.activations,
+        logits=peak.logits,
         overhead=_OVERHEAD,
     )
 
 
-def _moments(
-    shape: ModelShape, config: Config, ranks: int, width: int, trained: int, layer_bytes: int
-) -> list[tuple[int, int, int, int]]:
-    """Returns the bytes of gathered weights, unreduced gradients, activations and logits at each
-    possible peak.
+def _number_bytes(config: Config) -> int:
+    """Returns the bytes of a number of `model.dtype`."""
+    return 2 if config.model.dtype == "bfloat16" else _MASTER
+
+
+def _trained_parameters(shape: ModelShape, config: Config) -> int:
+    """Returns how many parameters are trained: those of the adapter, if there is one."""
+    lora = config.lora
+    if lora.rank:
+        return shape.lora_parameters(lora.rank, lora.target_modules)
+    return shape.parameters
+
+
+class _Peak(NamedTuple):
+    """Bytes in use at a moment of the backward pass; the fields are those of `TrainerMemory`."""
+
+    gathered: int
+    reducing: int
+    activations: int
+    logits: int
+
+
+def _peaks(
+    shape: ModelShape, config: Config, ranks: int, *, width: int, trained: int, layer_bytes: int
+) -> list[_Peak]:
+    """Returns what is in use at each possible peak.
 
     These moments of the backward pass are: the head; the second-last layer, while the gradients of
     the last are reduced; and the reduction of the gradients of embedding and head.
     `benchmarks/rehearsal.py` shows what is allocated then.
     """
-    settings, rounded = config.trainer, width < _MASTER
+    settings = config.trainer
+    rounded = width < _MASTER
     sharded = settings.shard_size != 1 and (ranks > 1 or settings.offload_optimizer)
-    layer, outer, matrix = (
-        shape.layer_parameters,
-        shape.outer_parameters,
-        shape.vocabulary * shape.hidden,
-    )
+    layer = shape.layer_parameters
+    outer = shape.outer_parameters
+    matrix = shape.vocabulary * shape.hidden
     if config.lora.rank:
-        layer_gradients, outer_gradients, head_gradient = trained // shape.layers, 0, 0
+        layer_gradients = trained // shape.layers
+        outer_gradients = 0
+        head_gradient = 0
     else:
-        layer_gradients, outer_gradients, head_gradient = layer, outer, matrix
-    tokens, states = settings.micro_batch_tokens, settings.micro_batch_tokens * shape.hidden
-    products = (
-        tokens * shape.product_bytes(width)
-        if settings.activation_checkpointing == "selective"
-        else 0
-    )
-    kept = shape.layers * (
-        states * width + products if settings.activation_checkpointing else layer_bytes
-    )
-    backward = (
-        tokens * width * (2 * shape.intermediate + shape.hidden)
-    )  # gradients of a layer's states, at its widest
-    again = layer_bytes if settings.activation_checkpointing else 0
-    ends = states * (
-        _MASTER + 4 * width
-    )  # the embedding's result, the last norm, the head's input and its gradient
-    logits, slopes = (
-        min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary),
-        width * tokens * shape.vocabulary,
-    )
+        layer_gradients = layer
+        outer_gradients = outer
+        head_gradient = matrix
+    tokens = settings.micro_batch_tokens
+    states = tokens * shape.hidden
+
+    # Activations: what is kept of all layers, what the backward pass of a layer makes again.
+    products = 0
+    if settings.activation_checkpointing == "selective":
+        products = tokens * shape.product_bytes(width)
+    kept_of_layer = layer_bytes
+    again = 0
+    if settings.activation_checkpointing:
+        kept_of_layer = states * width + products
+        again = layer_bytes
+    kept = shape.layers * kept_of_layer
+    # Gradients of a layer's states, at its widest.
+    backward = tokens * width * (2 * shape.intermediate + shape.hidden)
+    # The embedding's result, the last norm, the head's input and its gradient.
+    ends = states * (_MASTER + 4 * width)
+
+    # Logits, and their gradients in the precision of the pass.
+    logits = min(_LOGITS_BYTES, _MASTER * tokens * shape.vocabulary)
+    slopes = width * tokens * shape.vocabulary
     if slopes <= _KEPT_BYTES:
         scores = max(logits + slopes, slopes + width * head_gradient * rounded)
     else:
@@ -311,23 +345,36 @@ def _moments(
             logits + logits * width // _MASTER + _MASTER * head_gradient,
             width * head_gradient * rounded,
         )
-    copies = (
-        3 if ranks == 1 else 1
-    )  # a single rank divides and copies what several ranks would send
+
+    # A single rank divides and copies what several ranks would send.
+    copies = 3 if ranks == 1 else 1
     whole = _MASTER * trained if sums_once(trained, ranks) and sharded else 0
     if sharded:
-        at_head, at_layer, at_end = (
-            width * weights for weights in (outer + layer, outer + 2 * layer, outer)
-        )
+        at_head = width * (outer + layer)
+        at_layer = width * (outer + 2 * layer)
+        at_end = width * outer
         layer_sum = width * (head_gradient + layer_gradients) + _MASTER * copies * layer_gradients
         last_sum = (width + _MASTER * copies + (_MASTER if whole else 0)) * outer_gradients
     else:  # autocast keeps its copies of the weights until the pass ends
         at_head = at_layer = width * trained * rounded
-        at_end, layer_sum, last_sum = 0, width * layer_gradients, _MASTER * trained * (ranks > 1)
+        at_end = 0
+        layer_sum = width * layer_gradients
+        last_sum = _MASTER * trained * (ranks > 1)
+
     return [
-        (at_head, whole + _MASTER * head_gradient, kept + ends, scores),
-        (at_layer, whole + layer_sum, kept + again + backward, 0),
-        (at_end, last_sum, states * width, 0),
+        _Peak(
+            gathered=at_head,
+            reducing=whole + _MASTER * head_gradient,
+            activations=kept + ends,
+            logits=scores,
+        ),
+        _Peak(
+            gathered=at_layer,
+            reducing=whole + layer_sum,
+            activations=kept + again + backward,
+            logits=0,
+        ),
+        _Peak(gathered=at_end, reducing=last_sum, activations=states * width, logits=0),
     ]
 
 
@@ -348,29 +395,27 @@ def trainer_host_bytes(shape: ModelShape, config: Config, ranks: int, ranks_per_
     `weight_sync` distributed and another with `max_staleness` or `rollout.colocate`, what is
     offloaded or parked, and the processes.
     """
-    lora, size = config.lora, group_size(config, ranks)
-    trained = (
-        shape.lora_parameters(lora.rank, lora.target_modules) if lora.rank else shape.parameters
-    )
+    lora = config.lora
+    size = group_size(config, ranks)
+    trained = _trained_parameters(shape, config)
     colocate = config.rollout.colocate  # never combined with staleness
-    copies = (
-        (config.trainer.weight_sync == "distributed")
-        + (config.trainer.max_staleness > 0)
-        + colocate
+
+    # All of it on one node if the ranks share no disk.
+    checkpoint = 3 * _MASTER * trained
+
+    published = trained if lora.publishes_adapter else shape.parameters
+    copies = sum(
+        (config.trainer.weight_sync == "distributed", config.trainer.max_staleness > 0, colocate)
     )
-    gpu = trainer_memory(shape, config, ranks)
-    parked = gpu.weights + gpu.optimizer + gpu.reference + gpu.critic if colocate else 0
-    published = shape.parameters if not lora.publishes_adapter else trained
-    return (
-        3 * _MASTER * trained  # all on one node if the ranks share no disk
-        + copies * 2 * published
-        + (
-            ranks_per_node * _offloaded(shape, config, size)
-            if config.trainer.offload_optimizer
-            else 0
-        )
-        + ranks_per_node * (parked + _PROCESS)
-    )
+
+    of_rank = _PROCESS
+    if colocate:
+        gpu = trainer_memory(shape, config, ranks)
+        of_rank += gpu.weights + gpu.optimizer + gpu.reference + gpu.critic
+    if config.trainer.offload_optimizer:
+        of_rank += _offloaded(shape, config, size)
+
+    return checkpoint + copies * 2 * published + ranks_per_node * of_rank
 
 
 def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
@@ -378,17 +423,16 @@ def _offloaded(shape: ModelShape, config: Config, size: int) -> int:
     frozen model.
     """
     model = [*shape.layer_tensors * shape.layers, *shape.outer_tensors]
-    trained, frozen = model, list[int]()
+    trained = model
+    frozen = list[int]()
     if config.lora.rank:
-        trained, frozen = (
-            shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers,
-            model,
-        )
-    width = 2 if config.model.dtype == "bfloat16" else _MASTER
-    learned = sum(
-        2 * _pinned(_MASTER * tensor // size) + 2 * _MASTER * tensor // size for tensor in trained
-    )
-    return learned + sum(_pinned(width * tensor // size) for tensor in frozen)
+        trained = shape.lora_tensors(config.lora.rank, config.lora.target_modules) * shape.layers
+        frozen = model
+
+    width = _number_bytes(config)
+    pinned = sum(2 * _pinned(_MASTER * tensor // size) for tensor in trained)
+    moments = sum(2 * _MASTER * tensor // size for tensor in trained)
+    return pinned + moments + sum(_pinned(width * tensor // size) for tensor in frozen)
 
 
 def _pinned(size: int) -> int:
@@ -416,10 +460,8 @@ def engine_memory(
 
     Raises ConfigError when `rollout.tensor_parallel_size` does not divide the heads.
     """
-    size, width = (
-        config.rollout.tensor_parallel_size,
-        2 if config.model.dtype == "bfloat16" else _MASTER,
-    )
+    size = config.rollout.tensor_parallel_size
+    width = _number_bytes(config)
     if shape.heads % size:
         raise ConfigError(
             f"the model's {shape.heads} attention heads cannot be divided among {size} GPUs",
@@ -428,9 +470,7 @@ def engine_memory(
             remedy=f"use a divisor of {shape.heads}",
         )
     weights = width * shape.parameters // size
-    per_token = (
-        2 * width * shape.layers * shape.head_dim * max(1, shape.kv_heads // size)
-    )  # a KV head cannot be split
-    return EngineMemory(
-        weights, per_token, max(0, int(static_share * gpu_bytes) - weights) // per_token
-    )
+    kv_heads = max(1, shape.kv_heads // size)  # a KV head cannot be split
+    per_token = 2 * width * shape.layers * shape.head_dim * kv_heads
+    room = max(0, int(static_share * gpu_bytes) - weights)
+    return EngineMemory(weights=weights, kv_bytes_per_token=per_token, kv_tokens=room // per_token)

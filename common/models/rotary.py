@@ -20,15 +20,13 @@ def switch_length(shape: Mapping[str, Any]) -> int | None:
     None when the model has no such positions, or its two lists of factors are equal. `shape` is a
     text model's `config.json`.
     """
+    original = "original_max_position_embeddings"
     for each in rotations(shape.get("rope_parameters") or shape.get("rope_scaling")):
-        same = each.get("short_factor") == each.get("long_factor") and each.get(
-            "short_mscale"
-        ) == each.get("long_mscale")
-        if _kind(each) in ("longrope", "su") and not same:
+        same_factors = each.get("short_factor") == each.get("long_factor")
+        same_scales = each.get("short_mscale") == each.get("long_mscale")
+        if _kind(each) in ("longrope", "su") and not (same_factors and same_scales):
             # The model's own field wins, as in transformers (Phi-3).
-            length = shape.get("original_max_position_embeddings") or each.get(
-                "original_max_position_embeddings"
-            )
+            length = shape.get(original) or each.get(original)
             return None if length is None else int(length)
     return None
 

@@ -5,11 +5,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from common.errors import ConfigError, ServiceError
-from common.settings.config import fail, program
-from common.settings.explain import did_you_mean
+from common.errors import ConfigError, ServiceError, did_you_mean
+from common.process.logs import log_exit_reason
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -32,34 +32,62 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message in the usual error format."""
-        field, _, problem = message.removeprefix("argument ").partition(": ")
-        field, value, remedy = (
-            field.rpartition("/")[2],
-            None,
-            f"{self.prog} --help explains every argument",
-        )
-        text, colon, hint = problem.rpartition(": ")
+        options, _, problem = message.removeprefix("argument ").partition(": ")
+        field = options.rpartition("/")[2]  # the last of `-o/--output`
+        value: str | None = None
+        remedy = f"{self.prog} --help explains every argument"
+        reason, colon, advice = problem.rpartition(": ")
+
         if found := re.match(r"invalid choice: (.+) \(choose from (.+)\)", problem):
-            value, choices = (
-                found[1].strip("'"),
-                [choice.strip("' ") for choice in found[2].split(",")],
-            )
-            problem, remedy = "there is no such choice", did_you_mean(value, choices)
+            value = found[1].strip("'")
+            choices = [choice.strip("' ") for choice in found[2].split(",")]
+            problem = "there is no such choice"
+            remedy = did_you_mean(value, choices)
         elif found := re.match(r"invalid (int|float|positive) value: (.+)", problem):
             what = "number" if found[1] == "float" else "whole number"
-            problem, value, remedy = f"this is not a {what}", found[2].strip("'"), f"give a {what}"
+            problem = f"this is not a {what}"
+            value = found[2].strip("'")
+            remedy = f"give a {what}"
         elif message.startswith("unrecognized arguments: "):
             field, *rest = problem.split()
-            known = [option for action in self._actions for option in action.option_strings]
-            hint, value = did_you_mean(field.partition("=")[0], [], known), " ".join(rest) or None
-            problem, remedy = "there is no such argument", f"{hint} {remedy}".strip()
+            known = list[str]()
+            for action in self._actions:
+                known += action.option_strings
+            hint = did_you_mean(field.partition("=")[0], [], known)
+            value = " ".join(rest) or None
+            problem = "there is no such argument"
+            remedy = f"{hint} {remedy}".strip()
         elif message.startswith("the following arguments are required: "):
-            field, problem, remedy = problem, "this argument is required", f"add it; {remedy}"
+            field = problem
+            problem = "this argument is required"
+            remedy = f"add it; {remedy}"
         elif problem == "expected one argument":
-            problem, remedy = "it has no value", f"write {field} VALUE"
+            problem = "it has no value"
+            remedy = f"write {field} VALUE"
         elif colon:
-            problem, remedy = text, hint
+            problem = reason
+            remedy = advice
+
         fail(ConfigError(problem, field=field, value=value, remedy=remedy))
+
+
+def program(module: str) -> str:
+    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
+    `python -m MODULE`.
+    """
+    started = [*sys.orig_argv, "", ""]
+    script = Path(started[1]).name
+    if script.startswith("rlhf-"):
+        return script
+    if started[1:3] == ["-m", "rlhf_math"]:
+        return f"python -m rlhf_math {module}"
+    return f"python -m {module}"
+
+
+def fail(error: Exception, status: int = 2) -> NoReturn:
+    """Prints the error and exits."""
+    log_exit_reason(f"error: {error}")
+    raise SystemExit(status)
 
 
 def positive(text: str) -> int:

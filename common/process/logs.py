@@ -23,11 +23,15 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.process.security import SecretRedactor
+from common.process.topology import Topology
 
-REQUEST_HEADER, RUN_HEADER = "x-request-id", "x-run-id"
+REQUEST_HEADER = "x-request-id"
+RUN_HEADER = "x-run-id"
 SHOWN = {"shown": True}
 """`extra` for a line that is already on the console: in text format it goes only to the log
 file."""
+_OWN = ("common", "learning", "services", "trainer", "jobgroup")
+"""Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
 _USABLE = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 _TEXT = "%(asctime)s %(levelname)s %(name)s%(request)s: %(message)s"
 _request: ContextVar[str] = ContextVar("request", default="")
@@ -92,7 +96,8 @@ class TextFormatter(logging.Formatter):
         super().__init__(_TEXT)
 
     def format(self, record: logging.LogRecord) -> str:
-        record.request = f" [{identifier}]" if (identifier := request_id()) else ""
+        identifier = request_id()
+        record.request = f" [{identifier}]" if identifier else ""
         return SecretRedactor().redact(super().format(record))
 
 
@@ -107,32 +112,35 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         context = {"run": run_id(), "request": request_id()}
+        time_of_day = datetime.fromtimestamp(record.created).astimezone()
         if record.exc_info:
             context["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             context["stack"] = self.formatStack(record.stack_info)
         entry: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created)
-            .astimezone()
-            .isoformat(timespec="milliseconds"),
+            "time": time_of_day.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
             **self._labels,
             **{name: text for name, text in context.items() if text},
         }
-        redactor = SecretRedactor()  # before JSON quoting, which could split a secret
-        entry = {
-            name: redactor.redact(value) if isinstance(value, str) else value
-            for name, value in entry.items()
-        }
+
+        # Before JSON quoting, which could split a secret.
+        redactor = SecretRedactor()
+        for name, value in entry.items():
+            if isinstance(value, str):
+                entry[name] = redactor.redact(value)
         return json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace").decode()
 
     def line(self, logger: str, text: str, level: int = logging.INFO) -> str:
         """Formats a line that did not come from logging: output of a child process, or why nothing
         could be logged.
         """
-        return self.format(logging.LogRecord(logger, level, "", 0, text, None, None))
+        record = logging.LogRecord(
+            logger, level, pathname="", lineno=0, msg=text, args=None, exc_info=None
+        )
+        return self.format(record)
 
 
 def wants_json() -> bool:
@@ -161,6 +169,67 @@ def level() -> str:
     return value.upper()
 
 
+class _LogFile(logging.FileHandler):
+    """A log file that drops lines while its disk is full, and reports that once; standard error has
+    every line.
+    """
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            self._failed = True
+            text = f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}"
+            if isinstance(self.formatter, JsonFormatter):
+                text = self.formatter.line(__name__, text, logging.ERROR)
+            print(text, file=sys.stderr, flush=True)
+
+
+def setup_logging(
+    name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None
+) -> logging.Logger:
+    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume
+    outlives SkyPilot's logs.
+
+    The level is `LOG_LEVEL` (default INFO), the format `LOG_FORMAT` (`text` by default, or `json`:
+    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises
+    ConfigError when `log_dir` is not writable or one of the variables is invalid.
+    """
+    as_json = wants_json()
+    wanted_level = level()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if not as_json:
+        handlers[0].addFilter(lambda record: not getattr(record, "shown", False))
+    if log_dir is not None:
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            handlers.append(_LogFile(log_dir / f"{name}.log", encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                f"logs cannot be written: {error}",
+                field="state_dir",
+                value=str(log_dir),
+                remedy="set another folder",
+            ) from None
+
+    node = Topology.from_env().node_rank
+    formatter: logging.Formatter = TextFormatter()
+    if as_json:
+        formatter = JsonFormatter(service=service or name, node=node, rank=rank)
+    for handler in handlers:
+        handler.setFormatter(formatter)
+
+    debug = wanted_level == "DEBUG"
+    logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
+    for own in _OWN:
+        logging.getLogger(own).setLevel(logging.DEBUG if debug else logging.NOTSET)
+    if as_json:
+        log_uncaught()
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    return logging.getLogger(name)
+
+
 def to_stderr(service: str) -> None:
     """Logs warnings of a process that a service started to standard error, in the format of the
     service's own log.
@@ -176,24 +245,20 @@ def structured() -> JsonFormatter | None:
     return next((formatter for formatter in found if isinstance(formatter, JsonFormatter)), None)
 
 
-def last_words(text: str) -> None:
+def log_exit_reason(text: str) -> None:
     """Writes why the process ends to standard error and the log files, in the log's format."""
-    if path := os.environ.get(
-        "TORCHELASTIC_ERROR_FILE"
-    ):  # torchrun repeats it after the other ranks' output
-        Path(path).write_text(
-            json.dumps({"message": text, "timestamp": int(time.time())}), encoding="utf-8"
-        )
-    handled, as_json = bool(logging.getLogger().handlers), structured()
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:  # torchrun repeats it after the other ranks' output
+        entry = {"message": text, "timestamp": int(time.time())}
+        Path(path).write_text(json.dumps(entry), encoding="utf-8")
+    handled = bool(logging.getLogger().handlers)
+    as_json = structured()
     if handled:
         logging.getLogger("end").critical("%s", text, extra=SHOWN)
     if as_json is None:
         too_early = not handled and os.environ.get("LOG_FORMAT") == "json"
-        print(
-            JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text,
-            file=sys.stderr,
-            flush=True,
-        )
+        line = JsonFormatter().line("end", text, logging.CRITICAL) if too_early else text
+        print(line, file=sys.stderr, flush=True)
 
 
 def log_uncaught() -> None:
@@ -206,7 +271,8 @@ def log_uncaught() -> None:
         )
 
     def of_thread(ended: threading.ExceptHookArgs) -> None:
-        name, error = ended.thread.name if ended.thread else "a thread", ended.exc_value
+        name = ended.thread.name if ended.thread else "a thread"
+        error = ended.exc_value
         if error is not None:  # None: SystemExit, or the interpreter is shutting down
             log.critical(
                 "the thread %s ended: %s",
@@ -215,5 +281,6 @@ def log_uncaught() -> None:
                 exc_info=(ended.exc_type, error, ended.exc_traceback),
             )
 
-    sys.excepthook, threading.excepthook = of_process, of_thread
+    sys.excepthook = of_process
+    threading.excepthook = of_thread
     logging.captureWarnings(True)

@@ -1,81 +1,14 @@
-"""Sets up logs and metrics in the same way for every process."""
+"""Prometheus metrics of a service, named in the same way everywhere."""
 
-import logging
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from math import nan
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-
-from common.errors import ConfigError
-from common.process.logs import JsonFormatter, TextFormatter, level, log_uncaught, wants_json
-from common.process.topology import Topology
 
 PREFIX = "rlhf_"
 DURATIONS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
 """Upper bucket bounds of all histograms, in seconds."""
-_OWN = ("common", "learning", "services", "trainer", "jobgroup")
-"""Packages whose DEBUG lines are shown: torch alone writes hundreds for a checkpoint."""
-
-
-class _LogFile(logging.FileHandler):
-    """A log file that drops lines while its disk is full, and reports that once; standard error has
-    every line.
-    """
-
-    _failed = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        if not self._failed:
-            self._failed = True
-            text = f"error: lines are missing in {self.baseFilename}: {sys.exc_info()[1]}"
-            if isinstance(self.formatter, JsonFormatter):
-                text = self.formatter.line(__name__, text, logging.ERROR)
-            print(text, file=sys.stderr, flush=True)
-
-
-def setup_logging(
-    name: str, log_dir: Path | None = None, *, service: str = "", rank: int | None = None
-) -> logging.Logger:
-    """Logs to stderr and, when `log_dir` is given, to `log_dir/name.log`, which on a volume
-    outlives SkyPilot's logs.
-
-    The level is `LOG_LEVEL` (default INFO), the format `LOG_FORMAT` (`text` by default, or `json`:
-    docs/how-to/operations.md). `service` (`name` when empty) and `rank` label JSON lines. Raises
-    ConfigError when `log_dir` is not writable or one of the variables is invalid.
-    """
-    as_json, wanted_level = wants_json(), level()
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
-    if not as_json:
-        handlers[0].addFilter(lambda record: not getattr(record, "shown", False))
-    if log_dir is not None:
-        try:
-            log_dir.mkdir(parents=True, exist_ok=True)
-            handlers.append(_LogFile(log_dir / f"{name}.log", encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(
-                f"logs cannot be written: {error}",
-                field="state_dir",
-                value=str(log_dir),
-                remedy="set another folder",
-            ) from None
-    node = Topology.from_env().node_rank
-    formatter = (
-        JsonFormatter(service=service or name, node=node, rank=rank) if as_json else TextFormatter()
-    )
-    for handler in handlers:
-        handler.setFormatter(formatter)
-    debug = wanted_level == "DEBUG"
-    logging.basicConfig(level="INFO" if debug else wanted_level, handlers=handlers, force=True)
-    for own in _OWN:
-        logging.getLogger(own).setLevel(logging.DEBUG if debug else logging.NOTSET)
-    if as_json:
-        log_uncaught()
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    return logging.getLogger(name)
 
 
 class Metrics:

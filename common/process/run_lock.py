@@ -23,7 +23,14 @@ from common.process.storage import storing
 
 log = logging.getLogger(__name__)
 LOCK = ".lock"
-_BEAT_S, _STALE_S, _SETTLE_S = 5.0, 30.0, 1.0
+_BEAT_S = 5.0
+"""Seconds between two heartbeats."""
+_STALE_S = 30.0
+"""Seconds without a heartbeat after which its holder counts as dead."""
+_SETTLE_S = 1.0
+"""Seconds after which a run that took over looks whether it still has the directory."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of a file system that does not support locks."""
 _SIZE = 512
 """Fixed size of the file in bytes, so that overwriting it needs no space on a full disk."""
 
@@ -41,7 +48,9 @@ class RunLock:
     """
 
     def __init__(self, directory: Path, run: str, field: str = "trainer.run_dir") -> None:
-        self._path, self._field, self.run = directory / LOCK, field, run
+        self._path = directory / LOCK
+        self._field = field
+        self.run = run
         self._own: dict[str, Any] = {
             "run": run,
             "host": platform.node(),
@@ -93,17 +102,20 @@ class RunLock:
             )
 
     def _acquire(self) -> None:
-        locked, before = self._flock(), self._read()
+        locked = self._flock()
+        before = self._read()
+        # The kernel's lock says enough if the last holder was on this machine.
         alone = locked and before.get("machine", self._own["machine"]) == self._own["machine"]
         if locked is False or (before and not alone and self._lives(before)):
             raise self._in_use(self._read() or before)
+
         self._write()
         if before and not alone:
-            time.sleep(
-                _SETTLE_S
-            )  # two waiting runs may take over at the same moment: the last one wins
-            if (now := self._read()).get("token") != self._own["token"]:
-                raise self._in_use(now)
+            # Two waiting runs may take over at the same moment: the last one wins.
+            time.sleep(_SETTLE_S)
+            holder = self._read()
+            if holder.get("token") != self._own["token"]:
+                raise self._in_use(holder)
 
     def _flock(self) -> bool | None:
         """Returns whether this process now has the kernel's lock; None when the file system does
@@ -114,13 +126,7 @@ class RunLock:
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno not in (
-                errno.ENOLCK,
-                errno.ENOTSUP,
-                errno.EOPNOTSUPP,
-                errno.ENOSYS,
-                errno.EINVAL,
-            ):
+            if error.errno not in _NO_LOCKS:
                 raise
             return None
         return True
@@ -138,13 +144,15 @@ class RunLock:
         end = time.monotonic() + _STALE_S
         while time.monotonic() < end:
             time.sleep(min(0.2, _STALE_S))
-            if (now := self._read()) != holder:
+            now = self._read()
+            if now != holder:
                 return bool(now)
         return False
 
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_S):
-            if (found := self._read()) and found.get("token") != self._own["token"]:
+            found = self._read()
+            if found and found.get("token") != self._own["token"]:
                 self._thief = found
                 return
             self._own["beat"] += 1
@@ -176,7 +184,8 @@ class RunLock:
 def _who(holder: dict[str, Any]) -> str:
     if not holder:
         return "another run"
-    return f"run {holder.get('run')} (process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')})"
+    process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+    return f"run {holder.get('run')} ({process})"
 
 
 def _machine() -> str:

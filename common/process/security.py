@@ -96,7 +96,8 @@ class SecretRedactor:
         return data[: len(data) - held]
 
     def end(self) -> bytes:
-        rest, self._held = self._held, b""
+        rest = self._held
+        self._held = b""
         return rest
 
     def redact(self, text: str) -> str:
@@ -107,14 +108,9 @@ class SecretRedactor:
 
 def _overlap(data: bytes, secret: bytes) -> int:
     """Returns how many bytes at the end of `data` could be the beginning of the secret."""
-    return next(
-        (
-            size
-            for size in range(min(len(secret) - 1, len(data)), 0, -1)
-            if data.endswith(secret[:size])
-        ),
-        0,
-    )
+    longest = min(len(secret) - 1, len(data))
+    sizes = (size for size in range(longest, 0, -1) if data.endswith(secret[:size]))
+    return next(sizes, 0)
 
 
 def is_loopback(host: str) -> bool:
@@ -160,7 +156,12 @@ def tls(env: Mapping[str, str] | None = None) -> Tls:
                 value=path,
                 remedy="name a file in PEM format",
             )
-    return Tls(*(str(Path(path).absolute()) if path else "" for path in found.values()))
+    absolute = {name: str(Path(path).absolute()) if path else "" for name, path in found.items()}
+    return Tls(
+        certificate=absolute["TLS_CERT"],
+        key=absolute["TLS_KEY"],
+        authority=absolute["TLS_CA"],
+    )
 
 
 def check_certificate(files: Tls) -> None:

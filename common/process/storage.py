@@ -1,4 +1,4 @@
-"""The error for a disk that is full or broken, and SQLite's diagnosis of a damaged file."""
+"""Disk errors, named: a full or broken disk, a folder that is not writable, a damaged SQLite file."""
 
 import errno
 import sqlite3
@@ -71,14 +71,14 @@ def make_directory(path: Path, field: str) -> None:
             ) from None
 
 
-def damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_check"]) -> str:
+def sqlite_damage(db: sqlite3.Connection, check: Literal["quick_check", "integrity_check"]) -> str:
     """Returns the first problem that SQLite finds in the file; empty when there is none."""
     problem: str = db.execute(f"PRAGMA {check}(1)").fetchone()[0]
     # A line `*** in database main ***` may precede it, which looks like a redacted secret.
     return "" if problem == "ok" else problem.splitlines()[-1]
 
 
-def cure(why: str, damaged: str) -> str:
+def sqlite_remedy(why: str, damaged: str) -> str:
     """Returns the remedy for SQLite's error `why`: `damaged`, unless it is about locks, disk space
     or permissions.
     """

@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from common.errors import ConfigError
 from common.process.security import tls
 
-DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT, TRAINER = (
-    "data-server",
-    "rollout-server",
-    "reward-server",
-    "replay-buffer",
-    "critic-server",
-    "environment-server",
-    "ppo-trainer",
-)
+DATA = "data-server"
+ROLLOUT = "rollout-server"
+REWARD = "reward-server"
+REPLAY = "replay-buffer"
+CRITIC = "critic-server"
+ENVIRONMENT = "environment-server"
+TRAINER = "ppo-trainer"
 TORCHRUN_PORT = 29500
 WRONG_SETTING = 78
 """Exit status (EX_CONFIG) of a process of a job group whose settings are wrong: a restart would not
@@ -49,7 +47,8 @@ except SignalException as end:
     sys.exit(128 + end.sigval)
 except ChildFailedError as end:
     rank, failure = end.get_first_failure()
-    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"  # other ranks have spoken since
+    # With several ranks, others have written since.
+    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"
     if failure.exitcode < 0:
         print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
     elif several and failure.error_file_data:
@@ -57,8 +56,8 @@ except ChildFailedError as end:
     sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 """
 """torchrun, except that it exits with the status of the rank that failed first, or 128 plus its
-signal, and prints the reason that this rank recorded (`last_words`) instead of a traceback. This
-package never imports torch."""
+signal, and prints the reason that this rank recorded (`log_exit_reason`) instead of a traceback.
+This package never imports torch."""
 
 
 def setting_status() -> int:
@@ -70,7 +69,8 @@ def assigned_gpus() -> str | None:
     """Returns the variable that assigns GPUs to this process, with its value; None when there is
     none.
     """
-    if count := _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0):
+    count = _number(os.environ, "SKYPILOT_NUM_GPUS_PER_NODE", 0)
+    if count:
         return f"SKYPILOT_NUM_GPUS_PER_NODE is {count}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return f"CUDA_VISIBLE_DEVICES is {visible}" if visible and not hidden_gpus() else None
@@ -163,7 +163,8 @@ class Topology:
         )
         if not topology.node_rank < topology.num_nodes or len(ips) != topology.num_nodes:
             raise ConfigError(
-                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} addresses is impossible",
+                f"rank {topology.node_rank} of {topology.num_nodes} nodes with {len(ips)} "
+                "addresses is impossible",
                 field="SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS",
                 value=" ".join(ips),
                 remedy="unset these variables outside SkyPilot",
@@ -235,14 +236,17 @@ class Topology:
         Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is
         current after a recovery.
         """
-        return [
-            *(sys.executable, "-c", _TORCHRUN),
-            *("--nnodes", str(self.num_nodes), "--node-rank", str(self.node_rank)),
-            *("--nproc-per-node", str(max(1, self.gpus_per_node))),
-            *("--master-addr", self.node_ips[0]),
-            *("--master-port", str(self.torchrun_port)),
-            *arguments,
-        ]
+        options = {
+            "--nnodes": self.num_nodes,
+            "--node-rank": self.node_rank,
+            "--nproc-per-node": max(1, self.gpus_per_node),
+            "--master-addr": self.node_ips[0],
+            "--master-port": self.torchrun_port,
+        }
+        command = [sys.executable, "-c", _TORCHRUN]
+        for option, value in options.items():
+            command += [option, str(value)]
+        return command + arguments
 
 
 def _check_port(port: int) -> None:
@@ -253,7 +257,10 @@ def _check_port(port: int) -> None:
         socket.create_server(("", port)).close()
     except OSError as error:
         reason = f"torchrun cannot listen on port {port}: {error.strerror}"
-        remedy = f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's trainer"
+        remedy = (
+            f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's "
+            "trainer"
+        )
         print(
             f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}",
             file=sys.stderr,
@@ -267,7 +274,8 @@ def _main(argv: list[str]) -> None:
     """
     if not argv or argv[0] != "torchrun" or len(argv) < 2:
         raise SystemExit(
-            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. torchrun -m trainer)"
+            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. "
+            "torchrun -m trainer)"
         )
     topology = Topology.from_env()
     if topology.node_rank == 0:

@@ -126,14 +126,16 @@ def start() -> None:
 
 def awaited() -> list[str]:
     """Returns the pending calls, one line per kind, the longest first."""
-    now, ages = time.monotonic(), dict[tuple[str, str], list[float]]()
+    now = time.monotonic()
+    ages = dict[tuple[str, str], list[float]]()
     for call, service, since in list(_waits.values()):
         ages.setdefault((call, service), []).append(now - since)
-    return [
-        f"{call} from {service} for {max(found):.0f} s"
-        + (f", {len(found)} times" if len(found) > 1 else "")
-        for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1]))
-    ]
+
+    lines = list[str]()
+    for (call, service), found in sorted(ages.items(), key=lambda item: -max(item[1])):
+        times = f", {len(found)} times" if len(found) > 1 else ""
+        lines.append(f"{call} from {service} for {max(found):.0f} s{times}")
+    return lines
 
 
 def report() -> str:
@@ -144,11 +146,12 @@ def report() -> str:
 def stacks() -> str:
     """Returns the stack of every other thread of this process, the innermost call last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)).rstrip()
-        for ident, frame in sys._current_frames().items()
-        if ident != threading.get_ident()
-    )
+    texts = list[str]()
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = "".join(traceback.format_stack(frame)).rstrip()
+            texts.append(f"thread {names.get(ident, ident)}:\n{stack}")
+    return "\n".join(texts)
 
 
 def _watch(wakeup: int) -> None:
@@ -158,7 +161,8 @@ def _watch(wakeup: int) -> None:
             while select.select([wakeup], [], [], 0)[0]:
                 os.read(wakeup, 65536)
             log.warning("where this process is (SIGUSR1):\n%s", report())
-        if (stage := _stage) is not None:
+        stage = _stage
+        if stage is not None:
             silent_s = time.monotonic() - stage.since
             if silent_s >= stage.limit_s * 2**stage.reports:
                 stage.reports += 1
@@ -171,12 +175,10 @@ def _watch(wakeup: int) -> None:
 
 
 def _tasks() -> Iterator[str]:
-    counted = Counter(
-        _task_stack(task)
-        for loop in list(_loops)
-        if not loop.is_closed()
-        for task in asyncio.all_tasks(loop)
-    )
+    counted = Counter[str]()
+    for loop in list(_loops):
+        if not loop.is_closed():
+            counted.update(map(_task_stack, asyncio.all_tasks(loop)))
     for text, count in counted.most_common(_MAX_TASK_STACKS):
         yield f"{count} task{'s' if count > 1 else ''} at:\n{text}"
     if len(counted) > _MAX_TASK_STACKS:
@@ -187,22 +189,19 @@ def _task_stack(task: "asyncio.Task[Any]") -> str:
     """Returns every coroutine from the task's own to the innermost; `Task.get_stack` shows only the
     first.
     """
-    lines, awaited = list[str](), cast(Any, task.get_coro())
+    lines = list[str]()
+    awaited = cast(Any, task.get_coro())
     while awaited is not None:
-        kind = next(
-            (
-                kind
-                for kind in ("cr", "gi", "ag")
-                if getattr(awaited, f"{kind}_frame", None) is not None
-            ),
-            None,
-        )
-        if kind is None:
+        frame = None
+        for kind in ("cr", "gi", "ag"):  # a coroutine, a generator, an asynchronous generator
+            frame = getattr(awaited, f"{kind}_frame", None)
+            if frame is not None:
+                break
+        if frame is None:
             lines.append(f"  awaits a {type(awaited).__name__}")
             break
-        frame = getattr(awaited, f"{kind}_frame")
-        lines.append(
-            f'  File "{frame.f_code.co_filename}", line {frame.f_lineno}, in {frame.f_code.co_qualname}'
-        )
+
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}')
         awaited = getattr(awaited, "gi_yieldfrom" if kind == "gi" else f"{kind}_await", None)
     return "\n".join(lines)

@@ -15,11 +15,10 @@ from typing import Any, Self
 from jinja2 import TemplateError
 
 from common.clients.pacing import THINK_OPEN, RequestLimits
-from common.errors import ConfigError
-from common.prompts.chat_templates import variables
+from common.errors import ConfigError, did_you_mean
 from common.prompts.templates import filled
+from common.settings.chat_templates import variables
 from common.settings.config import Config
-from common.settings.explain import did_you_mean
 from common.settings.sections import SamplingSection
 from common.wire.schemas import Prompt
 
@@ -45,10 +44,21 @@ class PromptStyle:
         """Returns the style of a run; `data.prompt_template` replaces the chat template unless one
         is set.
         """
-        template, sampling = config.data.prompt_template, config.sampling
-        chat = True if config.model.chat_template else False if template else None
-        own = (sampling.chat_template_kwargs, sampling.system_prompt, sampling.prefill)
-        return cls(template, chat, *own, thinks=sampling.max_thinking_tokens is not None)
+        template = config.data.prompt_template
+        sampling = config.sampling
+        chat: bool | None = None
+        if config.model.chat_template:
+            chat = True
+        elif template:
+            chat = False
+        return cls(
+            template=template,
+            chat=chat,
+            chat_template_kwargs=sampling.chat_template_kwargs,
+            system_prompt=sampling.system_prompt,
+            prefill=sampling.prefill,
+            thinks=sampling.max_thinking_tokens is not None,
+        )
 
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether prompts are chats with this tokenizer."""
@@ -74,8 +84,8 @@ class PromptStyle:
                         "the model has no chat template, which this setting needs",
                         field=name,
                         value=value,
-                        remedy="leave it out and put the text into data.prompt_template, set model.chat_template, or use an "
-                        "instruct model",
+                        remedy="leave it out and put the text into data.prompt_template, set "
+                        "model.chat_template, or use an instruct model",
                     )
             return
         if not tokenizer.chat_template:
@@ -104,10 +114,8 @@ def prompt_text(prompt: Prompt, style: PromptStyle, tokenizer: Any) -> str:
     """
     text = filled(style.template, prompt)
     if style.is_chat(tokenizer):
-        return (
-            _rendered(conversation(prompt, style.system_prompt, text), style, tokenizer)
-            + style.prefill
-        )
+        messages = conversation(prompt, style.system_prompt, text)
+        return _rendered(messages, style, tokenizer) + style.prefill
     if prompt.chat:
         raise ConfigError(
             "a problem is a chat, but the model has no chat template",
@@ -125,7 +133,8 @@ def prompt_ids(prompts: Sequence[Prompt], style: PromptStyle, tokenizer: Any) ->
     A chat's text already has its special tokens. Any other text gets the special tokens that the
     tokenizer prepends, unless it begins with them, and none at the end.
     """
-    return text_ids([prompt_text(prompt, style, tokenizer) for prompt in prompts], style, tokenizer)
+    texts = [prompt_text(prompt, style, tokenizer) for prompt in prompts]
+    return text_ids(texts, style, tokenizer)
 
 
 def text_ids(texts: Sequence[str], style: PromptStyle, tokenizer: Any) -> list[list[int]]:
@@ -146,16 +155,17 @@ def answered_text(
     before = prompt_text(prompt, style, tokenizer)
     if style.is_chat(tokenizer):
         chat = conversation(prompt, style.system_prompt, filled(style.template, prompt))
-        whole = _rendered(
-            [*chat, {"role": "assistant", "content": answer}], style, tokenizer, open_end=False
-        )
+        chat.append({"role": "assistant", "content": answer})
+        whole = _rendered(chat, style, tokenizer, open_end=False)
         if whole.startswith(before):
             return before, whole[len(before) :]
     return before, answer.removeprefix(style.prefill)
 
 
 def conversation(prompt: Prompt, system_prompt: str, text: str) -> list[dict[str, str]]:
-    """Returns the messages that the model continues; the last one has the content `text`."""
+    """Returns a new list of the messages that the model continues; the last one has the content
+    `text`.
+    """
     chat = [*prompt.chat[:-1], {"role": "user", "content": text}]
     if not system_prompt or chat[0]["role"] == "system":
         return chat
@@ -176,12 +186,17 @@ class Prompter:
     def __post_init__(self) -> None:
         self.style.check(self.tokenizer)
 
-    def pace(self, sampling: SamplingSection) -> RequestLimits | None:
+    def request_limits(self, sampling: SamplingSection) -> RequestLimits | None:
         """Returns the limits that require several requests per completion; None when none is
         set.
         """
-        timeout_s, thinking = sampling.completion_timeout_s, sampling.max_thinking_tokens
-        return RequestLimits(self.tokenizer, timeout_s, thinking) if timeout_s or thinking else None
+        if not sampling.completion_timeout_s and not sampling.max_thinking_tokens:
+            return None
+        return RequestLimits(
+            self.tokenizer,
+            timeout_s=sampling.completion_timeout_s,
+            thinking_tokens=sampling.max_thinking_tokens,
+        )
 
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; see `prompt_text`."""
@@ -195,19 +210,23 @@ class Prompter:
 def _rendered(
     chat: list[dict[str, str]], style: PromptStyle, tokenizer: Any, open_end: bool = True
 ) -> str:
-    options = {"tokenize": False, "add_generation_prompt": open_end}
     try:
-        return str(tokenizer.apply_chat_template(chat, **style.chat_template_kwargs, **options))
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-    ) as error:  # a template may refuse a role or the value of a variable
+        text = tokenizer.apply_chat_template(
+            chat,
+            tokenize=False,
+            add_generation_prompt=open_end,
+            **style.chat_template_kwargs,
+        )
+        return str(text)
+    except (TemplateError, TypeError, ValueError) as error:
+        # A template may refuse a role or the value of a variable.
         raise ConfigError(
-            f"the chat template cannot be applied to the messages {', '.join(message['role'] for message in chat)}: {error}",
+            "the chat template cannot be applied to the messages "
+            f"{', '.join(message['role'] for message in chat)}: {error}",
             field="model.chat_template",
             value=tokenizer.name_or_path,
-            remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or set another template",
+            remedy="leave out what it does not support (a system prompt, chat_template_kwargs), or "
+            "set another template",
         ) from None
 
 

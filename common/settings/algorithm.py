@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.settings.sections import Main, Section
+from common.settings.sections import InHelp, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -48,15 +48,14 @@ _Others = Literal["mean_normalised", "reward_normalised", "gae", "none"]
 CORRECTION = ("correction_level", "correction_cap", "correction_floor")
 """The settings of a rollout_correction."""
 
-RECIPES_HELP = "; ".join(
-    name
-    + (
-        " (" + ", ".join(f"{key} {value}" for key, value in preset.items()) + ")"
-        if preset
-        else " (the defaults)"
-    )
-    for name, preset in RECIPES.items()
-)
+
+def _recipe_help(name: str) -> str:
+    settings = [f"{key} {value}" for key, value in RECIPES[name].items()]
+    return f"{name} ({', '.join(settings) or 'the defaults'})"
+
+
+RECIPES_HELP = "; ".join(map(_recipe_help, RECIPES))
+"""Every recipe and what it sets, for `--help`."""
 
 
 TURN_ADVANTAGES = ("group_normalised", "group_centred", "batch_normalised")
@@ -69,7 +68,7 @@ class AlgorithmSection(Section):
     A recipe sets defaults; explicit settings win; settings nothing reads are refused.
     """
 
-    name: Main[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
+    name: InHelp[Recipe] = Field("grpo", description=f"The recipe: {RECIPES_HELP}.")
     advantage: Literal[_OfTheSum, _Others] = "group_normalised"
     """Advantages from rewards: compared within the group or batch, or (`gae`) with a critic's
     values. `reward_normalised` (GDPO) normalises the scores of each reward function separately.
@@ -88,7 +87,7 @@ class AlgorithmSection(Section):
     """Probability ratio of each token, or one for the whole completion (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """Lower clip range: the probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: Main[float] = Field(0.2, gt=0)
+    clip_high: InHelp[float] = Field(0.2, gt=0)
     """Upper clip range of the probability ratio."""
     sapo_tau_positive: float = Field(1.0, gt=0)
     """Steepness of SAPO's sigmoid for tokens with a positive advantage."""
@@ -101,14 +100,14 @@ class AlgorithmSection(Section):
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"
     ] = "token_mean"
     """Reduction of the losses of the batch's tokens to one number."""
-    update_epochs: Main[int] = Field(1, gt=0)
+    update_epochs: InHelp[int] = Field(1, gt=0)
     """Passes of policy and critic over each batch."""
     mini_batches: int = Field(1, gt=0)
     """Optimiser updates per pass, each on a share of the batch's completions."""
     early_stop_kl: float | None = Field(None, gt=0)
     """KL per token to the policy before the update above which the rest of the batch is skipped.
     Unset: no limit."""
-    kl_coef: Main[float] = Field(0.0, ge=0)
+    kl_coef: InHelp[float] = Field(0.0, ge=0)
     """Weight of the KL divergence to the reference model (`model.reference`). 0: no reference model
     is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -126,7 +125,7 @@ class AlgorithmSection(Section):
     loaded."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus, which keeps the policy from becoming deterministic too early."""
-    dynamic_sampling: Main[bool] = False
+    dynamic_sampling: InHelp[bool] = False
     """Replace groups of equal rewards, which carry no gradient, until the batch is full."""
     dynamic_sampling_rounds: int = Field(10, gt=0)
     """Rounds of replacement without a full batch after which the run ends."""
@@ -173,21 +172,23 @@ class AlgorithmSection(Section):
             preset = preset | {"kl_estimator": "k1"}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for name, reason in section._unread().items():
-            if name in data and getattr(section, name) != defaults[name]:
+        for setting, reason in section._unread().items():
+            if setting in data and getattr(section, setting) != defaults[setting]:
                 raise ValueError(
-                    f"algorithm.{name} is set but not read, since {reason}: leave it out"
+                    f"algorithm.{setting} is set but not read, since {reason}: leave it out"
                 )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
-                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, where only k1, the log ratio, has "
-                "the gradient of the KL divergence, and the others can push the policy away from the reference: use k1, or "
-                "algorithm.kl_in loss"
+                f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
+                "where only k1, the log ratio, has the gradient of the KL divergence, and the "
+                "others can push the policy away from the reference: use k1, or algorithm.kl_in "
+                "loss"
             )
         if section.kl_coef and section.kl_in == "loss" and section.kl_estimator == "k1":
             raise ValueError(
-                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of 0: use k2 (the gradient of "
-                "KL(policy ‖ reference)) or k3 (of KL(reference ‖ policy)), or algorithm.kl_in reward"
+                "algorithm.kl_estimator k1 with algorithm.kl_in loss has an expected gradient of "
+                "0: use k2 (the gradient of KL(policy ‖ reference)) or k3 (of KL(reference ‖ "
+                "policy)), or algorithm.kl_in reward"
             )
         return section
 
@@ -196,9 +197,10 @@ class AlgorithmSection(Section):
         """Returns a warning about these settings, or None."""
         if self.kl_coef and self.kl_in == "reward" and self.advantage == "group_normalised":
             return (
-                "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of equal rewards only the KL "
-                "differs, and its noise is scaled to a standard deviation of 1, whatever algorithm.kl_coef is. Use "
-                "algorithm.advantage group_centred or leave_one_out, which do not scale, or algorithm.kl_in loss"
+                "algorithm.kl_in reward with algorithm.advantage group_normalised: in a group of "
+                "equal rewards only the KL differs, and its noise is scaled to a standard "
+                "deviation of 1, whatever algorithm.kl_coef is. Use algorithm.advantage "
+                "group_centred or leave_one_out, which do not scale, or algorithm.kl_in loss"
             )
         return None
 

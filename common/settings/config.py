@@ -15,17 +15,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError, shorten
-from common.process.logs import last_words
+from common.process.cli import fail, program
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
-from common.settings.sections import MAIN
+from common.settings.sections import IN_HELP
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
@@ -77,7 +77,7 @@ class Config(Settings):
 
 
 @dataclass(frozen=True)
-class Purpose:
+class SettingsSubset:
     """A program that reads only some of the settings and has its own defaults for some of them."""
 
     about: str
@@ -91,33 +91,35 @@ class Purpose:
         """Raises ConfigError for a setting that is not read."""
         plain = Config()
         for name in names():
-            value, default = (
-                reduce(getattr, name.split("."), holder) for holder in (config, plain)
-            )
+            value = reduce(getattr, name.split("."), config)
+            default = reduce(getattr, name.split("."), plain)
             if name not in self.reads and value != default:
                 problem = f"{name} is set but not read, since {self.does}"
                 raise ConfigError(problem, field=name, value=shorten(value), remedy="leave it out")
 
     def explain(self, parser: ArgumentParser) -> None:
         """Hides arguments that the program does not read, and shows its own defaults."""
-        parser.description, known = self.about, names()
+        parser.description = self.about
+        known = names()
         for action in parser._actions:
-            for name in (option[2:] for option in action.option_strings if option[2:] in known):
+            for option in action.option_strings:
+                name = option[2:]
+                if name not in known:
+                    continue
                 if name not in self.reads:
                     action.help = SUPPRESS
                 elif name in self.defaults and action.help:
-                    action.help = re.sub(
-                        r"\(default: .*\)$", f"(default: {self.defaults[name]})", action.help
-                    )
+                    own = f"(default: {self.defaults[name]})"
+                    action.help = re.sub(r"\(default: .*\)$", own, action.help)
 
 
 def load(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
     prog: str | None = None,
-    purpose: Purpose | None = None,
+    subset: SettingsSubset | None = None,
 ) -> Config:
-    """Builds the configuration from a file, the environment and the command line, for one `purpose`
+    """Builds the configuration from a file, the environment and the command line, for one `subset`
     or for any program.
 
     Raises ConfigError with the field, its value and the remedy. `--help` and `--help-all` print the
@@ -126,28 +128,28 @@ def load(
     argv = sys.argv[1:] if argv is None else argv
     env = os.environ if env is None else env
     path, rest = take_config_option(list(argv))
+    known = {*names(), *Config.model_fields, "help", "help-all"}
     for word, following in zip(rest, [*rest, None][1:], strict=True):
         option, _, value = word.partition("=")
-        if word.startswith("--") and option[2:] not in (
-            *names(),
-            *Config.model_fields,
-            "help",
-            "help-all",
-        ):
+        if word.startswith("--") and option[2:] not in known:
             raise unknown(names(), option[2:], option, value or following)
+
     path = path or env.get("RUN_CONFIG") or None
     try:
-        default: dict[str, Any] = {
-            "trainer": {"run_dir": f"runs/{Topology.from_env(env).group or 'local'}"}
-        }
-        for name, own in (purpose.defaults if purpose else {}).items():
-            put(default, tuple(name.split(".")), own)
-        low = merge(default, from_file(Path(path)) if path else {})
+        run_dir = f"runs/{Topology.from_env(env).group or 'local'}"
+        values: dict[str, Any] = {"trainer": {"run_dir": run_dir}}
+        for name, own in (subset.defaults if subset else {}).items():
+            put(values, tuple(name.split(".")), own)
+
+        # Later ones win: file, environment, command line.
+        if path:
+            values = merge(values, from_file(Path(path)))
         rest, lists = take_json_lists(rest, names())
-        words = merge(_command_line(rest, prog, purpose) if rest else {}, lists)
-        config = Config(**merge(merge(low, from_env(env, names())), words))
-        if purpose:
-            purpose.check(config)
+        words = merge(_command_line(rest, prog, subset) if rest else {}, lists)
+        values = merge(values, from_env(env, names()))
+        config = Config(**merge(values, words))
+        if subset:
+            subset.check(config)
         return config
     except ValidationError as error:
         raise from_validation(error) from None
@@ -171,33 +173,37 @@ def names() -> dict[str, FieldInfo]:
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         inner = getattr(field.annotation, "model_fields", None)
-        found |= (
-            {f"{name}.{key}": value for key, value in inner.items()} if inner else {name: field}
-        )
+        if inner:
+            found |= {f"{name}.{key}": value for key, value in inner.items()}
+        else:
+            found[name] = field
     return found
 
 
-def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -> dict[str, Any]:
-    """Parses the command line. `--help` shows the settings of type `Main`, `--help-all` all
+def _command_line(
+    words: list[str], prog: str | None, subset: SettingsSubset | None
+) -> dict[str, Any]:
+    """Parses the command line. `--help` shows the settings of type `InHelp`, `--help-all` all
     settings; both exit.
     """
     # SkyPilot's environment does not have it.
     from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
-    class Words(Config, BaseSettings):
+    class CommandLine(Config, BaseSettings):
         model_config = SettingsConfigDict(cli_hide_none_type=True, cli_avoid_json=True)
 
     source: CliSettingsSource[ArgumentParser] = CliSettingsSource(
-        Words, cli_prog_name=prog, cli_exit_on_error=False
+        CommandLine, cli_prog_name=prog, cli_exit_on_error=False
     )
-    parser, settings = source.root_parser, names()
+    parser = source.root_parser
+    settings = names()
     parser.usage = "%(prog)s [--config FILE] [--section.name VALUE ...]"
     parser.add_argument("--help-all", action="help", help="show every setting and exit")
-    if purpose:
-        purpose.explain(parser)
+    if subset:
+        subset.explain(parser)
     if "--help-all" not in words:
-        read = purpose.reads if purpose else settings
-        rare = {f"--{name}" for name in read if MAIN not in settings[name].metadata}
+        read = subset.reads if subset else settings
+        rare = {f"--{name}" for name in read if IN_HELP not in settings[name].metadata}
         for action in parser._actions:  # argparse has no other way to hide an existing option
             if rare.intersection(action.option_strings):
                 action.help = SUPPRESS
@@ -206,12 +212,10 @@ def _command_line(words: list[str], prog: str | None, purpose: Purpose | None) -
         return source(args=words)()
     except SettingsError as error:  # wraps one of argparse's
         option, _, reason = str(error).rpartition(": ")
-        reason = (
-            "it has no value"
-            if reason == "expected one argument"
-            else f"the command line is not valid: {reason}"
-        )
-        raise ConfigError(reason, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
+        problem = f"the command line is not valid: {reason}"
+        if reason == "expected one argument":
+            problem = "it has no value"
+        raise ConfigError(problem, field=option.rpartition(" ")[2] or None, remedy=_FORM) from None
 
 
 def main(run: Callable[[Config], None], prog: str) -> None:
@@ -224,48 +228,21 @@ def main(run: Callable[[Config], None], prog: str) -> None:
         fail(error, setting_status())
 
 
-def program(module: str) -> str:
-    """Returns the command that starts `module`: console script, `python -m rlhf_math MODULE` or
-    `python -m MODULE`.
-    """
-    started = [*sys.orig_argv, "", ""]
-    script = Path(started[1]).name
-    if script.startswith("rlhf-"):
-        return script
-    return (
-        f"python -m rlhf_math {module}"
-        if started[1:3] == ["-m", "rlhf_math"]
-        else f"python -m {module}"
-    )
-
-
-def fail(error: Exception, status: int = 2) -> NoReturn:
-    """Prints the error and exits."""
-    last_words(f"error: {error}")
-    raise SystemExit(status)
-
-
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
-    name = ".".join(str(part) for part in first["loc"])
-    name = next(
-        (setting for setting in names() if name.startswith(f"{setting}.")), name
-    )  # without a list index
+    place = ".".join(str(part) for part in first["loc"])
+    # Without a list index.
+    name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)
-    whole = isinstance(
-        first["input"], dict | BaseModel
-    )  # a whole section explains nothing and might hold a credential
-    if whole:
-        named = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
-        name = next(
-            (word for word in named if "." in word and word in names()), name or "configuration"
-        )
-    return ConfigError(
-        message, field=name, value=None if whole else shorten(first["input"]), remedy=remedy
-    )
+    # A whole section explains nothing and might hold a credential.
+    if isinstance(first["input"], dict | BaseModel):
+        words = (word.rstrip(".") for word in re.findall(r"[\w.]+", message))
+        named = (word for word in words if "." in word and word in names())
+        return ConfigError(message, field=next(named, name or "configuration"), remedy=remedy)
+    return ConfigError(message, field=name, value=shorten(first["input"]), remedy=remedy)
 
 
 def misspelt(variable_name: str) -> str:

@@ -1,8 +1,9 @@
 """Messages for invalid values: what is wrong, and what to give instead."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from common.errors import did_you_mean
 
 _NUMBER = ("this is not a number", "give a number, such as 0.5 or 1e-6")
 _WHOLE = ("this is not a whole number", "give a whole number, such as 8")
@@ -40,7 +41,8 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the message and the remedy for one pydantic error (an item of
     `ValidationError.errors()`).
     """
-    kind, context = problem["type"], problem.get("ctx", {})
+    kind = problem["type"]
+    context = problem.get("ctx", {})
     if kind in _FIXED:
         return _FIXED[kind]
     if kind in _BOUNDS:
@@ -64,20 +66,3 @@ def explained(problem: Mapping[str, Any]) -> tuple[str, str]:
     message = problem["msg"].removeprefix("Value error, ")
     reason, colon, remedy = message.rpartition(": ")
     return (reason, remedy) if colon else (message, "correct it")
-
-
-def did_you_mean(given: str, choices: Iterable[str], similar: Iterable[str] = ()) -> str:
-    """Returns a remedy for an unknown name: the nearest known name, if any is close, and all
-    `choices`.
-
-    `similar` are further known names, too many to list.
-    """
-    choices = list(choices)
-    near = difflib.get_close_matches(given.lower(), [*choices, *similar], n=1, cutoff=0.75)
-    hint = f"did you mean {near[0]}?" if near else ""
-    listed = (
-        f"use {' or '.join(filter(None, (', '.join(choices[:-1]), choices[-1])))}"
-        if choices
-        else ""
-    )
-    return f"{hint} {listed}".strip()

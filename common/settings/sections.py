@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from common.prompts.chat_templates import read_chat_template, read_template_variables
-from common.prompts.templates import read_template
-from common.settings.explain import did_you_mean
+from common.errors import did_you_mean
+from common.settings.chat_templates import read_chat_template, read_template_variables
+from common.settings.prompt_templates import read_template
 
 _T = TypeVar("_T")
-MAIN = "main"
-Main = Annotated[_T, MAIN]
+IN_HELP = "in help"
+InHelp = Annotated[_T, IN_HELP]
 """Marks a setting that `--help` shows; the others appear only in `--help-all`."""
 
 
@@ -26,7 +26,8 @@ def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
         if text in names or re.fullmatch(r"[\w.]+:\w+", text):
             return text
         raise ValueError(
-            f"there is no {text}: {did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
+            f"there is no {text}: "
+            f"{did_you_mean(text, [*filter(None, names), f'an import path {path}'])}"
         )
 
     return AfterValidator(check)
@@ -42,7 +43,8 @@ def _environment(text: str) -> str:
     ):
         if len(text) > _MAX_NAME:
             raise ValueError(
-                f"{len(text)} characters are too many: give an environment name of at most {_MAX_NAME}"
+                f"{len(text)} characters are too many: give an environment name of at most "
+                f"{_MAX_NAME}"
             )
         return text
     forms = ["agent:COMMAND", "agent:URL", "openenv:COMMAND", "openenv:URL", "verifiers:ID"]
@@ -79,10 +81,10 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The policy."""
 
-    name: Main[str] = "Qwen/Qwen2.5-0.5B-Instruct"
+    name: InHelp[str] = "Qwen/Qwen2.5-0.5B-Instruct"
     """Model on the Hugging Face hub, or a local directory. `python -m trainer.tiny_model DIR` makes
     the built-in one."""
-    dtype: Main[Literal["float32", "bfloat16"]] = "bfloat16"
+    dtype: InHelp[Literal["float32", "bfloat16"]] = "bfloat16"
     """Compute precision on a GPU. Master weights are always float32; a CPU always computes in
     float32."""
     fp32_head: bool = True
@@ -104,7 +106,7 @@ class LoraSection(Section):
     (docs/how-to/lora.md).
     """
 
-    rank: Main[int] = Field(0, ge=0)
+    rank: InHelp[int] = Field(0, ge=0)
     """Rank of the adapter's matrices. 0: no adapter, all weights are trained."""
     alpha: float = Field(32.0, gt=0)
     """Scale of the adapter: a matrix W becomes W + alpha / rank × B A."""
@@ -127,7 +129,7 @@ class DataSection(Section):
 
     port: int = Field(8000, ge=1, le=65535)
     """Port of the data-server."""
-    source: Main[str] = Field("gsm8k", min_length=1)
+    source: InHelp[str] = Field("gsm8k", min_length=1)
     """`gsm8k` and `math` (from the hub), `math:SOURCE` (MATH in files or under another name on the
     hub), `tiny` (generated), a path (.jsonl, .json, .csv, .parquet or a directory), or `org/name`
     on the hub if there is no such path."""
@@ -137,17 +139,17 @@ class DataSection(Section):
     """Split of the training problems."""
     eval_split: str = "test"
     """Split of the held-out problems."""
-    num_samples: Main[int | None] = Field(None, gt=0)
+    num_samples: InHelp[int | None] = Field(None, gt=0)
     """Number of training problems to use, chosen by the seed. Unset: all."""
-    prompt_field: Main[str] = "question"
+    prompt_field: InHelp[str] = "question"
     """Column of the problem."""
-    answer_field: Main[str] = "answer"
+    answer_field: InHelp[str] = "answer"
     """Column of the answer. From a text with `#### N`, only N is kept."""
-    messages_field: Main[str] = ""
+    messages_field: InHelp[str] = ""
     """Column of a chat, instead of `prompt_field`: system messages, one user message, at most one
     answer. Without a column `answer_field`, the ground truth is the final answer of the chat's
     answer (`#### N` or a box)."""
-    prompt_template: Main[Annotated[str, AfterValidator(read_template)]] = ""
+    prompt_template: InHelp[Annotated[str, AfterValidator(read_template)]] = ""
     """Text of a prompt, with `{question}` and other columns (`{level}`): the text, a file, or
     `plain`, `boxed`, `r1_zero` (of DeepSeek-R1-Zero) or `few_shot` (docs/how-to/prompts.md). It
     replaces the chat template unless `model.chat_template` is set. Empty: the problem alone."""
@@ -164,7 +166,7 @@ class DataSection(Section):
     """Subjects of MATH to use, as `Counting & Probability` or `counting_and_probability`. Empty:
     all."""
 
-    curriculum: Main[Literal["none", "difficulty"]] = "none"
+    curriculum: InHelp[Literal["none", "difficulty"]] = "none"
     """`difficulty`: after a first pass over all prompts, prompts solved about half of the time are
     drawn more often."""
 
@@ -196,11 +198,11 @@ class RewardSection(Section):
 
     port: int = Field(8002, ge=1, le=65535)
     """Port of the reward-server."""
-    functions: Main[list[RewardName]] = Field(["math"], min_length=1)
+    functions: InHelp[list[RewardName]] = Field(["math"], min_length=1)
     """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`,
     `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of a
     RewardFunction (docs/how-to/rewards.md)."""
-    weights: Main[dict[RewardName, float]] = {}
+    weights: InHelp[dict[RewardName, float]] = {}
     """Weight of each function by its name; 1.0 if not given."""
     tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
     """Functions for the problems of each task; `functions` grade problems without a task. If any
@@ -259,24 +261,28 @@ class RewardSection(Section):
 
     def function_names(self) -> list[str]:
         """Every function that any task uses, each once."""
-        names = [*self.functions, *(name for task in self.tasks.values() for name in task)]
+        names = list(self.functions)
+        for functions in self.tasks.values():
+            names += functions
         return list(dict.fromkeys(names))
 
     def unread(self) -> dict[str, str]:
         """Returns the settings that no function in use reads, and why."""
-        names = self.function_names()
-        return {
-            field: f"no task uses the reward function {function}"
-            for field in type(self).model_fields
-            for function in ("math", "code", "format", "length", "reward_model", "judge")
-            if field.startswith(f"{function}_") and function not in names
-        }
+        used = self.function_names()
+        unread = dict[str, str]()
+        for name in type(self).model_fields:
+            for function in ("math", "code", "format", "length", "reward_model", "judge"):
+                if name.startswith(f"{function}_") and function not in used:
+                    unread[name] = f"no task uses the reward function {function}"
+        return unread
 
     @model_validator(mode="after")
     def _fits(self) -> "RewardSection":
-        if strangers := set(self.weights) - set(self.function_names()):
+        strangers = set(self.weights) - set(self.function_names())
+        if strangers:
             raise ValueError(
-                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not have: add it there too"
+                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not "
+                "have: add it there too"
             )
         for function, needed in (
             ("reward_model", ("reward_model_name",)),
@@ -291,16 +297,18 @@ class RewardSection(Section):
             self.format_required or self.format_forbidden
         ):
             raise ValueError(
-                "the reward function format needs reward.format_required or reward.format_forbidden: set one"
+                "the reward function format needs reward.format_required or "
+                "reward.format_forbidden: set one"
             )
         if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
             raise ValueError(
-                "reward.judge_url contains credentials, but a run saves its settings: put them into JUDGE_API_KEY"
+                "reward.judge_url contains credentials, but a run saves its settings: put them "
+                "into JUDGE_API_KEY"
             )
         if self.length_soft_chars >= self.length_hard_chars:
             raise ValueError(
-                f"reward.length_soft_chars {self.length_soft_chars} is not below reward.length_hard_chars "
-                f"{self.length_hard_chars}: lower it"
+                f"reward.length_soft_chars {self.length_soft_chars} is not below "
+                f"reward.length_hard_chars {self.length_hard_chars}: lower it"
             )
         return self
 
@@ -310,7 +318,7 @@ class TeacherSection(Section):
     policy's completions.
     """
 
-    url: Main[str] = ""
+    url: InHelp[str] = ""
     """Its endpoint: SGLang or this system's own engine, such as http://127.0.0.1:30000, or, if the
     URL ends with /v1, an OpenAI-compatible endpoint that returns log-probabilities of prompts. Its
     key comes from TEACHER_API_KEY. Empty: no teacher."""
@@ -338,7 +346,8 @@ class TeacherSection(Section):
             {}
             if self.is_openai
             else {
-                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one model"
+                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one "
+                "model"
             }
         )
 
@@ -347,15 +356,18 @@ class TeacherSection(Section):
         scheme, _, rest = self.url.partition("://")
         if self.url and (scheme not in ("http", "https") or not rest):
             raise ValueError(
-                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or http://HOST:PORT/v1"
+                f"teacher.url {self.url} is not a URL: write http://HOST:PORT, or "
+                "http://HOST:PORT/v1"
             )
         if "@" in rest.partition("/")[0]:
             raise ValueError(
-                "teacher.url contains credentials, but a run saves its settings: put them into TEACHER_API_KEY"
+                "teacher.url contains credentials, but a run saves its settings: put them into "
+                "TEACHER_API_KEY"
             )
         if self.is_openai and not self.model:
             raise ValueError(
-                "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of the model: set teacher.model"
+                "teacher.url ends with /v1, and an OpenAI-compatible endpoint needs the name of "
+                "the model: set teacher.model"
             )
         return self
 
@@ -415,18 +427,18 @@ class RolloutSection(Section):
     """Port of every rollout node's agent."""
     router_metrics_port: int = Field(29000, ge=1, le=65535)
     """Port of the router's Prometheus metrics."""
-    engine: Main[Literal["sglang", "embedded"]] = "sglang"
+    engine: InHelp[Literal["sglang", "embedded"]] = "sglang"
     """`sglang`, or `embedded`: a small engine with the same HTTP API that needs only torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine. `auto`: a GPU for SGLang; for the embedded engine a GPU if there is
     one. SGLang on a `cpu` needs what `make sglang-cpu` installs."""
     engine_python: str = ".venv-sglang/bin/python"
     """Python that has SGLang installed. Its dependencies clash with those of the other services."""
-    engine_args: Main[list[str]] = []
+    engine_args: InHelp[list[str]] = []
     """Further arguments for `sglang.launch_server`, passed on unchanged."""
-    tensor_parallel_size: Main[int] = Field(1, gt=0)
+    tensor_parallel_size: InHelp[int] = Field(1, gt=0)
     """GPUs that share one engine."""
-    colocate: Main[bool] = False
+    colocate: InHelp[bool] = False
     """Let trainer and engines take turns on the same GPUs: the engines release their memory during
     the update, and the trainer keeps its models and optimisers in host memory during generation
     (docs/how-to/one-gpu.md)."""
@@ -476,8 +488,8 @@ class RolloutSection(Section):
         for word in self.engine_args:
             if word.partition("=")[0] in ("--api-key", "--admin-api-key", "--ssl-keyfile-password"):
                 raise ValueError(
-                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its settings: set API_TOKEN in the "
-                    "environment instead"
+                    f"rollout.engine_args has {word.partition('=')[0]}, and a run saves its "
+                    "settings: set API_TOKEN in the environment instead"
                 )
         return self
 
@@ -493,13 +505,13 @@ class Truncation(Section):
     min_p: float = Field(0.0, ge=0, lt=1)
     """Minimum probability of a sampled token, relative to that of the likeliest token. 0: all."""
 
-    def cuts(self) -> dict[str, float]:
+    def truncation(self) -> dict[str, float]:
         """Returns the bounds that have an effect, by SGLang's names."""
         bounds = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k or -1}
-        return {name: bound for name, bound in bounds.items() if bound != _NO_CUT[name]}
+        return {name: bound for name, bound in bounds.items() if bound != _NO_TRUNCATION[name]}
 
 
-_NO_CUT = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+_NO_TRUNCATION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
 MAX_KEPT = 4096
 """Most tokens that truncated sampling may keep in training (SGLang's limit)."""
 
@@ -507,12 +519,12 @@ MAX_KEPT = 4096
 class SamplingSection(Truncation):
     """Sampling of completions."""
 
-    group_size: Main[int] = Field(8, ge=1)
+    group_size: InHelp[int] = Field(8, ge=1)
     """Completions per prompt, which a group-relative advantage compares. With a critic (`ppo`) it
     may be 1."""
-    max_new_tokens: Main[int] = Field(512, gt=0)
+    max_new_tokens: InHelp[int] = Field(512, gt=0)
     """Longest completion, in tokens."""
-    temperature: Main[float] = Field(1.0, gt=0)
+    temperature: InHelp[float] = Field(1.0, gt=0)
     """Sampling temperature. The trainer also divides its logits by it, so that logprobs of both
     sides are comparable."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
@@ -525,9 +537,9 @@ class SamplingSection(Truncation):
     ignore_eos: bool = False
     """Let no token end a completion, so that all have `sampling.max_new_tokens` tokens (for
     measurements)."""
-    system_prompt: Main[str] = ""
+    system_prompt: InHelp[str] = ""
     """System message before every problem."""
-    chat_template_kwargs: Main[
+    chat_template_kwargs: InHelp[
         Annotated[dict[str, bool | int | float | str], BeforeValidator(read_template_variables)]
     ] = {}
     """Variables of the chat template, such as `{enable_thinking: false}` of Qwen3."""
@@ -543,12 +555,12 @@ class SamplingSection(Truncation):
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds for generating one group, retries included."""
 
-    def bounded_cuts(self) -> dict[str, float]:
-        """Returns `cuts` for training, where the kept tokens are sent along with every token."""
-        cuts = self.cuts()
-        return {"top_k": MAX_KEPT, **cuts} if cuts else {}
+    def training_truncation(self) -> dict[str, float]:
+        """Returns `truncation` for training, where the kept tokens are sent with every token."""
+        truncation = self.truncation()
+        return {"top_k": MAX_KEPT, **truncation} if truncation else {}
 
-    def ends(self) -> dict[str, Any]:
+    def stop_conditions(self) -> dict[str, Any]:
         """Returns the settings, by SGLang's names, that end a completion besides stop tokens and
         length, if set.
         """
@@ -578,34 +590,34 @@ class TrainerSection(Section):
     """Device of the update. `auto`: a GPU if there is one."""
     port: int = Field(8004, ge=1, le=65535)
     """Port of weights, health, metrics and the dashboard."""
-    num_epochs: Main[int] = Field(3, gt=0)
+    num_epochs: InHelp[int] = Field(3, gt=0)
     """Passes over the training prompts; not read with `max_steps`."""
-    batch_size: Main[int] = Field(4, gt=0)
+    batch_size: InHelp[int] = Field(4, gt=0)
     """Prompts per step. Each becomes a group of `sampling.group_size` completions."""
-    max_steps: Main[int | None] = Field(None, gt=0)
+    max_steps: InHelp[int | None] = Field(None, gt=0)
     """Steps of the run, over the training data as often as they need. Unset: `num_epochs`
     passes."""
-    max_staleness: Main[int] = Field(0, ge=0)
+    max_staleness: InHelp[int] = Field(0, ge=0)
     """Oldest experience that is trained on, in weight versions. 0: on-policy."""
     when_stale: Literal["wait", "train", "drop"] = "wait"
     """`wait`: train on groups in the order of their prompts, so that an update waits for long
     answers and no group gets too old. `train`: take the groups that are ready, the oldest first,
     and train on too old ones with the correction. `drop`: drop groups that are too old and draw
     their prompts again, which favours short answers."""
-    learning_rate: Main[float] = Field(1e-6, gt=0)
+    learning_rate: InHelp[float] = Field(1e-6, gt=0)
     """Highest learning rate of the policy."""
     adam_betas: tuple[float, float] = (0.9, 0.98)
     """β1 and β2 of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
-    warmup_steps: Main[int] = Field(10, ge=0)
+    warmup_steps: InHelp[int] = Field(10, ge=0)
     """Warm-up steps W: update k = 1, 2, … uses k/W of the learning rate. (`transformers` uses (k −
     1)/W.)"""
-    lr_schedule: Main[Literal["constant", "linear", "cosine"]] = "constant"
+    lr_schedule: InHelp[Literal["constant", "linear", "cosine"]] = "constant"
     """Learning rate after the warm-up: `constant`, or falling to zero at the last step."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Norm to which the gradients of policy and critic are clipped."""
-    micro_batch_tokens: Main[int] = Field(16_384, gt=0)
+    micro_batch_tokens: InHelp[int] = Field(16_384, gt=0)
     """Tokens of one forward and backward pass, padding included, of policy and critic. A prompt
     that a packed pass shares counts once."""
     micro_batch_size: int | None = Field(None, gt=0)
@@ -618,7 +630,7 @@ class TrainerSection(Section):
     """Ranks that share one copy of the models. Unset: all (FSDP). 1: every rank holds a copy. A
     divisor of the number
     of ranks in between: HSDP. A single process on a CPU always holds everything."""
-    activation_checkpointing: Main[bool | Literal["selective"]] = False
+    activation_checkpointing: InHelp[bool | Literal["selective"]] = False
     """Keep only the inputs of decoder layers and recompute the rest: less memory, about a third
     more time. `selective`: keep the results of matrix products and attention too, so that little is
     recomputed."""
@@ -630,15 +642,15 @@ class TrainerSection(Section):
     For sharded models."""
     offload_reference: bool = False
     """Keep the reference model in CPU memory while it is not used."""
-    eval_every: Main[int] = Field(0, ge=0)
+    eval_every: InHelp[int] = Field(0, ge=0)
     """Steps between evaluations on held-out problems. 0: only before and after training."""
-    eval_samples: Main[int] = Field(256, ge=0)
+    eval_samples: InHelp[int] = Field(256, ge=0)
     """Held-out problems per evaluation. 0: no evaluation."""
     eval_k: int = Field(8, gt=0)
     """k of pass@k in the first and the last evaluation."""
     eval_pass_samples: int = Field(64, ge=0)
     """Held-out problems for pass@k. Each is answered k times."""
-    checkpoint_every: Main[int] = Field(50, ge=0)
+    checkpoint_every: InHelp[int] = Field(50, ge=0)
     """Steps between checkpoints; one is always written at the end. 0: only at the end."""
     keep_checkpoints: int = Field(3, gt=0)
     """Newest checkpoints to keep. The checkpoint with the best evaluation accuracy (or the best
@@ -650,7 +662,7 @@ class TrainerSection(Section):
     resume: bool = True
     """Continue from the newest checkpoint in `run_dir`. Otherwise earlier checkpoints are set
     aside."""
-    run_dir: Main[Path | None] = None
+    run_dir: InHelp[Path | None] = None
     """Directory of configuration, metrics, samples, curves and checkpoints. Unset: `runs/<group
     name>`."""
     wait_timeout_s: float = Field(1800.0, gt=0)
@@ -681,7 +693,7 @@ class EnvironmentSection(Section):
 
     port: int = Field(8006, ge=1, le=65535)
     """Port of the environment-server."""
-    name: Main[Annotated[str, AfterValidator(_environment)]] = ""
+    name: InHelp[Annotated[str, AfterValidator(_environment)]] = ""
     """Environment of the problems: `python`, a tool that runs programs;
     `python:package.module:Class`, your own class; `agent:COMMAND` or `agent:URL`, any program that
     talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
@@ -723,7 +735,7 @@ class TrackersSection(Section):
     (docs/how-to/trackers.md).
     """
 
-    names: Main[list[TrackerName]] = []
+    names: InHelp[list[TrackerName]] = []
     """`tensorboard`, `wandb`, `mlflow`, `trackio`, or the import path `package.module:Class` of
     your own."""
     project: str = Field("rlhf-math", min_length=1)

@@ -10,8 +10,8 @@ from common.settings.sections import (
     DataSection,
     EnvironmentSection,
     EvaluationSection,
+    InHelp,
     LoraSection,
-    Main,
     ModelSection,
     ReplaySection,
     RewardSection,
@@ -37,7 +37,7 @@ class Settings(BaseModel):
         validate_default=True,
     )
 
-    seed: Main[int] = Field(0, ge=0)
+    seed: InHelp[int] = Field(0, ge=0)
     """Seed of data order, sampling and dropout. A run is repeatable with the same seed."""
     state_dir: Path = IN_RUN_DIR
     """Directory for what services keep across restarts: data position, replay store, weights and

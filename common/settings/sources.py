@@ -71,11 +71,11 @@ def take_json_lists(
         if option[2:] not in lists or not option.startswith("--"):
             rest.append(word)
             continue
-        given = (
-            [word]
-            if equals
-            else [word, *(following for following in [next(words, None)] if following is not None)]
-        )
+        given = [word]
+        if not equals:
+            following = next(words, None)
+            if following is not None:
+                given.append(following)
         try:
             read = json.loads(value if equals else given[-1])
         except ValueError:
@@ -108,7 +108,8 @@ def from_file(path: Path) -> dict[str, Any]:
         ValueError,
         RecursionError,
         yaml.YAMLError,
-    ) as error:  # ValueError: an impossible date
+    ) as error:
+        # ValueError: an impossible date.
         reason = yaml_problem(error)
         remedy = "name a YAML file with settings by section, like those in jobgroup/configs"
         problem = f"the configuration file cannot be read: {reason}"
@@ -193,12 +194,13 @@ def unknown(known: Iterable[str], name: str, field: str, value: object = None) -
     """Returns the error for a setting that does not exist. `field` is the name as the user wrote
     it.
     """
-    likely = near(name := name.replace("-", "_") or '""', known)
-    written = (
-        map(variable, likely)
-        if field.startswith(PREFIX)
-        else ("--" * field.startswith("--") + each for each in likely)
-    )
+    name = name.replace("-", "_") or '""'
+    likely = near(name, known)
+    if field.startswith(PREFIX):
+        written = [variable(setting) for setting in likely]
+    else:
+        dashes = "--" if field.startswith("--") else ""
+        written = [f"{dashes}{setting}" for setting in likely]
     hint = f"did you mean {' or '.join(written)}? " if likely else ""
     return ConfigError(
         f"there is no setting {name}",

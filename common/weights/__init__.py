@@ -1,3 +1,7 @@
-"""Files of weights as the trainer writes and the rollout nodes read them: checksums, deltas, spare
-files.
+"""Files of weights, for both ends of a transfer: `trainer.weights` publishes them,
+`services.rollout.weights` fetches them.
+
+- `checksums`: whether a file is whole.
+- `deltas`: a file as its difference from the previous version.
+- `spares`: files of an old version that are written again.
 """

@@ -4,14 +4,14 @@ from the last ones.
 A delta is a sequence of blocks, one for each `_WORDS` words of the file: a header (number of
 entries, bytes of the payload), then the deflated payload: for every entry its gap to the previous
 one (one byte), then for every entry the difference of the words (two bytes). Entries of difference
-0 bridge gaps that do not fit in a byte. Deltas are not
-trusted: whoever applies one must compare the checksum of the whole result.
+0 bridge gaps that do not fit in a byte. Deltas are not trusted: whoever applies one must compare
+the checksum of the whole result.
 """
 
 import struct
 import zlib
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,9 @@ _LARGEST = 4
 _TRIED = 16
 """Blocks written before a delta may be abandoned, and places sampled before it is started."""
 _LOOK = 1 << 16
+"""Bytes compared at a place."""
 _GAP = 256
+"""The gap of a bridge: one more than the largest that fits in a byte."""
 
 
 class BadDelta(ValueError):
@@ -43,8 +45,7 @@ def write_delta(old: Path, new: Path, target: Path) -> int | None:
     written = 0
     with old.open("rb") as before, new.open("rb") as after, target.open("xb") as stream:
         for done in range(0, size, 2 * _WORDS):
-            was, now = map(_words, (before, after))
-            written += stream.write(_encode(was, now))
+            written += stream.write(_encode(_words(before), _words(after)))
             seen = min(size, done + 2 * _WORDS)
             if written * _LARGEST > seen and seen >= min(size, 2 * _WORDS * _TRIED):
                 break
@@ -58,11 +59,12 @@ def _is_dense(old: Path, new: Path, size: int) -> bool:
     """Whether too many bytes differ for a delta, judged by sampling a few places."""
     if size == 0:
         return False
-    before, after = (np.memmap(path, np.uint8, "r") for path in (old, new))
-    starts = range(0, size, max(_LOOK, size // _TRIED))
-    differ = [
-        np.mean(before[start : start + _LOOK] != after[start : start + _LOOK]) for start in starts
-    ]
+    before = np.memmap(old, np.uint8, "r")
+    after = np.memmap(new, np.uint8, "r")
+    differ = list[Any]()
+    for start in range(0, size, max(_LOOK, size // _TRIED)):
+        place = slice(start, start + _LOOK)
+        differ.append(np.mean(before[place] != after[place]))
     return float(np.mean(differ)) * _LARGEST > 1
 
 
@@ -72,11 +74,12 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
 
     Raises BadDelta when `delta` is damaged.
     """
-    left, digest = old.stat().st_size, Hasher()
+    left = old.stat().st_size
+    digest = Hasher()
     with (
         old.open("rb") as before,
         delta.open("rb") as changes,
-        spares.written(target, left) as stream,
+        spares.create(target, left) as stream,
     ):
         while left > 0:
             words = _words(before)
@@ -91,7 +94,9 @@ def apply_delta(old: Path, delta: Path, target: Path) -> str:
 def _words(stream: BinaryIO) -> NDArray[np.uint16]:
     """Reads the next words of a file; a last odd byte is padded with a zero."""
     found = np.fromfile(stream, np.uint8, 2 * _WORDS)
-    return (found if len(found) % 2 == 0 else np.append(found, np.uint8(0))).view("<u2")
+    if len(found) % 2:
+        found = np.append(found, np.uint8(0))
+    return found.view("<u2")
 
 
 def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
@@ -105,7 +110,8 @@ def _encode(was: NDArray[np.uint16], now: NDArray[np.uint16]) -> bytes:
         changes = np.zeros(len(steps), np.uint16)
         changes[last] = now[at] - was[at]
     else:
-        steps, changes = gaps, now[at] - was[at]
+        steps = gaps
+        changes = now[at] - was[at]
     # Differences are mostly 1 or -1; their low and high bytes compress better when stored
     # separately.
     halves = changes.view(np.uint8).reshape(-1, 2).T.tobytes()
@@ -128,10 +134,8 @@ def _patch(words: NDArray[np.uint16], changes: BinaryIO) -> None:
         raise BadDelta(f"a block of {count} entries has {len(payload)} bytes")
     if count == 0:
         return
-    steps, halves = (
-        np.frombuffer(payload, np.uint8, count),
-        np.frombuffer(payload, np.uint8, 2 * count, count),
-    )
+    steps = np.frombuffer(payload, np.uint8, count)
+    halves = np.frombuffer(payload, np.uint8, 2 * count, count)
     at = np.cumsum(steps.astype(np.int64) + 1) - 1
     if at[-1] >= len(words):
         raise BadDelta("an entry is beyond the end of its block")

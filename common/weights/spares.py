@@ -15,7 +15,7 @@ _MIN_REUSED_BYTES = 1 << 20
 _NAME = "spare"
 
 
-def retire(directory: Path) -> None:
+def discard(directory: Path) -> None:
     """Removes a directory of files that nobody reads any more, but keeps the largest file next to
     it for reuse.
     """
@@ -25,15 +25,14 @@ def retire(directory: Path) -> None:
             key=lambda found: found[0].st_size,
             default=None,
         )
-        if (
-            largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1
-        ):  # else another directory has it
+        # Else another directory has it.
+        if largest and largest[0].st_size >= _MIN_REUSED_BYTES and largest[0].st_nlink == 1:
             largest[1].replace(directory.with_name(_NAME))
     shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
-def written(target: Path, size: int) -> Iterator[BinaryIO]:
+def create(target: Path, size: int) -> Iterator[BinaryIO]:
     """Opens a new file of about `size` bytes for writing and truncates it at the end of what was
     written.
 

@@ -1,1 +1,5 @@
-"""The types on the wire, and how they are written as bytes."""
+"""What services send one another.
+
+- `schemas`: every type, once.
+- `codec`: groups as msgpack or JSON; bounded parsing of foreign bytes.
+"""

@@ -103,7 +103,8 @@ def unpack(body: bytes) -> Any:
 
     def count(items: Any) -> Any:
         nonlocal left
-        if (left := left - 1 - len(items)) < 0:
+        left = left - 1 - len(items)
+        if left < 0:
             raise ValueError(f"it has more than {MAX_ITEMS} items")
         return items
 
@@ -158,17 +159,17 @@ def _json_items(body: bytes) -> int:
 
     Works in chunks, between which other threads can run.
     """
-    found, begin, in_text = 0, 0, False
+    found = 0
+    begin = 0
+    in_text = False
     while begin < len(body) and found <= MAX_JSON_ITEMS:
         end = min(begin + _CHUNK, len(body))
         if body[end - 1] == ord("\\"):  # a chunk must not split an escape
             match = _BACKSLASHES.match(body, end)
             end = match.end() if match else end
         parts = body[begin:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
-        found += sum(
-            part.count(b",") + 2 * (part.count(b"{") + part.count(b"["))
-            for part in parts[in_text::2]
-        )
+        for part in parts[in_text::2]:
+            found += part.count(b",") + 2 * (part.count(b"{") + part.count(b"["))
         in_text ^= len(parts) % 2 == 0
         begin = end
     return found
@@ -227,7 +228,9 @@ def _fill_texts(content: Any) -> None:
 
     def mappings(parent: Any, name: str) -> list[dict[str, Any]]:
         items = parent.get(name) if isinstance(parent, dict) else None
-        return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+        if not isinstance(items, list):
+            return []
+        return [item for item in items if isinstance(item, dict)]
 
     for group in mappings(content, "groups"):
         for name in ("prompt_id", "prompt", "ground_truth"):
@@ -254,62 +257,23 @@ def _check(value: object) -> None:
             if (value.run_id is None) != (value.step is None):
                 missing = "run_id" if value.run_id is None else "step"
                 raise ValidationError(
-                    f"run_id and step name a critic together: send both or neither - at `$.{missing}`"
+                    "run_id and step name a critic together: send both or neither - at "
+                    f"`$.{missing}`"
                 )
         case UpdateRequest():
             for i, row in enumerate(value.rows):
                 where = f".rows[{i}]"
+                length = len(row.completion_ids)
+                same = "tokens need as many numbers"
                 _check_sequence(row, where)
-                for name in ("old_values", "returns"):
-                    _same_length(
-                        getattr(row, name),
-                        len(row.completion_ids),
-                        f"{where}.{name}",
-                        "tokens need as many numbers",
-                    )
+                _same_length(row.old_values, length, f"{where}.old_values", same)
+                _same_length(row.returns, length, f"{where}.returns", same)
 
 
 def _check_group(group: Group, where: str) -> None:
     for i, completion in enumerate(group.completions):
-        at, length = f"{where}.completions[{i}]", len(completion.token_ids)
-        if not length:
-            raise ValidationError(
-                f"a completion has at least one token, its end of sequence - at `${at}.token_ids`"
-            )
-        _same_length(completion.logprobs, length, f"{at}.logprobs", "tokens need as many logprobs")
-        if completion.teacher_logprobs is not None:
-            _same_length(
-                completion.teacher_logprobs,
-                length,
-                f"{at}.teacher_logprobs",
-                "tokens need as many logprobs",
-            )
-        reached = 0
-        for _, start, end in completion.weight_versions:
-            if start != reached or end <= start:
-                break
-            reached = end
-        counts = completion.kept_counts
-        if len(counts):
-            _same_length(counts, length, f"{at}.kept_counts", "tokens need as many counts")
-            if counts.min() < 0 or counts.sum(dtype=np.int64) != len(completion.kept_tokens):
-                raise ValidationError(
-                    f"their sum is the length of kept_tokens - at `${at}.kept_counts`"
-                )
-            hits, first = (
-                np.repeat(completion.token_ids, counts) == completion.kept_tokens,
-                np.cumsum(counts) - counts,
-            )
-            if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
-                raise ValidationError(
-                    f"every token is among those it was sampled from - at `${at}.kept_tokens`"
-                )
-        elif len(completion.kept_tokens):
-            raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
-        if reached != length:
-            reason = f"spans [version, start, end] follow one another from 0 to {length}, the number of tokens"
-            raise ValidationError(f"{reason} - at `${at}.weight_versions`")
-        _check_episode(completion, at)
+        _check_completion(completion, f"{where}.completions[{i}]")
+
     episodes = {completion.episode for completion in group.completions}
     if episodes != {None} and episodes != set(range(len(episodes))):
         reason = (
@@ -321,12 +285,66 @@ def _check_group(group: Group, where: str) -> None:
             json.dumps(group.metadata, allow_nan=False, ensure_ascii=False).encode()
             encode(group.metadata)
         except (ValueError, TypeError, OverflowError, RecursionError):
-            reason = "metadata has to be texts, finite numbers, lists and mappings, which JSON and msgpack can carry"
+            reason = (
+                "metadata has to be texts, finite numbers, lists and mappings, which JSON and "
+                "msgpack can carry"
+            )
             raise ValidationError(f"{reason} - at `${where}.metadata`") from None
 
 
+def _check_completion(completion: Completion, at: str) -> None:
+    length = len(completion.token_ids)
+    if not length:
+        raise ValidationError(
+            f"a completion has at least one token, its end of sequence - at `${at}.token_ids`"
+        )
+
+    same = "tokens need as many logprobs"
+    _same_length(completion.logprobs, length, f"{at}.logprobs", same)
+    if completion.teacher_logprobs is not None:
+        _same_length(completion.teacher_logprobs, length, f"{at}.teacher_logprobs", same)
+
+    _check_kept_tokens(completion, at)
+
+    reached = 0
+    for _, start, end in completion.weight_versions:
+        if start != reached or end <= start:
+            break
+        reached = end
+    if reached != length:
+        reason = (
+            f"spans [version, start, end] follow one another from 0 to {length}, the number "
+            "of tokens"
+        )
+        raise ValidationError(f"{reason} - at `${at}.weight_versions`")
+
+    _check_episode(completion, at)
+
+
+def _check_kept_tokens(completion: Completion, at: str) -> None:
+    """Validates the tokens that truncated sampling kept: each token was sampled from its own."""
+    counts = completion.kept_counts
+    if not len(counts):
+        if len(completion.kept_tokens):
+            raise ValidationError(f"kept_tokens need their counts - at `${at}.kept_counts`")
+        return
+
+    length = len(completion.token_ids)
+    _same_length(counts, length, f"{at}.kept_counts", "tokens need as many counts")
+    if counts.min() < 0 or counts.sum(dtype=np.int64) != len(completion.kept_tokens):
+        raise ValidationError(f"their sum is the length of kept_tokens - at `${at}.kept_counts`")
+
+    hits = np.repeat(completion.token_ids, counts) == completion.kept_tokens
+    first = np.cumsum(counts) - counts
+    if len(hits) and not np.logical_or.reduceat(hits, first[counts > 0]).all():
+        raise ValidationError(
+            f"every token is among those it was sampled from - at `${at}.kept_tokens`"
+        )
+
+
 def _check_episode(completion: Completion, at: str) -> None:
-    length, mask = len(completion.token_ids), completion.mask
+    length = len(completion.token_ids)
+    mask = completion.mask
     if mask is not None:
         _same_length(mask, length, f"{at}.mask", "tokens need as many marks")
         if mask.max() != 1:

@@ -163,7 +163,8 @@ class PassRateReport(Wire):
     def _same_length(self) -> Self:
         if len(self.prompt_ids) != len(self.pass_rates):
             raise ValueError(
-                f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} pass_rates: send one for each prompt"
+                f"there are {len(self.prompt_ids)} prompt_ids and {len(self.pass_rates)} "
+                "pass_rates: send one for each prompt"
             )
         return self
 

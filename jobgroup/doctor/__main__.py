@@ -16,9 +16,8 @@ from functools import partial
 from pathlib import Path
 
 from common.errors import ConfigError
-from common.process.cli import CommandParser, positive
+from common.process.cli import CommandParser, fail, positive
 from common.process.security import SecretRedactor
-from common.settings.config import fail
 from jobgroup.doctor import hub, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.errors import ConfigError
+from common.errors import ConfigError, did_you_mean
 from common.process.topology import (
     CRITIC,
     DATA,
@@ -19,7 +19,6 @@ from common.process.topology import (
     Topology,
 )
 from common.settings.config import Config
-from common.settings.explain import did_you_mean
 from common.settings.sources import packaged
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed

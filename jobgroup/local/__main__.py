@@ -22,11 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.process.cli import CommandParser
+from common.process.cli import CommandParser, fail
 from common.process.run_lock import LOCK, RunLock
 from common.process.security import TOKEN, token
 from common.process.storage import make_directory
-from common.settings.config import fail
 from common.settings.sources import packaged
 from jobgroup import scrape, spec
 from jobgroup.local.launcher import SIGNALLED

@@ -1,7 +1,7 @@
 """`python -m services.critic`: the critic-server task."""
 
 from common.models.hub import check_model
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.topology import CRITIC, Topology
 from common.settings.config import Config, main
 

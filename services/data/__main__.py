@@ -2,7 +2,7 @@
 it with status 2.
 """
 
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.topology import DATA, Topology
 from common.settings.config import Config, main
 from services.data.app import create_data_app
@@ -25,7 +25,10 @@ def run(config: Config) -> None:
         len(train),
         len(evaluation),
     )
-    settings = f"source={config.data.source} curriculum={config.data.curriculum} state_dir={config.state_dir}"
+    settings = (
+        f"source={config.data.source} curriculum={config.data.curriculum} "
+        f"state_dir={config.state_dir}"
+    )
     serve(
         create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port), settings
     )

@@ -74,7 +74,8 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     used.
     """
     by_id = {prompt.id: prompt for prompt in train}
-    if (both := next((prompt.id for prompt in evaluation if prompt.id in by_id), None)) is not None:
+    both = next((prompt.id for prompt in evaluation if prompt.id in by_id), None)
+    if both is not None:
         raise ConfigError(
             f"the id {both!r} is in both the training and the evaluation split",
             field="data.source",
@@ -163,7 +164,11 @@ def create_data_app(config: Config, train: list[Prompt], evaluation: list[Prompt
     @app.get("/stats", response_model_exclude_none=True)
     def stats() -> DataStats:
         """Sizes of the splits and the state of the shuffled stream."""
-        sizes = {"total_available": len(train), "total_eval": len(evaluation)}
-        return DataStats(**dict(stream.stats()), **sizes, load=app.state.load.stats())
+        return DataStats(
+            **dict(stream.stats()),
+            total_available=len(train),
+            total_eval=len(evaluation),
+            load=app.state.load.stats(),
+        )
 
     return app

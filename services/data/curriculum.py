@@ -2,9 +2,8 @@
 keep being drawn.
 
 The first pass hands out every prompt once, in the order of the plain stream, since no pass rate is
-known yet. After
-that each position is drawn: with probability `free_share` the next prompt of the plain stream,
-otherwise a prompt by its pass rate.
+known yet. After that each position is drawn: with probability `free_share` the next prompt of the
+plain stream, otherwise a prompt by its pass rate.
 
 A draw is a function of the seed, the position, the draws before it, and the pass rates reported
 before it. Draws and reports are stored with the cursor, in one transaction. A seek back forgets the
@@ -26,7 +25,11 @@ Float64 = NDArray[np.float64]
 _STREAM = 1  # distinguishes these random numbers from those of the plain order
 _SCHEMA = """
 CREATE TABLE curriculum (rewinds INTEGER NOT NULL) STRICT;
-CREATE TABLE draws (position INTEGER PRIMARY KEY, place INTEGER NOT NULL, free INTEGER NOT NULL) STRICT;
+CREATE TABLE draws (
+    position INTEGER PRIMARY KEY,
+    place INTEGER NOT NULL,
+    free INTEGER NOT NULL
+) STRICT;
 CREATE TABLE reports (
     serial INTEGER PRIMARY KEY,
     request_id TEXT NOT NULL UNIQUE,
@@ -68,8 +71,9 @@ def weight_of_pass_rate(rates: Float64, target: float) -> Float64:
     same reward and teach nothing. With a target of 0.5 it is 4·p·(1−p), the scaled variance of
     correctness.
     """
-    wanted = (rates / target) ** (2 * target) * ((1 - rates) / (1 - target)) ** (2 * (1 - target))
-    return np.where(np.isnan(rates), 0.0, wanted)
+    solved = (rates / target) ** (2 * target)
+    unsolved = ((1 - rates) / (1 - target)) ** (2 * (1 - target))
+    return np.where(np.isnan(rates), 0.0, solved * unsolved)
 
 
 def chances(weights: Float64, free_share: float) -> Float64:
@@ -107,7 +111,10 @@ class Curriculum:
     def __init__(
         self, size: int, seed: int, settings: Difficulty, plain: Callable[[int], int]
     ) -> None:
-        self.size, self.seed, self.settings, self._plain = size, seed, settings, plain
+        self.size = size
+        self.seed = seed
+        self.settings = settings
+        self._plain = plain
         self.forget()
 
     @staticmethod
@@ -124,8 +131,11 @@ class Curriculum:
 
     def forget(self) -> None:
         """Drops the cache, after a transaction that was rolled back."""
-        self._rewinds, self._next, self._serial = -1, 0, 0
-        self._free = self._by_difficulty = 0
+        self._rewinds = -1
+        self._next = 0
+        self._serial = 0
+        self._free = 0
+        self._by_difficulty = 0
         self._rates = np.full(self.size, np.nan)
         self._drawn_at = np.full(self.size, -1, np.int64)
         self._reported_at = np.zeros(self.size, np.int64)
@@ -201,10 +211,8 @@ class Curriculum:
         as its group may have been dropped.
         """
         out = (self._drawn_at >= self._reported_at) & (position - self._drawn_at < self.size)
-        return pick(
-            chances(np.where(out, 0.0, weights), self.settings.free_share),
-            uniform(self.seed, position),
-        )
+        probabilities = chances(np.where(out, 0.0, weights), self.settings.free_share)
+        return pick(probabilities, uniform(self.seed, position))
 
     def _read(self, db: sqlite3.Connection) -> None:
         """Updates the cache from the tables."""
@@ -219,8 +227,11 @@ class Curriculum:
         for serial, position, body in db.execute(new, (self._serial,)):
             self._serial = serial
             for place, rate in json.loads(body):
-                before, kept = self._rates[place], self.settings.smoothing
-                self._rates[place] = rate if np.isnan(before) else kept * before + (1 - kept) * rate
+                before = self._rates[place]
+                if not np.isnan(before):
+                    kept = self.settings.smoothing
+                    rate = kept * before + (1 - kept) * rate
+                self._rates[place] = rate
                 self._reported_at[place] = position
 
     def _add_draw(self, position: int, place: int, free: bool) -> None:

@@ -3,6 +3,7 @@ a file per split.
 """
 
 import csv
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,15 +29,12 @@ def file_of_split(folder: Path, split: str) -> Path:
     """Returns the file in a directory that is named after the split. Raises ConfigError unless
     there is exactly one.
     """
-    files = [
-        folder / f"{split}{suffix}"
-        for suffix in _READERS
-        if (folder / f"{split}{suffix}").is_file()
-    ]
+    candidates = [folder / f"{split}{suffix}" for suffix in _READERS]
+    files = [file for file in candidates if file.is_file()]
     if len(files) != 1:
         there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         problem = "no file" if not files else "more than one file"
-        wanted = " or ".join(f"{split}{suffix}" for suffix in _READERS)
+        wanted = " or ".join(file.name for file in candidates)
         stop(
             f"the directory has {problem} for the split {split!r}; it has {there}",
             folder,
@@ -77,7 +75,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
         for row in reader:
             if None in row:
                 raise ValueError(
-                    f"line {reader.line_num} has more cells than there are columns: {', '.join(names)}"
+                    f"line {reader.line_num} has more cells than there are columns: "
+                    f"{', '.join(names)}"
                 )
             yield f"{path.name}, line {reader.line_num}", row
 
@@ -87,8 +86,8 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-        for number, row in enumerate(rows, 1):
+        batches = (batch.to_pylist() for batch in file.iter_batches())
+        for number, row in enumerate(itertools.chain.from_iterable(batches), 1):
             yield f"{path.name}, row {number}", row
 
 

@@ -48,15 +48,18 @@ class TinyLoader(Loader):
                 f"the data set tiny has no split {split!r}", "tiny", "its splits are train and test"
             )
         name: tiny.Split = "train" if split == "train" else "test"
-        return [
-            Prompt(
-                id=f"tiny-{name}-{n}",
+        problems = itertools.islice(tiny.problems(name), tiny.SIZES[name])
+
+        prompts = list[Prompt]()
+        for number, problem in enumerate(problems):
+            prompt = Prompt(
+                id=f"tiny-{name}-{number}",
                 prompt=problem.question,
                 ground_truth=str(problem.answer),
                 task=self.task,
             )
-            for n, problem in enumerate(itertools.islice(tiny.problems(name), tiny.SIZES[name]))
-        ]
+            prompts.append(prompt)
+        return prompts
 
 
 def loader_of(config: DataSection) -> Loader:
@@ -113,7 +116,5 @@ def load_split(
     if split == "eval" or config.num_samples is None:
         return prompts
     check_enough(prompts, config.num_samples)
-    return [
-        prompts[i]
-        for i in sorted(random.Random(seed).sample(range(len(prompts)), config.num_samples))
-    ]
+    kept = random.Random(seed).sample(range(len(prompts)), config.num_samples)
+    return [prompts[i] for i in sorted(kept)]

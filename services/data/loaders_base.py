@@ -34,7 +34,10 @@ class Loader(ABC):
     def __init__(
         self, source: str | Path, hub_config: str = "", name: str = "", task: str = ""
     ) -> None:
-        self.source, self.hub_config, self.name, self.task = str(source), hub_config, name, task
+        self.source = str(source)
+        self.hub_config = hub_config
+        self.name = name
+        self.task = task
 
     def load(
         self, split: str, num_samples: int | None = None, seed: int = 0, shuffle: bool = False
@@ -57,7 +60,8 @@ class Loader(ABC):
             stop(
                 f"the split {split!r} has no problems",
                 self.source,
-                "add rows (a single file needs at least two different problems), or leave out fewer of them",
+                "add rows (a single file needs at least two different problems), or leave out "
+                "fewer of them",
             )
         refuse_same_ids(prompts, "data.source")
         if num_samples is not None:
@@ -81,9 +85,8 @@ class RowLoader(Loader):
     def _load(self, split: str) -> list[Prompt]:
         path = Path(self.source)
         if path.is_dir():
-            return self._prompts(
-                read_file(file_of_split(path, split)), f"{self.name or path.resolve().name}-{split}"
-            )
+            prefix = f"{self.name or path.resolve().name}-{split}"
+            return self._prompts(read_file(file_of_split(path, split)), prefix)
         if path.exists():
             if split not in _PARTS:
                 stop(
@@ -92,22 +95,25 @@ class RowLoader(Loader):
                     f"its splits are {', '.join(_PARTS)}",
                 )
             part = _PARTS[split]
-            return _part(self._prompts(read_file(path), f"{self.name or path.stem}-{part}"), part)
+            prompts = self._prompts(read_file(path), f"{self.name or path.stem}-{part}")
+            return _part(prompts, part)
         if not is_hub_name(self.source):
             stop(
                 "there is no such file or directory",
                 self.source,
-                "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a data set on the hub",
+                "gsm8k, math, tiny, the path of a file or a directory, or the name org/name of a "
+                "data set on the hub",
             )
         prefix = f"{self.name or self.source.partition('/')[2]}-{split}"
         return self._prompts(hub_rows(self.source, self.hub_config, split), prefix)
 
     def _prompts(self, rows: Iterable[Row], prefix: str) -> list[Prompt]:
-        made = (
-            self._prompt(row, where, f"{prefix}-{number}")
-            for number, (where, row) in enumerate(rows)
-        )
-        return [prompt for prompt in made if prompt is not None]
+        prompts = list[Prompt]()
+        for number, (where, row) in enumerate(rows):
+            prompt = self._prompt(row, where, f"{prefix}-{number}")
+            if prompt is not None:
+                prompts.append(prompt)
+        return prompts
 
 
 def check_enough(prompts: list[Prompt], num_samples: int) -> None:
@@ -117,7 +123,8 @@ def check_enough(prompts: list[Prompt], num_samples: int) -> None:
             f"the split has only {len(prompts)} problems",
             field="data.num_samples",
             value=num_samples,
-            remedy="ask for at least one and at most this many, or leave the setting unset for all of them",
+            remedy="ask for at least one and at most this many, or leave the setting unset for all "
+            "of them",
         )
 
 
@@ -130,13 +137,14 @@ def _part(prompts: list[Prompt], part: str) -> list[Prompt]:
     """
     if part == "all":
         return prompts
-    shares = [
-        int.from_bytes(hashlib.sha256(prompt.prompt.encode()).digest()[:8]) / 2**64
-        for prompt in prompts
-    ]
+    shares = [_share(prompt.prompt) for prompt in prompts]
     limit = max(HELD_OUT, min(shares, default=0.0))
-    return [
-        prompt
-        for prompt, share in zip(prompts, shares, strict=True)
-        if (share <= limit) == (part == "eval")
-    ]
+    held_out = part == "eval"
+    pairs = zip(prompts, shares, strict=True)
+    return [prompt for prompt, share in pairs if (share <= limit) == held_out]
+
+
+def _share(text: str) -> float:
+    """Returns a number from 0 to 1 that depends on the text alone."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8]) / 2**64

@@ -58,13 +58,13 @@ class CustomDatasetLoader(RowLoader):
         map: MapRow | None = None,
         hub_config: str = "",
     ) -> None:
-        super().__init__(source, hub_config, "", task)
-        self.prompt_field, self.answer_field, self.messages_field = (
-            prompt_field,
-            answer_field,
-            messages_field,
-        )
-        self.task_field, self.columns, self.map = task_field, columns, map
+        super().__init__(source, hub_config, task=task)
+        self.prompt_field = prompt_field
+        self.answer_field = answer_field
+        self.messages_field = messages_field
+        self.task_field = task_field
+        self.columns = columns
+        self.map = map
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt | None:
         if self.map is not None:
@@ -79,23 +79,23 @@ class CustomDatasetLoader(RowLoader):
                 f"the answer in column {self.answer_field!r} is empty",
                 "give every row an answer, or remove the rows without one",
             )
+        task = self.task
+        if self.task_field:
+            task = text_of(row, self.task_field, where, "--data.task_field")
         used = [self.messages_field or self.prompt_field, self.answer_field, self.task_field, "id"]
         return Prompt(
             id=id_of(row, where, default_id),
             prompt=text,
             ground_truth=answer,
-            task=text_of(row, self.task_field, where, "--data.task_field")
-            if self.task_field
-            else self.task,
+            task=task,
             columns=further_columns(row, used, where, self.columns),
         )
 
     def _problem(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         """Returns (problem, ground truth)."""
         if self.messages_field:
-            text, solution = _single_turn(
-                read_chat(row, self.messages_field, where), self.messages_field, where
-            )
+            messages = read_chat(row, self.messages_field, where)
+            text, solution = _single_turn(messages, self.messages_field, where)
             if solution is not None and self.answer_field not in row:
                 return text, stated_answer(solution)
         else:
@@ -111,14 +111,13 @@ def _single_turn(
     """
     roles = [role for role, _ in messages]
     instructions = roles.count("system")
-    if roles[:instructions] != ["system"] * instructions or roles[instructions:] not in (
-        ["user"],
-        ["user", "assistant"],
-    ):
+    begins_with_them = roles[:instructions] == ["system"] * instructions
+    turns = roles[instructions:]
+    if not begins_with_them or turns not in (["user"], ["user", "assistant"]):
         stop_at(
             where,
-            f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any number of system messages, one "
-            "user message, and at most one answer of the assistant",
+            f"the chat in column {column!r} has the roles {', '.join(roles)}; a problem is any "
+            "number of system messages, one user message, and at most one answer of the assistant",
             "turn the rows into such chats, or into columns, with data.map",
         )
     prompt = "\n\n".join(text for _, text in messages[: instructions + 1])
@@ -130,7 +129,8 @@ def mapped(function: MapRow, row: Mapping[str, Any], where: str) -> Mapping[str,
 
     Raises ConfigError when the function fails.
     """
-    name = f"{getattr(function, '__module__', '?')}:{getattr(function, '__qualname__', type(function).__name__)}"
+    module = getattr(function, "__module__", "?")
+    name = f"{module}:{getattr(function, '__qualname__', type(function).__name__)}"
     try:
         changed = function(dict(row))
     except Exception as error:  # the operator's function may raise anything

@@ -33,7 +33,7 @@ class GSM8KLoader(RowLoader):
     """
 
     def __init__(self, source: str | Path = GSM8K_ON_HUB, task: str = "") -> None:
-        super().__init__(source, "main", "gsm8k", task)
+        super().__init__(source, hub_config="main", name="gsm8k", task=task)
 
     def _prompt(self, row: Mapping[str, Any], where: str, default_id: str) -> Prompt:
         answer = final_answer(text_of(row, "answer", where, "another source"))
@@ -77,7 +77,7 @@ class MATHLoader(RowLoader):
         hub_config: str = "",
         task: str = "",
     ) -> None:
-        super().__init__(source, hub_config, "math", task)
+        super().__init__(source, hub_config, name="math", task=task)
         self.levels = None if levels is None else frozenset(map(_wanted_level, levels))
         self.subjects = None if subjects is None else {_plain(name): name for name in subjects}
         self._seen: set[str] = set()
@@ -85,9 +85,9 @@ class MATHLoader(RowLoader):
     def _load(self, split: str) -> list[Prompt]:
         self._seen = set()
         prompts = super()._load(split)
-        if absent := next(
-            (name for plain, name in (self.subjects or {}).items() if plain not in self._seen), None
-        ):
+        wanted = self.subjects or {}
+        absent = next((name for plain, name in wanted.items() if plain not in self._seen), None)
+        if absent:
             there = ", ".join(sorted(self._seen)) or "none"
             stop(
                 f"the split {split!r} has no subject {absent!r}; it has {there}",
@@ -133,9 +133,8 @@ class MATHLoader(RowLoader):
                 )
             return None
         level = level_number(value)
-        if level is None and not (
-            isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())
-        ):
+        is_unknown = isinstance(value, str) and _UNKNOWN_LEVEL.fullmatch(value.strip())
+        if level is None and not is_unknown:
             stop_at(where, f"the level is {value!r:.80}, not a number or Level N")
         return level
 

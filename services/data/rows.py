@@ -83,11 +83,9 @@ def text_of(
 
 def id_of(row: Mapping[str, Any], where: str, default: str) -> str:
     """Returns the column `id`, or `default` when it is absent or null."""
-    return (
-        default
-        if row.get("id") is None
-        else text_of(row, "id", where, "the column id", MAX_ID_CHARS)
-    )
+    if row.get("id") is None:
+        return default
+    return text_of(row, "id", where, "the column id", limit=MAX_ID_CHARS)
 
 
 def final_answer(text: str) -> str:
@@ -98,7 +96,9 @@ def final_answer(text: str) -> str:
     """
     _, marker, tail = text.rpartition("####")
     tail = tail.strip()
-    return re.sub("[, ]", "", tail) if marker and _GROUPED.fullmatch(tail) else tail
+    if marker and _GROUPED.fullmatch(tail):
+        return re.sub("[, ]", "", tail)
+    return tail
 
 
 def stated_answer(solution: str) -> str:
@@ -117,7 +117,8 @@ def further_columns(
     Raises ConfigError when a column is absent, or JSON cannot represent it (an image).
     """
     names = [name for name in row if name not in set(used)] if only is None else list(only)
-    if absent := next((name for name in names if name not in row), None):
+    absent = next((name for name in names if name not in row), None)
+    if absent:
         there = ", ".join(map(str, row))
         message = f"{where}: there is no column {absent!r}; there are {there}"
         stop(message, absent, "name columns that every row has", "data.columns")
@@ -145,9 +146,11 @@ def _as_json(value: Any, column: str, where: str) -> Any:
     if hasattr(value, "tolist"):  # arrays and scalars of numpy and torch
         return _as_json(value.tolist(), column, where)
     stop(
-        f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot represent",
+        f"{where}: column {column!r} is of type {type(value).__name__}, which JSON cannot "
+        "represent",
         column,
-        "keep only the columns that the reward functions need (data.columns), or convert it to text (data.map)",
+        "keep only the columns that the reward functions need (data.columns), or convert it to "
+        "text (data.map)",
         "data.columns",
     )
 
@@ -174,16 +177,22 @@ def _message(message: object, column: str, where: str) -> tuple[str, str]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         stop_at(
             where,
-            f"a message in column {column!r} is {message!r:.80}, not an object with role and content",
+            f"a message in column {column!r} is {message!r:.80}, not an object with role and "
+            "content",
         )
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     if isinstance(content, list):
-        texts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-            for part in content
-        ]
+        texts = list(map(_text_of_part, content))
         content = None if None in texts else "\n".join(map(str, texts))
     named = f"{column} ({role})"
     if not isinstance(content, str):
         stop_at(where, f"column {named!r} is {message.get('content')!r:.80}, not a text")
     return role, text_of({named: content}, named, where, "--data.messages_field")
+
+
+def _text_of_part(part: object) -> Any:
+    """Returns the text of a part of a message; None for another kind of part."""
+    if isinstance(part, dict) and part.get("type") == "text":
+        return part.get("text")
+    return None

@@ -20,16 +20,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.process.storage import cure, damage
+from common.process.storage import sqlite_damage, sqlite_remedy
 from common.wire.schemas import Prompt, PromptBatch, Wire
 from services.data.curriculum import Curriculum, CurriculumStats, Difficulty
 
 REMEMBERED_REQUESTS = 10_000
 _VERSION = 1  # of the schema below
-_SHUFFLED, _ORDERED = "shuffled", "ordered"
+_SHUFFLED = "shuffled"
+_ORDERED = "ordered"
 _SCHEMA = """
 CREATE TABLE identity (seed TEXT NOT NULL, fingerprint TEXT NOT NULL) STRICT;
-CREATE TABLE cursors (stream TEXT PRIMARY KEY, position INTEGER NOT NULL, served INTEGER NOT NULL) STRICT;
+CREATE TABLE cursors (
+    stream TEXT PRIMARY KEY,
+    position INTEGER NOT NULL,
+    served INTEGER NOT NULL
+) STRICT;
 CREATE TABLE answers (
     serial INTEGER PRIMARY KEY,
     request_id TEXT NOT NULL UNIQUE,
@@ -82,14 +87,15 @@ class PromptStream:
         difficulty: Difficulty | None = None,
     ) -> None:
         assert prompts
-        self.prompts, self.seed = prompts, seed
+        self.prompts = prompts
+        self.seed = seed
         self.path = state_dir / "data" / "stream.db"
         self._lock = threading.Lock()
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._places = {prompt.id: place for place, prompt in enumerate(prompts)}
-        self._curriculum = (
-            Curriculum(len(prompts), seed, difficulty, self._place_at) if difficulty else None
-        )
+        self._curriculum: Curriculum | None = None
+        if difficulty:
+            self._curriculum = Curriculum(len(prompts), seed, difficulty, plain=self._place_at)
         self._db = self._open()
 
     def take(self, count: int, shuffle: bool = True, request_id: str | None = None) -> PromptBatch:
@@ -101,19 +107,14 @@ class PromptStream:
         """
         stream = _SHUFFLED if shuffle else _ORDERED
         with self._transaction() as db:
-            position = (
-                self._repeated(db, request_id, stream, count) if request_id is not None else None
-            )
+            position = None
+            if request_id is not None:
+                position = self._repeated(db, request_id, stream, count)
             if position is None:
-                ((position,),) = db.execute(
-                    "SELECT position FROM cursors WHERE stream = ?", (stream,)
-                )
-                move = "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?"
-                db.execute(move, (count, count, stream))
-                if shuffle and self._curriculum:
-                    self._curriculum.draw(db, position, count)
+                position = self._advance(db, stream, count)
                 if request_id is not None:
-                    self._remember(db, request_id, stream, position, count)
+                    self._remember(db, request_id, stream, position=position, count=count)
+
             if not shuffle:
                 places = [i % len(self.prompts) for i in range(position, position + count)]
             elif self._curriculum:
@@ -126,6 +127,23 @@ class PromptStream:
             epoch=position // len(self.prompts),
             position=position,
         )
+
+    def _advance(self, db: sqlite3.Connection, stream: str, count: int) -> int:
+        """Moves a cursor on by `count` prompts. Returns where it was."""
+        position = self._position(db, stream)
+        db.execute(
+            "UPDATE cursors SET position = position + ?, served = served + ? WHERE stream = ?",
+            (count, count, stream),
+        )
+        if stream == _SHUFFLED and self._curriculum:
+            self._curriculum.draw(db, position, count)
+        return position
+
+    @staticmethod
+    def _position(db: sqlite3.Connection, stream: str) -> int:
+        query = "SELECT position FROM cursors WHERE stream = ?"
+        ((position,),) = db.execute(query, (stream,))
+        return int(position)
 
     def report(self, pass_rates: Sequence[tuple[str, float]], request_id: str) -> None:
         """Reports (prompt id, pass rate) pairs to the curriculum; repeating a `request_id` changes
@@ -150,11 +168,9 @@ class PromptStream:
                 value=unknown,
                 remedy=f"ids are like {self.prompts[0].id}",
             )
+        by_place = [(self._places[name], rate) for name, rate in pass_rates]
         with self._transaction() as db:
-            ((position,),) = db.execute(
-                "SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,)
-            )
-            by_place = [(self._places[name], rate) for name, rate in pass_rates]
+            position = self._position(db, _SHUFFLED)
             self._curriculum.report(db, request_id, by_place, position)
 
     def seek(self, position: int) -> None:
@@ -182,9 +198,7 @@ class PromptStream:
 
     def stats(self) -> StreamStats:
         with self._transaction() as db:
-            ((position,),) = db.execute(
-                "SELECT position FROM cursors WHERE stream = ?", (_SHUFFLED,)
-            )
+            position = self._position(db, _SHUFFLED)
             ((served,),) = db.execute("SELECT sum(served) FROM cursors")
             curriculum = self._curriculum.stats(db) if self._curriculum else None
         epoch = position // len(self.prompts)
@@ -219,7 +233,8 @@ class PromptStream:
             return None
         if row[0] != stream or row[2] != count:
             raise InvalidInput(
-                f"the request_id was used for batch_size={row[2]}, shuffle={str(row[0] == _SHUFFLED).lower()}",
+                f"the request_id was used for batch_size={row[2]}, "
+                f"shuffle={str(row[0] == _SHUFFLED).lower()}",
                 field="request_id",
                 value=request_id,
                 remedy="repeat that request unchanged, or use a new request_id",
@@ -228,7 +243,7 @@ class PromptStream:
 
     @staticmethod
     def _remember(
-        db: sqlite3.Connection, request_id: str, stream: str, position: int, count: int
+        db: sqlite3.Connection, request_id: str, stream: str, *, position: int, count: int
     ) -> None:
         new = "INSERT INTO answers (request_id, stream, position, count) VALUES (?, ?, ?, ?)"
         db.execute(new, (request_id, stream, position, count))
@@ -257,9 +272,8 @@ class PromptStream:
             db.close()
             if isinstance(error, ConfigError):
                 raise
-            raise self._unusable(
-                error, cure(str(error), "remove the file: the stream then starts over")
-            ) from None
+            remedy = sqlite_remedy(str(error), "remove the file: the stream then starts over")
+            raise self._unusable(error, remedy) from None
         return db
 
     def _check_or_create(self, db: sqlite3.Connection) -> None:
@@ -272,7 +286,8 @@ class PromptStream:
             if self._curriculum:
                 self._curriculum.create(db)
             return
-        if problem := damage(db, "integrity_check"):
+        problem = sqlite_damage(db, "integrity_check")
+        if problem:
             raise sqlite3.DatabaseError(problem)
         if version != _VERSION:
             raise sqlite3.DatabaseError(f"its version is {version}, not {_VERSION}")
@@ -280,17 +295,16 @@ class PromptStream:
         drawn = Curriculum.exists(db)
         if stored != identity or drawn != (self._curriculum is not None):
             changed = f"a stream {'with' if drawn else 'without'} a curriculum"
-            if stored != identity:
-                changed = (
-                    f"seed {stored[0]}, not {self.seed}"
-                    if stored[0] != identity[0]
-                    else "other training problems"
-                )
+            if stored[0] != identity[0]:
+                changed = f"seed {stored[0]}, not {self.seed}"
+            elif stored != identity:
+                changed = "other training problems"
             raise ConfigError(
                 f"the cursor in {self.path} belongs to {changed}",
                 field="state_dir",
                 value=str(self.path.parents[1]),
-                remedy="restore the seed and the data settings, remove the file to start over, or set another state_dir",
+                remedy="restore the seed and the data settings, remove the file to start over, or "
+                "set another state_dir",
             )
 
     def _unusable(self, error: Exception, remedy: str) -> ConfigError:

@@ -63,7 +63,8 @@ def problems(split: Split, seed: int = 0) -> Iterator[TinyProblem]:
     while True:
         kind = rng.choice(kinds)
         a, b, c = (rng.randint(2, 9) for _ in range(3))
-        first, second = kind[1], kind[3]
+        first = kind[1]
+        second = kind[3]
         middle = _OPERATORS[first](a, b)
         answer = _OPERATORS[second](middle, c)
         if middle < 0 or answer < 0 or split_of(kind, a, b, c) != split:

@@ -55,13 +55,14 @@ class WorkedLoader(RowLoader):
             return None
         data = self._data
         if data.messages_field:
-            chat, named = _messages(changed, data.messages_field, "", where), data.messages_field
+            chat = _messages(changed, data.messages_field, "", where)
+            named = data.messages_field
         else:
-            chat, named = (
-                _messages(changed, data.prompt_field, "user", where, "--data.prompt_field"),
-                data.answer_field,
+            chat = _messages(
+                changed, data.prompt_field, "user", where, setting="--data.prompt_field"
             )
-            chat += _messages(changed, named, "assistant", where, "--data.answer_field")
+            named = data.answer_field
+            chat += _messages(changed, named, "assistant", where, setting="--data.answer_field")
         _check(chat, named, where)
         used = {data.messages_field or data.prompt_field, "id"}
         columns = further_columns(changed, used, where) if data.prompt_template else {}
@@ -81,15 +82,15 @@ def _messages(
 def _check(chat: list[Message], column: str, where: str) -> None:
     """Raises ConfigError for a chat that cannot be learned from."""
     roles = [message["role"] for message in chat]
-    unasked = any(
-        role == "assistant" and before != "user"
-        for before, role in zip(["", *roles], roles, strict=False)
-    )
-    if not {*roles} <= {*_ROLES} or roles[-1] != "assistant" or unasked:
+    pairs = zip(["", *roles], roles, strict=False)
+    unasked = any(role == "assistant" and before != "user" for before, role in pairs)
+    is_known = set(roles) <= set(_ROLES)
+    if not is_known or roles[-1] != "assistant" or unasked:
         stop_at(
             where,
-            f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must end with the "
-            f"assistant's answer, and every answer must follow a user's message; known roles are {', '.join(_ROLES)}",
+            f"the chat that ends with column {column!r} has the roles {', '.join(roles)}; it must "
+            "end with the assistant's answer, and every answer must follow a user's message; "
+            f"known roles are {', '.join(_ROLES)}",
             "turn the row into such a chat, or leave it out, with data.map",
         )
 
@@ -111,9 +112,8 @@ class _WorkedMATH(MATHLoader):
 class _WorkedTiny(TinyLoader):
     def _load(self, split: str) -> list[Prompt]:
         name: tiny.Split = "train" if split == "train" else "test"
-        pairs = zip(
-            super()._load(split), tiny.problems(name), strict=False
-        )  # the second is endless
+        # The second is endless.
+        pairs = zip(super()._load(split), tiny.problems(name), strict=False)
         return [
             answered(prompt.id, problem.question, problem.solution) for prompt, problem in pairs
         ]
@@ -146,8 +146,10 @@ class Examples:
 
 def load_examples(config: Config) -> Examples:
     """Returns the examples of `config.data`. Raises ConfigError when they do not load."""
-    data, count = config.data, config.trainer.eval_samples
+    data = config.data
+    count = config.trainer.eval_samples
     train = load_split(data, "train", config.seed, worked_loader)
-    return Examples(
-        train, load_split(data, "eval", config.seed, worked_loader)[:count] if count else []
-    )
+    held_out = list[Prompt]()
+    if count:
+        held_out = load_split(data, "eval", config.seed, worked_loader)[:count]
+    return Examples(train, held_out)

@@ -8,11 +8,10 @@ import os
 from pathlib import Path
 
 from common.errors import ConfigError, NotReady
-from common.process.cli import CommandParser, positive
+from common.process.cli import CommandParser, fail, positive
 from common.process.imports import heavy_imports
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.topology import setting_status
-from common.settings.config import fail
 
 _CRASHED = 70  # EX_SOFTWARE
 

@@ -6,7 +6,8 @@ import sys
 from common.clients.rollout import RolloutClient
 from common.errors import ConfigError
 from common.process import topology
-from common.process.metrics import Metrics, setup_logging
+from common.process.logs import setup_logging
+from common.process.metrics import Metrics
 from common.settings import config
 from services.environment.app import create_environment_app
 from services.environment.service import EpisodeService

@@ -4,7 +4,7 @@ import os
 
 from common.errors import ConfigError
 from common.models.hub import check_model
-from common.prompts.chat_templates import OWN
+from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection
 from services.environment.template import Template
 

@@ -31,39 +31,35 @@ class CallerAuth:
     def __init__(
         self, app: ASGIApp, open_paths: frozenset[str] = frozenset(), keyed_path: str = ""
     ) -> None:
-        self.app, self._token, self._open, self._keyed = (
-            app,
-            token(),
-            open_paths | {"/health"},
-            keyed_path,
-        )
+        self.app = app
+        self._token = token()
+        self._open = open_paths | {"/health"}
+        self._keyed = keyed_path
         self._check = CallerCheck(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        known = (
-            True
-            if self._token is None or scope["type"] == "lifespan"
-            else accepts(self._token, scope["headers"])
-        )
+        is_http = scope["type"] == "http"
+        refusal = self._check.refusal(scope) if self._token is None and is_http else None
+
+        # True: the token is right, or none is needed. False: it is wrong. None: it is missing.
+        known: bool | None = True
+        if self._token is not None and scope["type"] != "lifespan":
+            known = accepts(self._token, scope["headers"])
         scope["known"] = known
-        if (
-            self._token is None
-            and scope["type"] == "http"
-            and (refusal := self._check.refusal(scope))
-        ):
+
+        is_open = scope.get("method") == "GET" and scope["path"] in self._open
+        is_keyed = bool(self._keyed) and is_http and scope["path"].startswith(self._keyed)
+        if refusal is not None:
             await error_response(refusal, scope)(scope, receive, send)
-        elif (
-            known
-            or (known is None and scope.get("method") == "GET" and scope["path"] in self._open)
-            or (self._keyed and scope["type"] == "http" and scope["path"].startswith(self._keyed))
-        ):
+        elif known or (known is None and is_open) or is_keyed:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             error = Unauthorized(
                 "the token is wrong" if known is False else "a token is needed",
-                remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was started with",
+                remedy="send `Authorization: Bearer …` with the API_TOKEN that this service was "
+                "started with",
             )
             await error_response(error, scope)(scope, receive, send)
 
@@ -96,7 +92,10 @@ class Admission:
     """
 
     def __init__(self, app: ASGIApp, load: Load, max_body_bytes: int, metrics: Metrics) -> None:
-        self.app, self.load, self.max_body_bytes, self._metrics = app, load, max_body_bytes, metrics
+        self.app = app
+        self.load = load
+        self.max_body_bytes = max_body_bytes
+        self._metrics = metrics
         metrics.in_progress.set_function(lambda: load.requests)
         metrics.in_progress_limit.set(load.request_limit)
         metrics.bodies.set_function(lambda: load.body_bytes)
@@ -108,8 +107,11 @@ class Admission:
             return
         load = self.load
         length = dict(scope["headers"]).get(b"content-length", b"")
-        held, received, started = int(length) if length.isdigit() else 0, 0, False
-        if refusal := self._too_large(held) or self._too_many() or self._too_many_bytes(held):
+        held = int(length) if length.isdigit() else 0
+        received = 0
+        started = False
+        refusal = self._too_large(held) or self._too_many() or self._too_many_bytes(held)
+        if refusal:
             await error_response(refusal, scope)(scope, receive, send)
             return
         load.requests += 1
@@ -121,7 +123,8 @@ class Admission:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 more = max(0, received - held)
-                if refusal := self._too_large(received) or self._too_many_bytes(more):
+                refusal = self._too_large(received) or self._too_many_bytes(more)
+                if refusal:
                     raise refusal
                 held += more
                 load.body_bytes += more
@@ -129,9 +132,8 @@ class Admission:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            if (
-                refusal is None
-            ):  # otherwise the framework is answering the error raised in `counted`
+            # Otherwise the framework is answering the error raised in `counted`.
+            if refusal is None:
                 started = True
                 await send(message)
 
@@ -149,30 +151,32 @@ class Admission:
     def _too_large(self, size: int) -> ServiceError | None:
         if size <= self.max_body_bytes:
             return None
-        reason = f"the body is over the limit of {self.max_body_bytes} bytes"
         return TooLarge(
-            reason, field="body", value=size, remedy="send smaller batches, or raise max_body_mb"
+            f"the body is over the limit of {self.max_body_bytes} bytes",
+            field="body",
+            value=size,
+            remedy="send smaller batches, or raise max_body_mb",
         )
 
     def _too_many(self) -> ServiceError | None:
         load = self.load
-        return (
-            self._overloaded("requests", load.requests, load.request_limit)
-            if load.requests >= load.request_limit
-            else None
-        )
+        if load.requests < load.request_limit:
+            return None
+        return self._overloaded("requests", load.requests, load.request_limit)
 
     def _too_many_bytes(self, more: int) -> ServiceError | None:
-        now, limit = self.load.body_bytes, self.load.body_bytes_limit
-        return (
-            self._overloaded("body_bytes", now, limit, ", or raise max_body_mb")
-            if more and now + more > limit
-            else None
-        )
+        now = self.load.body_bytes
+        limit = self.load.body_bytes_limit
+        if not more or now + more <= limit:
+            return None
+        return self._overloaded("body_bytes", now, limit, remedy=", or raise max_body_mb")
 
     def _overloaded(self, what: str, now: int, limit: int, remedy: str = "") -> Overloaded:
         """Counts the refusal and returns its error."""
         self.load.refused += 1
         self._metrics.refused.labels(what).inc()
-        reason = f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is {limit}"
+        reason = (
+            f"too much at once: {now} {what.replace('_', ' ')} are in progress, the limit is "
+            f"{limit}"
+        )
         return Overloaded(reason, field=what, value=now, remedy=f"try again later{remedy}")

@@ -106,9 +106,8 @@ def create_app(
     app.state.in_flight = InFlight()
     app.add_middleware(DrainMiddleware, in_flight=app.state.in_flight)
     app.add_middleware(Admission, load=load, max_body_bytes=max_body_bytes, metrics=metrics)
-    app.add_middleware(
-        CallerAuth, open_paths=open_paths, keyed_path=keyed_path
-    )  # runs before Admission: a body without a token is not read
+    # Runs before Admission: a body without a token is not read.
+    app.add_middleware(CallerAuth, open_paths=open_paths, keyed_path=keyed_path)
     app.add_middleware(RequestTracing, metrics=metrics, level=access_level)
     add_error_handlers(app)
 
@@ -162,9 +161,8 @@ class _JsonRequest(Request):
             body = await self.body()
             if len(body) < SMALL_BYTES and not _SURROGATE.search(body):
                 with contextlib.suppress(ValueError, RecursionError):
-                    return json.loads(
-                        body.decode()
-                    )  # so that validation can name a field that is NaN or infinite
+                    # So that validation can name a field that is NaN or infinite.
+                    return json.loads(body.decode())
             self.refusal = error
             raise
 
@@ -207,11 +205,9 @@ async def read_json(request: Request) -> Any:
     TooLarge.
     """
     body = await request.body()
-    return (
-        codec.parse_json(body)
-        if len(body) < SMALL_BYTES
-        else await asyncio.to_thread(codec.parse_json, body)
-    )
+    if len(body) < SMALL_BYTES:
+        return codec.parse_json(body)
+    return await asyncio.to_thread(codec.parse_json, body)
 
 
 class Server(uvicorn.Server):
@@ -222,13 +218,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, host: str, port: int) -> None:
-        self.app, files = app, tls()
+        self.app = app
+        files = tls()
         self._in_flight: InFlight = getattr(app.state, "in_flight", InFlight())
         check_certificate(files)
         self.url = f"{files.scheme}://{host}:{port}"
         if token() is None and not is_loopback(host):
             log.warning(
-                "anyone who can reach %s can call %s: set the same API_TOKEN in every task (SECURITY.md)",
+                "anyone who can reach %s can call %s: set the same API_TOKEN in every task "
+                "(SECURITY.md)",
                 self.url,
                 app.title,
             )
@@ -240,9 +238,8 @@ class Server(uvicorn.Server):
             ws="none",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=int(
-                GRACE_S + _LAST_S
-            ),  # after that uvicorn drops them, each with a traceback
+            # After that uvicorn drops requests, each with a traceback.
+            timeout_graceful_shutdown=int(GRACE_S + _LAST_S),
             timeout_keep_alive=30,
             ssl_certfile=files.certificate or None,
             ssl_keyfile=files.key or None,
@@ -267,14 +264,18 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.create_server((host, port), family=socket.AF_INET, backlog=2048)
     except OSError as error:
         reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        remedy = "end the process that uses the port, or set another port"
-        if (
-            error.errno or 0
-        ) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: unknown host name
+        unknown_host = (error.errno or 0) < 0
+        if unknown_host or error.errno == errno.EADDRNOTAVAIL:
             raise ConfigError(
                 reason, field="host", value=host, remedy="name an address of this machine"
             ) from None
-        raise ConfigError(reason, field="port", value=port, remedy=remedy) from None
+        raise ConfigError(
+            reason,
+            field="port",
+            value=port,
+            remedy="end the process that uses the port, or set another port",
+        ) from None
+
     # asyncio sets TCP_NODELAY only if the socket has an explicit protocol; otherwise responses take
     # 40 ms (Nagle).
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -291,9 +292,8 @@ async def serving(app: FastAPI, sock: socket.socket) -> AsyncIterator[None]:
     server = Server(app, host, port)
 
     async def until_its_end() -> None:
-        with contextlib.suppress(
-            SystemExit
-        ):  # uvicorn's reaction to a lifespan that fails would end the caller's loop
+        # Uvicorn's reaction to a lifespan that fails would end the caller's loop.
+        with contextlib.suppress(SystemExit):
             await server.serve(sockets=[sock])
 
     task = asyncio.create_task(until_its_end())
@@ -328,7 +328,8 @@ def serve(app: FastAPI, host: str, port: int, settings: str = "") -> None:
 
     for sig in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, end)
-    log.info("%s %s listens on %s%s", app.title, VERSION, server.url, settings and f": {settings}")
+    shown = f": {settings}" if settings else ""
+    log.info("%s %s listens on %s%s", app.title, VERSION, server.url, shown)
     asyncio.run(server.serve(sockets=[sock]))
     if not server.started:
         raise _did_not_start(app)

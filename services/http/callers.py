@@ -23,7 +23,10 @@ _PAGES = frozenset(("/health", "/metrics", "/docs", "/openapi.json"))
 _CHANGING = frozenset(("POST", "PUT", "PATCH", "DELETE"))
 _KINDS = frozenset((b"application/json", b"application/msgpack"))
 _OWN_HEADERS = frozenset((logs.REQUEST_HEADER.encode(), b"authorization"))
-_REMEDY = "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an API_TOKEN (SECURITY.md)"
+_REMEDY = (
+    "programs send `Content-Type: application/json` or an `X-Request-Id`; or give the run an "
+    "API_TOKEN (SECURITY.md)"
+)
 
 
 class ForeignCaller(ServiceError):
@@ -47,37 +50,47 @@ class CallerCheck:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         found = dict(headers)
         host = found.get(b"host", b"").decode("latin-1").lower()
-        if not self._is_own(host, scope) or sum(name == b"host" for name, _ in headers) > 1:
-            reason = "this host is not a name of this service: a page of another site may have pointed it here (DNS rebinding)"
-            remedy = "call it by its address, localhost or its name in the job group, or give the run an API_TOKEN (SECURITY.md)"
-            return ForeignCaller(reason, field="host", value=host, remedy=remedy)
-        origin = found.get(b"origin")
-        if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != (
-            host or None
-        ):
-            return ForeignCaller(
-                "a page of another site sent this",
-                field="origin",
-                value=origin.decode("latin-1"),
-                remedy=_REMEDY,
+        hosts = sum(name == b"host" for name, _ in headers)
+        if not self._is_own(host, scope) or hosts > 1:
+            reason = (
+                "this host is not a name of this service: a page of another site may have pointed "
+                "it here (DNS rebinding)"
             )
-        method, path, site = scope["method"], scope["path"], found.get(b"sec-fetch-site", b"none")
-        if site not in (b"none", b"same-origin") and (
-            method in _CHANGING or path not in self._open
-        ):
+            remedy = (
+                "call it by its address, localhost or its name in the job group, or give the run "
+                "an API_TOKEN (SECURITY.md)"
+            )
+            return ForeignCaller(reason, field="host", value=host, remedy=remedy)
+
+        if b"origin" in found:
+            origin = found[b"origin"].decode("latin-1")
+            site_host = origin.lower().partition("://")[2]
+            if not host or site_host != host:
+                return ForeignCaller(
+                    "a page of another site sent this",
+                    field="origin",
+                    value=origin,
+                    remedy=_REMEDY,
+                )
+
+        method = scope["method"]
+        path = scope["path"]
+        site = found.get(b"sec-fetch-site", b"none")
+        is_foreign = site not in (b"none", b"same-origin")
+        if is_foreign and (method in _CHANGING or path not in self._open):
             return ForeignCaller(
                 "a page of another site sent this",
                 field="sec-fetch-site",
                 value=site.decode("latin-1"),
                 remedy=_REMEDY,
             )
+
         kind = found.get(b"content-type", b"").partition(b";")[0].strip().lower()
         # A browser asks the server (preflight) before it lets a page send any other method.
         if method != "POST" or kind in _KINDS or not _OWN_HEADERS.isdisjoint(found):
             return None
-        reason = "a web page could have sent this"
         return ServiceError(
-            reason,
+            "a web page could have sent this",
             code="unsupported_media_type",
             status=415,
             field="content-type",

@@ -2,9 +2,9 @@
 headers.
 
 uvicorn's settings limit none of these (docs/adr/0011-connections.md has the figures). Only
-`BoundedConnection` knows uvicorn's
-connection: it overrides callbacks of `asyncio.Protocol` and of httptools' parser, and
-`send_400_response`, and reads `connections`, `cycle`, `flow` and `transport`.
+`BoundedConnection` knows uvicorn's connection: it overrides callbacks of `asyncio.Protocol` and of
+httptools' parser, and `send_400_response`, and reads `connections`, `cycle`, `flow` and
+`transport`.
 tests/fuzz/test_fuzz_connections.py tests each bound over real sockets.
 """
 
@@ -41,7 +41,8 @@ def max_connections() -> int:
     """Returns the limit on connections that leaves enough file descriptors for the process's own
     files.
     """
-    return max(64, min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(64, min(MAX_CONNECTIONS, files - _OWN_FILES))
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -56,7 +57,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._left_at_pause = 0
         self._received = 0
         """Bytes since `_late` was set."""
-        self._bare = 0
+        self._outside_bodies = 0
         """Bytes since the last part of a body."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -83,9 +84,9 @@ class BoundedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._received += len(data)
-        self._bare += len(data)
+        self._outside_bodies += len(data)
         super().data_received(data)
-        if self._bare > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._outside_bodies > MAX_HEAD_BYTES and not self.transport.is_closing():
             self._refuse(
                 ServiceError(
                     "the headers are too large",
@@ -98,15 +99,17 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self._bare = 0
+        self._outside_bodies = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._bare = 0
+        self._outside_bodies = 0
 
     def _watch(self) -> None:
         """Runs the timer while the client should be sending."""
-        if self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete:
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if is_answering:
             if self._late is not None:
                 self._late.cancel()
                 self._late = None
@@ -142,17 +145,15 @@ class BoundedConnection(HttpToolsProtocol):
         """Closes connections whose clients read nothing, while unread responses take too much
         memory.
         """
-        waiting = [
-            each
-            for each in self.connections
-            if isinstance(each, BoundedConnection) and each._stuck is not None
-        ]
+        bounded = (each for each in self.connections if isinstance(each, BoundedConnection))
+        waiting = [each for each in bounded if each._stuck is not None]
         held = sum(each.transport.get_write_buffer_size() for each in waiting)
         for each in waiting:
             size = each.transport.get_write_buffer_size()
             if held > MAX_UNREAD_BYTES and each is not self and size >= each._left_at_pause:
                 log.info(
-                    "a connection is closed: its client has not read its answer, and %d MB of answers wait",
+                    "a connection is closed: its client has not read its answer, and %d MB of "
+                    "answers wait",
                     held >> 20,
                 )
                 each.transport.abort()
@@ -188,12 +189,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _refuse(self, error: ServiceError) -> None:
         """Sends the error, unless a response has begun, and closes the connection."""
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             content = orjson.dumps(error.body())
-            retry = "retry-after: 1\r\n" if error.status == 503 else ""
-            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n{retry}"
-            self.transport.write(
-                f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode()
-                + content
-            )
+            head = [
+                f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}",
+                "content-type: application/json",
+                f"content-length: {len(content)}",
+                "connection: close",
+            ]
+            if error.status == 503:
+                head.insert(2, "retry-after: 1")
+            self.transport.write("\r\n".join([*head, "", ""]).encode() + content)
         self.transport.close()

@@ -10,6 +10,7 @@ from common.errors import NotReady, ServiceError
 
 _T = TypeVar("_T")
 _WATCH_S = 0.25
+"""Seconds between two looks at whether the service stops."""
 
 
 class ClientGone(ServiceError):
@@ -27,14 +28,15 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[_T], *, drain: 
     when the service stops.
     """
     task: asyncio.Future[_T] = asyncio.ensure_future(work)
-    watchers: list[asyncio.Future[Any]] = [asyncio.ensure_future(_disconnected(request))]
+    disconnected = asyncio.ensure_future(_disconnected(request))
+    watchers: list[asyncio.Future[Any]] = [disconnected]
     if drain:
         watchers.append(asyncio.ensure_future(_draining(request)))
     try:
         await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        if watchers[0].done():
+        if disconnected.done():
             raise ClientGone("the client closed the connection")
         raise NotReady("the service is stopping", remedy="try again")
     finally:

@@ -34,7 +34,8 @@ class DrainMiddleware:
     """Lists requests in `in_flight` while they run, and answers those that it ends."""
 
     def __init__(self, app: ASGIApp, in_flight: InFlight) -> None:
-        self.app, self._in_flight = app, in_flight
+        self.app = app
+        self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()

@@ -42,16 +42,14 @@ async def _on_service_error(request: Request, error: Exception) -> JSONResponse:
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    where = (
-        ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-        or "body"
-    )
+    parts = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    where = ".".join(parts) or "body"
     if first["type"] == "too_long":
-        limit, found = first["ctx"]["max_length"], first["ctx"]["actual_length"]
-        return error_response(
-            TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer"),
-            request.scope,
-        )
+        limit = first["ctx"]["max_length"]
+        found = first["ctx"]["actual_length"]
+        too_long = TooLarge(f"at most {limit} items", field=where, value=found, remedy="send fewer")
+        return error_response(too_long, request.scope)
+
     value = first.get("input")
     if isinstance(value, float) and not math.isfinite(value):
         value = str(value)

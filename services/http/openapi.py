@@ -35,13 +35,11 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
         if isinstance(node, dict):
             if "$ref" in node:
                 return inlined(definitions[node["$ref"].rpartition("/")[2]])
+            # Clearer, and supported by code generators.
             first, *others = node.get("prefixItems", (None,))
-            if first and all(
-                other == first for other in others
-            ):  # clearer, and supported by code generators
-                node = {name: item for name, item in node.items() if name != "prefixItems"} | {
-                    "items": first
-                }
+            if first and all(other == first for other in others):
+                node = {name: item for name, item in node.items() if name != "prefixItems"}
+                node["items"] = first
             return {name: inlined(item) for name, item in node.items()}
         return [inlined(item) for item in node] if isinstance(node, list) else node
 

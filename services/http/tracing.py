@@ -43,17 +43,19 @@ class RequestTracing:
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, level: int) -> None:
-        self.app, self._metrics, self._level = app, metrics, level
-        self._logged: dict[
-            tuple[str, str, int], tuple[float, int]
-        ] = {}  # (start of the window, lines in it)
+        self.app = app
+        self._metrics = metrics
+        self._level = level
+        self._logged = dict[tuple[str, str, int], tuple[float, int]]()
+        """By method, route and status: the start of the window, and the lines in it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         identifier = _given(scope, logs.REQUEST_HEADER) or logs.new_request_id()
-        status, start = 500, time.perf_counter()
+        status = 500
+        start = time.perf_counter()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -62,9 +64,8 @@ class RequestTracing:
                 MutableHeaders(scope=message)[logs.REQUEST_HEADER] = identifier
             await send(message)
 
-        scope["request_id"] = (
-            identifier  # for the crash handler, which runs outside this middleware
-        )
+        # For the crash handler, which runs outside this middleware.
+        scope["request_id"] = identifier
         with logs.request(identifier, _given(scope, logs.RUN_HEADER)):
             try:
                 await self.app(scope, receive, watched)
@@ -72,9 +73,8 @@ class RequestTracing:
                 self._finish(scope, status, time.perf_counter() - start)
 
     def _finish(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(
-            scope.get("route"), "path", "unknown"
-        )  # never the raw path: that would be unbounded
+        # Never the raw path: that would be unbounded.
+        route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.requests.labels(route, status).inc()
         self._metrics.latency.labels(route).observe(seconds)
         level = self._level_of(scope["method"], route, status)
@@ -94,14 +94,14 @@ class RequestTracing:
         now = time.monotonic()
         since, lines = self._logged.get((method, route, status), (now, 0))
         if now - since >= _WINDOW_S:
-            since, lines = now, 0
+            since = now
+            lines = 0
         self._logged[method, route, status] = since, lines + 1
         return logging.INFO if lines < _FAILURES else logging.DEBUG
 
 
 def _given(scope: Scope, header: str) -> str:
     """Returns the id that the client sent, or an empty string when it is missing or unusable."""
-    values = [
-        value.decode("latin-1") for name, value in scope["headers"] if name == header.encode()
-    ]
+    wanted = header.encode()
+    values = [value.decode("latin-1") for name, value in scope["headers"] if name == wanted]
     return values[0] if len(values) == 1 and logs.usable_id(values[0]) else ""

@@ -1,6 +1,6 @@
 """`python -m services.replay`: the replay-buffer task."""
 
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.topology import REPLAY, Topology
 from common.settings.config import Config, main
 from services.http.app import serve

@@ -107,7 +107,8 @@ def create_replay_app(
         metrics=metrics,
         max_body_bytes=max_body_bytes,
     )
-    app.state.worker, app.state.run = worker, ""
+    app.state.worker = worker
+    app.state.run = ""
     _queue_routes(app, worker)
     _reuse_routes(app, worker)
     _inspection_routes(app, worker)
@@ -232,11 +233,17 @@ def _note(request: Request, what: str) -> None:
     """Logs a call that changes the stored groups; a warning when another run than the one storing
     groups made it.
     """
-    run, peer = logs.run_id(), request.client
+    run = logs.run_id()
+    peer = request.client
     storing = request.app.state.run
-    level = logging.DEBUG if run == storing else logging.WARNING if storing else logging.INFO
+    level = logging.INFO
+    if run == storing:
+        level = logging.DEBUG
+    elif storing:
+        level = logging.WARNING
     who = f"{peer.host}:{peer.port}" if peer else "this process"
-    log.log(level, "%s by %s, run %s, request %s", what, who, run or "unknown", logs.request_id())
+    caller = f"{who}, run {run or 'unknown'}, request {logs.request_id()}"
+    log.log(level, "%s by %s", what, caller)
 
 
 async def _read_groups(request: Request) -> list[Group]:
@@ -254,7 +261,9 @@ async def _read_groups(request: Request) -> list[Group]:
             remedy=f"send {codec.MSGPACK} or {JSON}",
         )
     decode = codec.decode if kind == codec.MSGPACK else codec.decode_json
-    return (await asyncio.to_thread(decode, await request.body(), Groups)).groups
+    body = await request.body()
+    content = await asyncio.to_thread(decode, body, Groups)
+    return content.groups
 
 
 async def _answer(request: Request, blobs: list[bytes], **extra: Any) -> Response:

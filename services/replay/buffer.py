@@ -89,7 +89,8 @@ class ReplayBuffer:
     def __init__(
         self, config: ReplaySection, path: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.capacity, self.lease_s = config.capacity, config.lease_s
+        self.capacity = config.capacity
+        self.lease_s = config.lease_s
         self.store = Store(path)
         # The monotonic clock does not survive a restart, so it is shifted to give every stored
         # lease its full length again. Rewriting the leases instead would fail on a full disk.
@@ -97,7 +98,8 @@ class ReplayBuffer:
         ahead = 0.0 if first is None else first - self.lease_s - clock()
         self.clock: Callable[[], float] = lambda: clock() + ahead
         self._index = ReuseIndex(self.store.consumed_rows())
-        self._answers, self._added = sampling.AnswerIndex(self.store.rewards()), 0
+        self._answers = sampling.AnswerIndex(self.store.rewards())
+        self._added = 0
 
     def close(self) -> None:
         """Moves everything into one file and closes it; on a full disk the rest stays in the log
@@ -148,7 +150,8 @@ class ReplayBuffer:
         """
         if request.count > self.capacity:
             raise InvalidInput(
-                f"the buffer holds at most {self.capacity} completions, so it can never have this many groups",
+                f"the buffer holds at most {self.capacity} completions, so it can never have this "
+                "many groups",
                 field="count",
                 value=request.count,
                 remedy="take fewer groups at once, or raise replay.capacity",
@@ -193,21 +196,24 @@ class ReplayBuffer:
         Returns fewer than `count`, possibly none, when fewer may be reused. A retry with the same
         request id gets the same groups.
         """
-        if (
-            request.request_id is not None
-            and (before := self.store.reused_for(request.request_id)) is not None
-        ):
-            return SampledBlobs(before[0], np.array(before[1], np.float32))
-        conditions = (
-            request.min_version,
-            request.max_times_sampled,
-            request.priority_exponent,
-            request.importance_exponent,
+        if request.request_id is not None:
+            drawn = self.store.reused_for(request.request_id)
+            if drawn is not None:
+                blobs, drawn_weights = drawn
+                return SampledBlobs(blobs, np.array(drawn_weights, np.float32))
+
+        orders, importance = self._index.draw(
+            request.count,
+            request.seed,
+            min_version=request.min_version,
+            max_times=request.max_times_sampled,
+            exponent=request.priority_exponent,
+            correction=request.importance_exponent,
         )
-        orders, chosen = self._index.draw(request.count, request.seed, *conditions)
-        weights = chosen.astype(np.float32)
+        weights = importance.astype(np.float32)
         if not orders:
             return SampledBlobs([], weights)
+
         blobs = self.store.reuse(orders, weights.tolist(), request.request_id, request.step)
         self._index.drawn(orders)
         return SampledBlobs(blobs, weights)
@@ -234,9 +240,8 @@ class ReplayBuffer:
         return unpack_groups([self.store.blob(group_id)])[0]
 
     def stats(self) -> dict[str, Any]:
-        with suppress(
-            StorageFailed
-        ):  # on a full disk leases cannot expire, but everything can be read
+        # On a full disk leases cannot expire, but everything can be read.
+        with suppress(StorageFailed):
             self.store.expire(self.clock())
         return {"capacity": self.capacity, **self.store.stats()}
 
@@ -261,10 +266,14 @@ class ReplayBuffer:
         (`sampling.draw_by_reward`).
         """
         self._update_answers()
+        slots = sampling.draw_by_reward(
+            self._answers.rewards,
+            count,
+            prioritized=prioritized,
+            rng=np.random.default_rng(seed),
+        )
         found = []
-        for slot in sampling.draw_by_reward(
-            self._answers.rewards, count, prioritized, np.random.default_rng(seed)
-        ).tolist():
+        for slot in slots.tolist():
             key, number = self._answers.place(slot)
             if key < 0:
                 found.append(Experience(**self.store.experience_at(-key)))
@@ -282,8 +291,9 @@ class ReplayBuffer:
         return found
 
     def _update_answers(self) -> None:
-        if (changes := self.store.changed_rewards())[0]:
-            self._answers.update(*changes)
+        changed, rows = self.store.changed_rewards()
+        if changed:
+            self._answers.update(changed, rows)
         self._added = 0
 
     def _check_size(self, completions: int, field: str) -> None:
@@ -308,6 +318,9 @@ def _row(group: Group, where: str) -> GroupRow:
             remedy="use text, finite numbers, lists and mappings",
         ) from None
     rewards = group.rewards
+    correct = -1  # unknown
+    if all(completion.verified for completion in group.completions):
+        correct = sum(completion.correct for completion in group.completions)
     return GroupRow(
         id=group.id,
         prompt_id=group.prompt_id,
@@ -317,9 +330,7 @@ def _row(group: Group, where: str) -> GroupRow:
         rewards=rewards.astype("<f4").tobytes(),
         reward_sum=float(rewards.sum(dtype=np.float64)),
         positive=int((rewards > 0).sum()),
-        correct=sum(c.correct for c in group.completions)
-        if all(c.verified for c in group.completions)
-        else -1,  # unknown
+        correct=correct,
         created=group.created_at,
         data=codec.encode(group),
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import ConfigError, ServiceError
-from common.process.storage import StorageFailed, cure, damage
+from common.process.storage import StorageFailed, sqlite_damage, sqlite_remedy
 
 log = logging.getLogger(__name__)
 COUNTERS = ("added", "duplicates", "evicted", "removed", "dropped")
@@ -54,9 +54,16 @@ CREATE TABLE groups (
 );
 CREATE INDEX by_turn ON groups (state, version, position, id);
 CREATE INDEX by_lease ON groups (request_id, lease_until) WHERE request_id IS NOT NULL;
-CREATE TABLE blobs (key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE, data BLOB NOT NULL);
+CREATE TABLE blobs (
+    key INTEGER PRIMARY KEY REFERENCES groups (key) ON DELETE CASCADE,
+    data BLOB NOT NULL
+);
 CREATE TABLE experiences (
-    key INTEGER PRIMARY KEY, prompt TEXT NOT NULL, response TEXT NOT NULL, reward REAL NOT NULL, ground_truth TEXT
+    key INTEGER PRIMARY KEY,
+    prompt TEXT NOT NULL,
+    response TEXT NOT NULL,
+    reward REAL NOT NULL,
+    ground_truth TEXT
 );
 CREATE TABLE takes (request_id TEXT PRIMARY KEY, evicted INTEGER NOT NULL);
 CREATE TABLE gone (key INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE);
@@ -65,14 +72,18 @@ CREATE TABLE totals (state TEXT PRIMARY KEY, groups INTEGER NOT NULL, completion
 INSERT INTO counters VALUES ('max_priority', 1.0);
 INSERT INTO totals VALUES ('fresh', 0, 0), ('leased', 0, 0), ('consumed', 0, 0), ('lone', 0, 0);
 CREATE TRIGGER group_in AFTER INSERT ON groups BEGIN
-    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions
+        WHERE state = NEW.state;
 END;
 CREATE TRIGGER group_out AFTER DELETE ON groups BEGIN
-    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions
+        WHERE state = OLD.state;
 END;
 CREATE TRIGGER group_moved AFTER UPDATE OF state ON groups BEGIN
-    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions WHERE state = OLD.state;
-    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions WHERE state = NEW.state;
+    UPDATE totals SET groups = groups - 1, completions = completions - OLD.completions
+        WHERE state = OLD.state;
+    UPDATE totals SET groups = groups + 1, completions = completions + NEW.completions
+        WHERE state = NEW.state;
 END;
 CREATE TRIGGER lone_in AFTER INSERT ON experiences BEGIN
     UPDATE totals SET completions = completions + 1 WHERE state = 'lone';
@@ -83,36 +94,57 @@ END;
 """
 
 
-_SAMPLES = "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL UNIQUE, answer TEXT NOT NULL)"
+_SAMPLES = (
+    "CREATE TABLE IF NOT EXISTS samples (key INTEGER PRIMARY KEY, request_id TEXT NOT NULL "
+    "UNIQUE, answer TEXT NOT NULL)"
+)
 """Also run on older files, which lack the table."""
 
 _SUMS = """
 PRAGMA temp_store = MEMORY;
 CREATE TEMP TABLE sums AS
-    SELECT 'groups' AS kind, TOTAL(reward_sum) AS reward, COALESCE(SUM(positive), 0) AS positive FROM main.groups
+    SELECT
+        'groups' AS kind,
+        TOTAL(reward_sum) AS reward,
+        COALESCE(SUM(positive), 0) AS positive
+        FROM main.groups
     UNION ALL SELECT 'lone', TOTAL(reward), COALESCE(SUM(reward > 0), 0) FROM main.experiences;
 CREATE TEMP TRIGGER sum_in AFTER INSERT ON main.groups BEGIN
-    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive WHERE kind = 'groups';
+    UPDATE sums SET reward = reward + NEW.reward_sum, positive = positive + NEW.positive
+        WHERE kind = 'groups';
 END;
 CREATE TEMP TRIGGER sum_out AFTER DELETE ON main.groups BEGIN
-    UPDATE sums SET reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups), positive = positive - OLD.positive
-    WHERE kind = 'groups';
+    UPDATE sums SET
+        reward = (reward - OLD.reward_sum) * EXISTS (SELECT 1 FROM main.groups),
+        positive = positive - OLD.positive
+        WHERE kind = 'groups';
 END;
 CREATE TEMP TRIGGER lone_sum_in AFTER INSERT ON main.experiences BEGIN
-    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0) WHERE kind = 'lone';
+    UPDATE sums SET reward = reward + NEW.reward, positive = positive + (NEW.reward > 0)
+        WHERE kind = 'lone';
 END;
 CREATE TEMP TRIGGER lone_sum_out AFTER DELETE ON main.experiences BEGIN
-    UPDATE sums SET reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
-        positive = positive - (OLD.reward > 0) WHERE kind = 'lone';
+    UPDATE sums SET
+        reward = (reward - OLD.reward) * EXISTS (SELECT 1 FROM main.experiences),
+        positive = positive - (OLD.reward > 0)
+        WHERE kind = 'lone';
 END;
 """
 """Running sums for `/stats`, kept in memory so that no call has to scan the file."""
 _CHANGE_LOG = """
 CREATE TEMP TABLE changes (key INTEGER PRIMARY KEY);
-CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (NEW.key); END;
-CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN INSERT OR IGNORE INTO changes VALUES (OLD.key); END;
-CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-NEW.key); END;
-CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN INSERT OR IGNORE INTO changes VALUES (-OLD.key); END;
+CREATE TEMP TRIGGER change_in AFTER INSERT ON main.groups BEGIN
+    INSERT OR IGNORE INTO changes VALUES (NEW.key);
+END;
+CREATE TEMP TRIGGER change_out AFTER DELETE ON main.groups BEGIN
+    INSERT OR IGNORE INTO changes VALUES (OLD.key);
+END;
+CREATE TEMP TRIGGER lone_change_in AFTER INSERT ON main.experiences BEGIN
+    INSERT OR IGNORE INTO changes VALUES (-NEW.key);
+END;
+CREATE TEMP TRIGGER lone_change_out AFTER DELETE ON main.experiences BEGIN
+    INSERT OR IGNORE INTO changes VALUES (-OLD.key);
+END;
 """
 """Keys added or removed since the index of `/sample` was last updated; keys of lone experiences are
 negative."""
@@ -143,9 +175,8 @@ class Database:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 self._create()
-                self._count_path.unlink(
-                    missing_ok=True
-                )  # it belongs to a store that was moved away
+                # It belongs to a store that was moved away.
+                self._count_path.unlink(missing_ok=True)
             self.db = _connect(path)
             try:
                 self._check()
@@ -186,7 +217,8 @@ class Database:
             os.close(directory)
 
     def _check(self) -> None:
-        if problem := damage(self.db, "quick_check"):
+        problem = sqlite_damage(self.db, "quick_check")
+        if problem:
             raise self._unusable(problem)
         self._check_layout()
 
@@ -208,7 +240,7 @@ class Database:
         )
 
     def _unusable(self, why: str) -> ConfigError:
-        remedy = cure(why, "restore the file from a copy, or move it away to start empty")
+        remedy = sqlite_remedy(why, "restore the file from a copy, or move it away to start empty")
         trouble = {
             "end the other process": "is in use by another process",
             "free disk space": "cannot be made",
@@ -239,14 +271,16 @@ class Database:
             raise self._unusable(
                 f"{self._count_path.name} is damaged; without that file nothing is compared"
             ) from None
-        if (lost := changes - int(self.counter(_CHANGES))) > 0:
+        lost = changes - int(self.counter(_CHANGES))
+        if lost > 0:
             groups = added - int(self.counter("added"))
             with contextlib.suppress(OSError):  # keep the log, which closing the store removes
                 wal = self.path.with_name(f"{self.path.name}-wal")
                 wal.with_suffix(".db-wal-damaged").hardlink_to(wal)
             raise self._unusable(
-                f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of {added} groups: its log was "
-                f"damaged or cut, or the file is an older copy; remove {self._count_path.name} to go on without them"
+                f"the last {lost} of {changes} acknowledged changes are gone, with {groups} of "
+                f"{added} groups: its log was damaged or cut, or the file is an older copy; "
+                f"remove {self._count_path.name} to go on without them"
             )
         with contextlib.suppress(OSError):  # on a full disk the store can still be read
             self._count_file = os.open(self._count_path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -316,7 +350,8 @@ class Database:
                 before = self.db.total_changes
                 self.db.execute("BEGIN IMMEDIATE")
                 yield
-                if changed := self.db.total_changes != before:
+                changed = self.db.total_changes != before
+                if changed:
                     self.count(_CHANGES, 1)
                 self.db.execute("COMMIT")
                 self.committed = self.totals()
@@ -346,9 +381,8 @@ class Database:
 def _connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
     try:
-        db.execute(
-            "PRAGMA locking_mode = EXCLUSIVE"
-        )  # the in-memory index requires that nobody else writes
+        # The in-memory index requires that nobody else writes.
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA foreign_keys = ON")

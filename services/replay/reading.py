@@ -25,9 +25,10 @@ class Reading(Database):
         one state.
         """
         query = (
-            "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS correct, "
-            "reward_sum / completions AS mean_reward, priority, times_sampled, created FROM groups "
-            "WHERE state = :state OR :state IS NULL ORDER BY key LIMIT :limit OFFSET :offset"
+            "SELECT id, prompt_id, state, version, position, completions, NULLIF(correct, -1) AS "
+            "correct, reward_sum / completions AS mean_reward, priority, times_sampled, created "
+            "FROM groups WHERE state = :state OR :state IS NULL ORDER BY key LIMIT :limit OFFSET "
+            ":offset"
         )
         return self._rows(query, state=state, limit=limit, offset=offset)
 
@@ -71,7 +72,10 @@ class Reading(Database):
         groups = self.db.execute(
             "SELECT key, rewards FROM changes JOIN groups USING (key) ORDER BY key"
         ).fetchall()
-        query = "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = -changes.key ORDER BY 1 DESC"
+        query = (
+            "SELECT changes.key, reward FROM changes JOIN experiences ON experiences.key = "
+            "-changes.key ORDER BY 1 DESC"
+        )
         lone = [(key, _FLOAT32.pack(reward)) for key, reward in self.db.execute(query)]
         self.db.execute("DELETE FROM changes")
         return keys, groups + lone

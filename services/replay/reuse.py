@@ -1,10 +1,9 @@
 """Draws consumed groups by priority, in time logarithmic in their number.
 
 Inclusion probabilities and importance weights are those of `services.replay.sampling`. With many
-eligible groups,
-shuffling them would be too slow: instead, equally spaced points are looked up in a sum tree whose
-branches are swapped at random in every draw. So, as with the strata of Schaul et al., close
-neighbours are hardly ever drawn together.
+eligible groups, shuffling them would be too slow: instead, equally spaced points are looked up in a
+sum tree whose branches are swapped at random in every draw. So, as with the strata of Schaul et
+al., close neighbours are hardly ever drawn together.
 """
 
 import math
@@ -37,17 +36,21 @@ class ReuseIndex:
         """Builds the index from (order, version, priority, times_sampled) of each group, by
         order.
         """
-        self._first = self._next = 0
+        self._first = 0
+        self._next = 0
         self._make(1)
         self.append(rows)
 
     def _make(self, size: int) -> None:
         self._size = size
         self._version = np.full(size, -1)  # -1: no group
-        self._priority, self._sampled = np.zeros(size), np.zeros(size, np.int32)
+        self._priority = np.zeros(size)
+        self._sampled = np.zeros(size, np.int32)
         self._tree: _Tree | None = None
-        self._scale = self._exponent = 0.0
-        self._min_version, self._max_times = 0, _UNLIMITED
+        self._scale = 0.0
+        self._exponent = 0.0
+        self._min_version = 0
+        self._max_times = _UNLIMITED
         self._by_version: dict[int, list[Int64]] = {}
         """Orders of the groups in the tree, by weight version."""
 
@@ -55,29 +58,32 @@ class ReuseIndex:
         """Returns the rows from which the index could be rebuilt."""
         orders = np.arange(self._first, self._next)
         places = orders % self._size
-        columns = orders, self._version[places], self._priority[places], self._sampled[places]
-        return [
-            row for row in zip(*(column.tolist() for column in columns), strict=True) if row[1] >= 0
-        ]
+        rows = zip(
+            orders.tolist(),
+            self._version[places].tolist(),
+            self._priority[places].tolist(),
+            self._sampled[places].tolist(),
+            strict=True,
+        )
+        return [row for row in rows if row[1] >= 0]
 
     def append(self, rows: _Rows) -> None:
         """Adds newly consumed groups."""
         if not rows:
             return
-        first, end = self._first if self._first < self._next else rows[0][0], rows[-1][0] + 1
+        first = self._first if self._first < self._next else rows[0][0]
+        end = rows[-1][0] + 1
         if end - first > self._size:
             rows = self.rows() + rows
             self._make(1 << (end - first).bit_length())
-        self._first, self._next = first, end
-        orders, versions, priorities, sampled = (
-            np.array(column) for column in zip(*rows, strict=True)
-        )
+        self._first = first
+        self._next = end
+
+        orders = np.array([order for order, _, _, _ in rows])
         places = orders % self._size
-        self._version[places], self._priority[places], self._sampled[places] = (
-            versions,
-            priorities,
-            sampled,
-        )
+        self._version[places] = [version for _, version, _, _ in rows]
+        self._priority[places] = [priority for _, _, priority, _ in rows]
+        self._sampled[places] = [sampled for _, _, _, sampled in rows]
         if self._tree is not None:
             self._note_versions(orders)
             self._update(places)
@@ -87,7 +93,8 @@ class ReuseIndex:
         end = min(order + 1, self._next)
         if end > self._first:
             places = np.arange(self._first, end) % self._size
-            self._first, self._version[places] = end, -1
+            self._first = end
+            self._version[places] = -1
             self._update(places)
 
     def set_priorities(self, updates: list[tuple[int, float]]) -> None:
@@ -100,6 +107,7 @@ class ReuseIndex:
         self,
         count: int,
         seed: int,
+        *,
         min_version: int,
         max_times: int | None,
         exponent: float,
@@ -108,29 +116,16 @@ class ReuseIndex:
         """Draws up to `count` distinct groups of `min_version` or newer that were drawn fewer than
         `max_times` times.
 
-        Returns the orders and the importance weights.
+        `exponent` is that of the priorities, `correction` that of the importance weights. Returns
+        the orders [n] and the importance weights [n], n at most `count`.
         """
-        tree, rng = (
-            self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent),
-            np.random.default_rng(seed),
-        )
+        tree = self._prepared(min_version, min(max_times or _UNLIMITED, _UNLIMITED), exponent)
+        rng = np.random.default_rng(seed)
         if tree.positive <= _FEW * count:
-            places = tree.leaves(np.nextafter(0.0, 1.0))
-            included = (
-                sampling.inclusion(tree.powers(places) / tree.total, count)
-                if len(places)
-                else np.zeros(0)
-            )
-            chosen = sampling.draw(included, rng)
-            weights = (
-                sampling.importance_weights(included, chosen, correction)
-                if len(chosen)
-                else np.zeros(0)
-            )
-            places = places[chosen]
+            places, weights = _draw_of_few(tree, count, rng, correction)
         else:
-            places, weights = _draw(tree, count, rng, correction)
-        return (self._first + (places - self._first) % self._size).tolist(), weights
+            places, weights = _draw_of_many(tree, count, rng, correction)
+        return self._orders(places).tolist(), weights
 
     def drawn(self, orders: list[int]) -> None:
         """Counts one draw of each of these distinct groups."""
@@ -144,67 +139,92 @@ class ReuseIndex:
         A new scale or new conditions rebuild it. A higher `min_version` does not: it only removes
         the groups that became too old.
         """
-        changed = (max_times, exponent) != (
-            self._max_times,
-            self._exponent,
-        ) or min_version < self._min_version
-        self._max_times, self._exponent, self._min_version = max_times, exponent, min_version
-        if self._tree is None or changed or (self._tree.total < _LEAST and self._scale > 0):
+        same_conditions = (
+            max_times == self._max_times
+            and exponent == self._exponent
+            and min_version >= self._min_version
+        )
+        self._max_times = max_times
+        self._exponent = exponent
+        self._min_version = min_version
+        tree = self._tree
+        underflows = tree is not None and tree.total < _LEAST and self._scale > 0
+        if tree is None or not same_conditions or underflows:
             places = np.arange(self._size)
             self._scale = float(self._priority[self._allowed(places)].max(initial=0.0))
             self._tree = _Tree(self._powers(places))
             self._by_version = {}
-            self._note_versions(
-                (self._first + (places - self._first) % self._size)[self._version >= min_version]
-            )
-        for version in [version for version in self._by_version if version < min_version]:
+            self._note_versions(self._orders(places)[self._version >= min_version])
+
+        too_old = [version for version in self._by_version if version < min_version]
+        for version in too_old:
             orders = np.concatenate(self._by_version.pop(version))
             self._update(orders[orders >= self._first] % self._size)
         assert self._tree is not None, "the update above lowers powers only"
         return self._tree
 
+    def _orders(self, places: Int64) -> Int64:
+        """Returns the orders of the groups at these places."""
+        return self._first + (places - self._first) % self._size
+
     def _note_versions(self, orders: Int64) -> None:
+        """Adds groups to `_by_version`."""
         versions = self._version[orders % self._size]
         by_version = np.argsort(versions, kind="stable")
         found, starts = np.unique(versions[by_version], return_index=True)
-        for version, some in zip(
-            found.tolist(), np.split(orders[by_version], starts)[1:], strict=True
-        ):
+        parts = np.split(orders[by_version], starts)[1:]
+        for version, some in zip(found.tolist(), parts, strict=True):
             self._by_version.setdefault(version, []).append(some)
 
     def _allowed(self, places: Int64) -> NDArray[np.bool_]:
+        """Returns whether each of these groups may be drawn."""
         versions = self._version[places]
-        return (
-            (versions >= 0)
-            & (versions >= self._min_version)
-            & (self._sampled[places] < self._max_times)
-        )
+        is_recent = (versions >= 0) & (versions >= self._min_version)
+        return is_recent & (self._sampled[places] < self._max_times)
 
     def _powers(self, places: Int64) -> Float64:
         """Returns (priority / scale)^exponent, and 0 for groups that may not be drawn."""
         allowed = self._allowed(places)
-        return np.where(
-            allowed,
-            (self._priority[places] * allowed / (self._scale or 1.0)) ** self._exponent,
-            0.0,
-        )
+        scaled = self._priority[places] * allowed / (self._scale or 1.0)
+        return np.where(allowed, scaled**self._exponent, 0.0)
 
     def _update(self, places: Int64) -> None:
         """Updates the tree after a change of these groups."""
         if self._tree is None or len(places) == 0:
             return
         largest = float(self._priority[places][self._allowed(places)].max(initial=0.0))
-        if largest > 0 and (
-            self._scale == 0
-            or max(1.0, self._exponent) * (math.log(largest) - math.log(self._scale)) > _LARGER
-        ):
+        if largest > 0 and self._overflows(largest):
             self._tree = None
         else:
             places = np.unique(places)
             self._tree.set(places, self._powers(places))
 
+    def _overflows(self, largest: float) -> bool:
+        """Whether the scale is too small for a power of this priority."""
+        if self._scale == 0:
+            return True
+        logarithm = math.log(largest) - math.log(self._scale)
+        return max(1.0, self._exponent) * logarithm > _LARGER
 
-def _draw(
+
+def _draw_of_few(
+    tree: "_Tree", count: int, rng: np.random.Generator, correction: float
+) -> tuple[Int64, Float64]:
+    """Returns at most `count` places in random order, and their importance weights; scans all
+    places.
+    """
+    places = tree.leaves(np.nextafter(0.0, 1.0))
+    if not len(places):
+        return places, np.zeros(0)
+
+    included = sampling.inclusion(tree.powers(places) / tree.total, count)
+    sample = sampling.draw(included, rng)
+    if not len(sample):
+        return places[sample], np.zeros(0)
+    return places[sample], sampling.importance_weights(included, sample, correction)
+
+
+def _draw_of_many(
     tree: "_Tree", count: int, rng: np.random.Generator, correction: float
 ) -> tuple[Int64, Float64]:
     """Returns `count` places in random order, and their importance weights; more places must have a
@@ -216,23 +236,26 @@ def _draw(
         certain.append((found, tree.powers(found)))
         tree.set(found, np.zeros(len(found)))
         left -= len(found)
+
+    # The others share the rest of the sample in proportion to their powers.
     share = left / tree.total
-    drawn = (
-        tree.find(np.asarray((rng.random() + np.arange(left)) / share), rng)
-        if left
-        else np.zeros(0, np.int64)
-    )
-    always = [places for places, _ in certain]
-    places = np.concatenate([*always, drawn])
-    included = np.concatenate([np.ones(len(places) - len(drawn)), tree.powers(drawn) * share])
+    drawn = np.zeros(0, np.int64)
+    if left:
+        points = (rng.random() + np.arange(left)) / share
+        drawn = tree.find(np.asarray(points), rng)
+    places = np.concatenate([*(found for found, _ in certain), drawn])
+    always = len(places) - len(drawn)
+
+    # The importance weights, as in `sampling.importance_weights`, with P(i) = included(i) / count.
+    included = np.concatenate([np.ones(always), tree.powers(drawn) * share])
     exponent = 1 - correction
-    total = (
-        len(places) - len(drawn) + share**exponent * tree.sum_of_powers(exponent)
-    ) / count**exponent
+    expectation = (always + share**exponent * tree.sum_of_powers(exponent)) / count**exponent
+    weights = (included / count) ** -correction / expectation
+
     for found, powers in certain:
         tree.set(found, powers)
     shuffled = rng.permutation(len(places))
-    return places[shuffled], ((included / count) ** -correction / total)[shuffled]
+    return places[shuffled], weights[shuffled]
 
 
 class _Tree:
@@ -252,9 +275,8 @@ class _Tree:
         squared offsets."""
         width = self._size // 2
         while width:
-            self._nodes[width : 2 * width] = (
-                self._nodes[2 * width : 4 * width].reshape(-1, 2).sum(1)
-            )
+            children = self._nodes[2 * width : 4 * width].reshape(-1, 2)
+            self._nodes[width : 2 * width] = children.sum(1)
             width //= 2
         self.positive = 0
         """Number of places with a positive power."""
@@ -301,10 +323,12 @@ class _Tree:
         """Returns the distinct places at these points of the cumulative sum, with branches in
         random order.
         """
-        nodes, salt = np.ones(len(points), np.int64), rng.integers(1 << 62)
+        nodes = np.ones(len(points), np.int64)
+        salt = rng.integers(1 << 62)
         for _ in range(self._size.bit_length() - 1):
             first = 2 * nodes + _bits(nodes + salt)
-            before, after = self._nodes[first], self._nodes[first ^ 1]
+            before = self._nodes[first]
+            after = self._nodes[first ^ 1]
             beyond = (points >= before) & (after > 0)
             points = np.where(beyond, points - before, points)
             nodes = first ^ beyond

@@ -64,9 +64,11 @@ def draw(included: Float64, rng: np.random.Generator) -> Int64:
     return np.asarray(candidates[np.unique(slots)])  # only rounding can put two points in one slot
 
 
-def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Float64:
-    """Returns (N·P(i))^-exponent [len(chosen)], divided by its expectation over draws:
+def importance_weights(included: Float64, sample: Int64, exponent: float) -> Float64:
+    """Returns (N·P(i))^-exponent [len(sample)], divided by its expectation over draws:
     P(i)^-exponent / Σ P(j)^(1-exponent).
+
+    `included` [N] are the probabilities of `inclusion`, `sample` the indices that `draw` returned.
 
     So for every exponent the weights of a sample average 1, like those of fresh groups, and a
     rarely drawn group does not change the other weights. Schaul et al. divide by the largest weight
@@ -74,11 +76,12 @@ def importance_weights(included: Float64, chosen: Int64, exponent: float) -> Flo
     (docs/explanation/off-policy.md).
     """
     chances = included / included.sum()
-    return np.asarray(chances[chosen] ** -exponent / (chances[chances > 0] ** (1 - exponent)).sum())
+    expectation = (chances[chances > 0] ** (1 - exponent)).sum()
+    return np.asarray(chances[sample] ** -exponent / expectation)
 
 
 def draw_by_reward(
-    rewards: Float32, count: int, prioritized: bool, rng: np.random.Generator
+    rewards: Float32, count: int, *, prioritized: bool, rng: np.random.Generator
 ) -> Int64:
     """Returns the indices of up to `count` distinct completions.
 
@@ -86,12 +89,13 @@ def draw_by_reward(
     0.1 at the lowest reward to 1.1 at the highest. A few of many are drawn one by one, by
     rejection, so the time hardly depends on the total number.
     """
-    low, high = (float(rewards.min()), float(rewards.max())) if len(rewards) else (0.0, 0.0)
+    low = float(rewards.min()) if len(rewards) else 0.0
+    high = float(rewards.max()) if len(rewards) else 0.0
 
-    def weights(chosen: Float32) -> Float64:
+    def weights(some: Float32) -> Float64:
         if not prioritized or high == low:
-            return np.ones(len(chosen))
-        return (chosen.astype(np.float64) - low) / (high - low) + LOWEST_WEIGHT
+            return np.ones(len(some))
+        return (some.astype(np.float64) - low) / (high - low) + LOWEST_WEIGHT
 
     if count * _FEW > len(rewards):
         return draw(inclusion(probabilities(weights(rewards), 1.0), count), rng)
@@ -118,9 +122,8 @@ class AnswerIndex:
         if not kept.all():
             self.rewards = self.rewards[np.repeat(kept, sizes)]
         self._keys = np.concatenate([self._keys[kept], keys])
-        self._starts = np.concatenate(
-            [[0], np.cumsum(np.concatenate([sizes[kept], np.diff(starts)]))]
-        )
+        new_sizes = np.concatenate([sizes[kept], np.diff(starts)])
+        self._starts = np.concatenate([[0], np.cumsum(new_sizes)])
         self.rewards = np.concatenate([self.rewards, rewards])
 
     def place(self, slot: int) -> tuple[int, int]:
@@ -132,6 +135,8 @@ class AnswerIndex:
 
 
 def _flat(rows: list[tuple[int, bytes]]) -> tuple[Int64, Int64, Float32]:
-    sizes = [0, *(len(rewards) // 4 for _, rewards in rows)]
+    """Returns the keys [N], where the rewards of each begin [N + 1], and all rewards."""
+    keys = np.array([key for key, _ in rows], np.int64)
+    sizes = [len(rewards) // 4 for _, rewards in rows]
     joined = np.frombuffer(b"".join(rewards for _, rewards in rows), "<f4")
-    return np.array([key for key, _ in rows], np.int64), np.cumsum(sizes), joined
+    return keys, np.cumsum([0, *sizes]), joined

@@ -99,7 +99,8 @@ class Store(Reading):
         with self.transaction():
             removed_until = self._make_room(len(rows), capacity)
             self.db.executemany(
-                "INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, ?, ?)",
+                "INSERT INTO experiences (prompt, response, reward, ground_truth) VALUES (?, ?, "
+                "?, ?)",
                 rows,
             )
         return removed_until
@@ -121,7 +122,8 @@ class Store(Reading):
             )
         leaving: list[tuple[int, int]] = []
         for key, order, completions in self.db.execute(
-            "SELECT key, consumed, completions FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
+            "SELECT key, consumed, completions FROM groups WHERE consumed IS NOT NULL ORDER BY "
+            "consumed"
         ):
             if excess <= 0:
                 break
@@ -130,7 +132,8 @@ class Store(Reading):
         self._remove([key for key, _ in leaving], "removed")
         if excess > 0:
             self.db.execute(
-                "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key LIMIT ?)",
+                "DELETE FROM experiences WHERE key IN (SELECT key FROM experiences ORDER BY key "
+                "LIMIT ?)",
                 (excess,),
             )
         return leaving[-1][1] if leaving else 0
@@ -160,20 +163,24 @@ class Store(Reading):
             if request.run_id:
                 self._end_strays(request.run_id)
             rows = self.db.execute(
-                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, id",
+                "SELECT key, version FROM groups WHERE request_id = ? ORDER BY version, position, "
+                "id",
                 (request.request_id,),
             ).fetchall()
             if rows and (len(rows) != request.count or rows[0][1] < request.min_version):
                 raise InvalidInput(
-                    f"another request with this request_id has leased {len(rows)} groups from version {rows[0][1]} on",
+                    f"another request with this request_id has leased {len(rows)} groups from "
+                    f"version {rows[0][1]} on",
                     field="request_id",
                     value=request.request_id,
-                    remedy="use a new id for every request; only a retry of the same request repeats its id",
+                    remedy="use a new id for every request; only a retry of the same request repeats "
+                    "its id",
                 )
             if not rows:
                 self._evict(request)
                 rows = self.db.execute(
-                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id LIMIT ?",
+                    "SELECT key FROM groups WHERE state = 'fresh' ORDER BY version, position, id "
+                    "LIMIT ?",
                     (request.count,),
                 ).fetchall()
             if len(rows) < request.count:
@@ -217,7 +224,8 @@ class Store(Reading):
         self._remove(old, "evicted")
         if old:
             self.db.execute(
-                "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + excluded.evicted",
+                "INSERT INTO takes VALUES (?, ?) ON CONFLICT DO UPDATE SET evicted = evicted + "
+                "excluded.evicted",
                 (request.request_id, len(old)),
             )
             self.db.execute(
@@ -229,10 +237,14 @@ class Store(Reading):
         self._end_leases("lease_until <= ?", now)
 
     def _end_strays(self, run_id: str) -> None:
-        query = "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND instr(request_id, ?) != 1 GROUP BY 1"
+        query = (
+            "SELECT request_id, COUNT(*) FROM groups WHERE request_id IS NOT NULL AND "
+            "instr(request_id, ?) != 1 GROUP BY 1"
+        )
         for request, count in self.db.execute(query, (run_id,)).fetchall():
             log.warning(
-                "request %s has leased %d groups but does not belong to run %s, which gets them back",
+                "request %s has leased %d groups but does not belong to run %s, which gets them "
+                "back",
                 request,
                 count,
                 run_id,
@@ -245,7 +257,8 @@ class Store(Reading):
             takes = f"DELETE FROM takes WHERE request_id IN (SELECT request_id {where})"  # noqa: S608
             self.db.execute(takes, (value,))
             self.db.execute(
-                f"UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE key IN (SELECT key {where})",  # noqa: S608
+                "UPDATE groups SET state = 'fresh', request_id = NULL, lease_until = NULL WHERE "  # noqa: S608
+                f"key IN (SELECT key {where})",
                 (value,),
             )
 
@@ -260,7 +273,10 @@ class Store(Reading):
             order = int(self.counter(ORDERS))
             priority = self.counter("max_priority")
             for group_id in ids:
-                query = "SELECT key, state, version, COALESCE(priority, ?), request_id FROM groups WHERE id = ?"
+                query = (
+                    "SELECT key, state, version, COALESCE(priority, ?), request_id FROM groups "
+                    "WHERE id = ?"
+                )
                 row = self.db.execute(query, (priority, group_id)).fetchone()
                 if row is None and not self._known(group_id):
                     raise unknown(group_id)
@@ -268,8 +284,8 @@ class Store(Reading):
                     continue
                 order += 1
                 self.db.execute(
-                    "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, consumed = ?, priority = ? "
-                    "WHERE key = ?",
+                    "UPDATE groups SET state = 'consumed', request_id = NULL, lease_until = NULL, "
+                    "consumed = ?, priority = ? WHERE key = ?",
                     (order, row[3], row[0]),
                 )
                 self.db.execute("DELETE FROM takes WHERE request_id = ?", (row[4],))
@@ -307,7 +323,10 @@ class Store(Reading):
 
     def consumed_rows(self) -> list[tuple[int, int, float, int]]:
         """Returns (order, version, priority, times_sampled) of every consumed group, by order."""
-        query = "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT NULL ORDER BY consumed"
+        query = (
+            "SELECT consumed, version, priority, times_sampled FROM groups WHERE consumed IS NOT "
+            "NULL ORDER BY consumed"
+        )
         return self.db.execute(query).fetchall()
 
     def reuse(
@@ -326,7 +345,8 @@ class Store(Reading):
                 )
                 query = "DELETE FROM samples WHERE key <= (SELECT MAX(key) FROM samples) - ?"
                 self.db.execute(query, (_REMEMBERED_REQUESTS,))
-            return [blob for blob in map(self._consumed_blob, orders) if blob is not None]
+            blobs = map(self._consumed_blob, orders)
+            return [blob for blob in blobs if blob is not None]
 
     def reused_for(self, request_id: str) -> tuple[list[bytes], list[float]] | None:
         """Returns the groups and weights drawn for this request, without groups removed since; None
@@ -338,13 +358,14 @@ class Store(Reading):
         if row is None:
             return None
         orders, weights, *_ = json.loads(row[0])
-        found = [
-            (self._consumed_blob(order), weight)
-            for order, weight in zip(orders, weights, strict=True)
-        ]
-        return [blob for blob, _ in found if blob is not None], [
-            weight for blob, weight in found if blob is not None
-        ]
+        blobs = list[bytes]()
+        kept_weights = list[float]()
+        for order, weight in zip(orders, weights, strict=True):
+            blob = self._consumed_blob(order)
+            if blob is not None:
+                blobs.append(blob)
+                kept_weights.append(weight)
+        return blobs, kept_weights
 
     def _consumed_blob(self, order: int) -> bytes | None:
         query = "SELECT data FROM groups JOIN blobs USING (key) WHERE consumed = ?"
@@ -356,9 +377,9 @@ class Store(Reading):
         groups among them.
         """
         changed = []
+        query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
         with self.transaction():
             for group_id, priority in priorities:
-                query = "UPDATE groups SET priority = ? WHERE id = ? RETURNING consumed"
                 rows = self.db.execute(query, (priority, group_id)).fetchall()
                 changed += [(order, priority) for (order,) in rows if order is not None]
             largest = max(self.counter("max_priority"), *(priority for _, priority in priorities))

@@ -1,7 +1,7 @@
 """`python -m services.reward`: the reward-server of a job group, or of this machine."""
 
 from common.process import topology
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.settings import config
 from services.http.app import serve
 from services.reward.app import create_reward_app

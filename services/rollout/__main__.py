@@ -8,9 +8,11 @@ that the engine failed several times in a row, at its start or soon after it.
 from common.clients.rollout import BASE_VERSION
 from common.errors import ConfigError
 from common.models.hub import text_config
-from common.process.metrics import Metrics, setup_logging
+from common.process.cli import fail
+from common.process.logs import setup_logging
+from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, setting_status
-from common.settings.config import Config, fail, main
+from common.settings.config import Config, main
 from services.http.app import serve
 from services.rollout.agent import Agent
 from services.rollout.app import create_agent_app

@@ -44,7 +44,7 @@ async def sampled(url: str, temperature: float, repeats: bool = False, **shape: 
                 temperature=temperature,
                 stop_token_ids=STOPS,
                 sampling_seed=position,
-                shape=shape | ({"min_new_tokens": least} if least else {}),
+                parameters=shape | ({"min_new_tokens": least} if least else {}),
             )
             rewards = [
                 replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)

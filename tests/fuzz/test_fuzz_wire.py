@@ -1,5 +1,5 @@
 """Foreign bytes decode or are refused by name, at once and in little memory. Groups are in
-test_common_wire.py."""
+tests/common/wire/test_codec.py."""
 
 import json
 import struct

@@ -269,7 +269,7 @@ def test_secrets_come_from_the_option_or_the_environment(
 def test_a_port_in_use_is_named_with_the_log_of_the_node(local: "LocalRun") -> None:
     serve = (
         "import os, sys; sys.path.insert(0, os.environ['PYTHONPATH']); from services.http.app import listen; "
-        "from common.settings.config import fail; from common.errors import ConfigError\n"
+        "from common.process.cli import fail; from common.errors import ConfigError\n"
         "    s = listen(os.environ['SKYPILOT_NODE_IPS'], 8000)\n    try: listen(os.environ['SKYPILOT_NODE_IPS'], 8000)\n"
         "    except ConfigError as error: fail(error)"
     )

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from common.clients.base import Client, wait_healthy
 from common.errors import ConfigError, ServiceError
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.security import SecretRedactor, accepts, authorization, is_loopback, token
 from services.http.app import Server, create_app
 from tests.support.apps import SERVICES, make, tiny

@@ -91,7 +91,7 @@ async def _sampled(client: RolloutClient, prompter: Prompter, config: Config) ->
             temperature=sampling.temperature,
             stop_token_ids=prompter.stop_token_ids,
             sampling_seed=number,
-            shape=sampling.bounded_cuts() | sampling.ends(),
+            parameters=sampling.training_truncation() | sampling.stop_conditions(),
         )
         rewarded = [
             replace(completion, reward=float(i % 2)) for i, completion in enumerate(completions)

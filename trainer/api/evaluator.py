@@ -16,8 +16,8 @@ from common.clients.reward import RewardClient
 from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread
-from common.prompts.chat_templates import OWN
 from common.prompts.prompter import PromptStyle
+from common.settings.chat_templates import OWN
 from common.settings.config import Config, from_mapping
 from common.settings.sections import RewardSection
 from common.wire.schemas import Prompt, RewardResult
@@ -244,7 +244,7 @@ class ModelEvaluator:
             self._seed,
             sampling.request_timeout_s,
         )
-        settings = GenerationSettings(self._style, *limits, sampling.cuts(), sampling, slots)
+        settings = GenerationSettings(self._style, *limits, sampling.truncation(), sampling, slots)
         app = create_reward_app(section, functions=rewards)
         bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
         async with (

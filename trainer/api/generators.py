@@ -59,7 +59,7 @@ class ChatGenerator:
             settings.style,
             {
                 _OPENAI_NAMES.get(name, name): value
-                for name, value in settings.sampling.ends().items()
+                for name, value in settings.sampling.stop_conditions().items()
             },
         )
         body: dict[str, Any] = {

@@ -20,10 +20,10 @@ from pydantic import (
     model_validator,
 )
 
-from common.errors import ConfigError, shorten
+from common.errors import ConfigError, did_you_mean, shorten
 from common.settings.algorithm import RECIPES, Recipe
 from common.settings.config import Config, from_mapping
-from common.settings.explain import did_you_mean, explained
+from common.settings.explain import explained
 from trainer.api.presets import PRESETS
 from trainer.api.trl import ARGUMENTS, LOSSES, translated
 

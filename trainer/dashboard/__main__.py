@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import ConfigError
 from common.process.cli import CommandParser, run
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.security import tls
 from services.http.app import serve
 from trainer.dashboard.app import create_dashboard_app

@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from common.errors import ConfigError
 from common.models.hub import check_model
-from common.prompts.chat_templates import OWN
+from common.settings.chat_templates import OWN
 from common.settings.sections import ModelSection, TrainerSection
 from learning.alone import check_alone, fix_rotary_factors
 from learning.final_logits import final_logits

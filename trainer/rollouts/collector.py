@@ -242,7 +242,7 @@ class Collector:
             epoch=epoch,
             position=position,
         )
-        if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.cuts():
+        if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.truncation():
             group.min_new_tokens, group.barred = (
                 least,
                 np.array(self._prompter.stop_token_ids, np.int32),
@@ -280,8 +280,8 @@ class Collector:
                     temperature=sampling.temperature,
                     stop_token_ids=self._prompter.stop_token_ids,
                     sampling_seed=sampling_seed(self._config.seed, position),
-                    shape=sampling.bounded_cuts() | sampling.ends(),
-                    pace=self._prompter.pace(sampling),
+                    parameters=sampling.training_truncation() | sampling.stop_conditions(),
+                    request_limits=self._prompter.request_limits(sampling),
                     deadline_s=sampling.request_timeout_s,
                 )
         except ServiceLost:

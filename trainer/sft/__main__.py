@@ -8,12 +8,13 @@ import signal
 from common import VERSION
 from common.errors import ConfigError, ServiceError
 from common.models.hub import check_model
+from common.process.cli import fail, program
 from common.process.imports import heavy_imports
-from common.process.logs import last_words, wants_json
+from common.process.logs import log_exit_reason, wants_json
 from common.process.storage import make_directory
 from common.process.topology import Topology, setting_status
-from common.settings.config import fail, load, program
-from trainer.sft.settings import PURPOSE
+from common.settings.config import load
+from trainer.sft.settings import SFT_SETTINGS
 from trainer.trackers.thread import prompt_exit
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         config, topology, first = (
-            load(prog=program("trainer.sft"), purpose=PURPOSE),
+            load(prog=program("trainer.sft"), subset=SFT_SETTINGS),
             Topology.from_env(),
             _first(),
         )
@@ -45,7 +46,7 @@ def main() -> None:
     except ServiceError as error:
         fail(error, status=1)
     except KeyboardInterrupt:
-        last_words(
+        log_exit_reason(
             "interrupted; start again with the same run directory to continue from its newest checkpoint"
         )
         raise SystemExit(130) from None

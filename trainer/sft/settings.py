@@ -1,6 +1,6 @@
 """The settings that `rlhf-sft` reads, and its defaults."""
 
-from common.settings.config import Purpose, names
+from common.settings.config import SettingsSubset, names
 
 _SECTIONS = ("model", "lora", "data", "trackers")
 _UNREAD = (
@@ -40,7 +40,7 @@ _TRAINER = (
     ),
     *("keep_checkpoints", "resume", "run_dir", "lost_after_s", "num_threads"),
 )
-PURPOSE = Purpose(
+SFT_SETTINGS = SettingsSubset(
     about="Trains a model on worked answers (supervised fine-tuning): data.answer_field, or the assistant's messages of "
     "data.messages_field. trainer.batch_size counts examples, trainer.eval_samples held-out ones.",
     does="rlhf-sft learns from given answers and generates none",

@@ -95,7 +95,7 @@ def write_version(
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
             tensors = on_host(weights)
             sums = {file.name: checksum(file) for file in partial.iterdir()}
-            with spares.written(
+            with spares.create(
                 partial / name, sum(tensor.nbytes for tensor in tensors.values())
             ) as stream:
                 sums[name] = write_tensors(tensors, stream)
@@ -185,7 +185,7 @@ class WeightBoard:
                     old, ignore_errors=True
                 )  # the engine of a slow node may still read it here
             else:
-                spares.retire(old)
+                spares.discard(old)
 
     def withdraw(self, manifest: WeightManifest) -> WeightManifest:
         """Withdraws the broadcast of the latest version, which nodes then get as files; returns its

@@ -138,7 +138,7 @@ class TrainerClient(Client):
                     field="name",
                     value=f"{version}/{file.name}",
                 )
-            with spares.written(target, file.size) as stream:
+            with spares.create(target, file.size) as stream:
                 async for chunk in response.aiter_raw():
                     size += len(chunk)
                     if size > file.size:
@@ -256,7 +256,7 @@ class WeightStore:
         self._stored.append((manifest, target))
         for _, old in self._stored[:-_KEEP]:
             if old != self._held:
-                spares.retire(old)
+                spares.discard(old)
                 self._forget(old)
         return target
 
@@ -389,7 +389,7 @@ def _copied(source: Path, file: SentFile, target: Path) -> bool:
     except OSError:
         return False
     digest = Hasher()
-    with reader, spares.written(target, file.size) as writer:
+    with reader, spares.create(target, file.size) as writer:
         while chunk := reader.read(1 << 20):
             digest.update(chunk)
             writer.write(chunk)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError, InvalidInput, NotReady
-from common.process.storage import cure
+from common.process.storage import sqlite_remedy
 from common.wire.schemas import Prompt
 from services.data.stream import REMEMBERED_REQUESTS, PromptStream, permutation
 
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_remedy_never_removes_an_intact_file(why: str, remedy: str) -> None:
-    assert cure(why, "remove the file").startswith(remedy)
+    assert sqlite_remedy(why, "remove the file").startswith(remedy)
 
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

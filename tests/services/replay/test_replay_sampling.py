@@ -141,7 +141,8 @@ def test_index_forgets_removed_groups_and_keeps_the_order_of_the_rest() -> None:
     index.append([(8, 80, 1.0, 1)])
     index.set_priorities([(7, 0.5), (5, 2.0), (5, 3.0)])
     assert index.rows() == [(5, 50, 3.0, 0), (7, 70, 0.5, 0), (8, 80, 1.0, 1)]
-    assert index.draw(9, 0, 70, 1, 0.6, 0.4)[0] == [7]
+    orders, _ = index.draw(9, 0, min_version=70, max_times=1, exponent=0.6, correction=0.4)
+    assert orders == [7]
 
 
 def chances(
@@ -162,7 +163,9 @@ def test_tree_draws_groups_with_the_chances_of_a_full_scan(count: int, largest: 
     rows = [(i + 1, i // 8, float(priority), i % 3) for i, priority in enumerate(priorities)]
     index, drawn, weighed = ReuseIndex(rows), np.zeros(401), np.zeros(401)
     for seed in range(rounds):
-        orders, weights = index.draw(count, seed, 5, 2, 0.7, 0.6)
+        orders, weights = index.draw(
+            count, seed, min_version=5, max_times=2, exponent=0.7, correction=0.6
+        )
         assert len(set(orders)) == count
         drawn[orders] += 1
         weighed[orders] = weights
@@ -221,7 +224,14 @@ def test_index_equals_one_built_anew_after_any_changes(
             index.set_priorities(known)
         else:
             count, min_version, max_times, exponent = change
-            drawn, weights = index.draw(count, seed, min_version, max_times, exponent, correction)
+            drawn, weights = index.draw(
+                count,
+                seed,
+                min_version=min_version,
+                max_times=max_times,
+                exponent=exponent,
+                correction=correction,
+            )
             orders, included = chances([tuple(row) for row in rows.values()], *change)
             assert len(set(drawn)) == len(drawn) == min(count, np.count_nonzero(included))
             places = np.array([orders.index(number) for number in drawn], np.int64)

@@ -72,7 +72,9 @@ def test_of_many_groups_only_the_two_that_are_left_are_drawn(
     assert len(orders) == 3, "nothing is excluded yet"
 
     change(index)
-    orders, weights = index.draw(3, 1, min_version, max_times=1, exponent=1.0, correction=0.4)
+    orders, weights = index.draw(
+        3, 1, min_version=min_version, max_times=1, exponent=1.0, correction=0.4
+    )
 
     assert sorted(orders) == [GROUPS - 2, GROUPS - 1]
     assert weights.tolist() == [1.0, 1.0]

@@ -10,12 +10,12 @@ from common.settings.config import load
 from learning.ranks import end
 from services.data.worked import load_examples
 from trainer.sft.run import run
-from trainer.sft.settings import PURPOSE
+from trainer.sft.settings import SFT_SETTINGS
 
 
 def main(settings: list[str]) -> None:
     torch.set_num_threads(1)
-    config = load(settings, {}, purpose=PURPOSE)
+    config = load(settings, {}, subset=SFT_SETTINGS)
     run(config, Topology.from_env(), load_examples(config) if os.environ["RANK"] == "0" else None)
 
 

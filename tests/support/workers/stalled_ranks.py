@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from common.process import watchdog
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from learning.ranks import Ranks
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.settings.config import Config
 from tests.support.groups import make_group
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line

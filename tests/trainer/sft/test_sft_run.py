@@ -22,7 +22,7 @@ from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy
 from trainer.sft.learner import Learner, Update
 from trainer.sft.rows import TrainingSequence
-from trainer.sft.settings import PURPOSE
+from trainer.sft.settings import SFT_SETTINGS
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +51,7 @@ def settings(policy_dir: Path, directory: Path, *more: str) -> Config:
     return load(
         [*words, "--trainer.run_dir", str(directory), "--trainer.checkpoint_every", "2", *more],
         {},
-        purpose=PURPOSE,
+        subset=SFT_SETTINGS,
     )
 
 
@@ -239,16 +239,16 @@ def test_settings_of_training_from_rewards_are_refused(words: list[str], name: s
     with pytest.raises(
         ConfigError, match=f"{name} is set but not read, since rlhf-sft learns from given answers"
     ) as error:
-        load(words, {}, purpose=PURPOSE)
+        load(words, {}, subset=SFT_SETTINGS)
     assert error.value.field == name
 
 
 def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
-    assert load([], {}, purpose=PURPOSE).trainer.learning_rate == 2e-5
-    assert load([], {"BATCH_SIZE": "7"}, purpose=PURPOSE).trainer.batch_size == 7
+    assert load([], {}, subset=SFT_SETTINGS).trainer.learning_rate == 2e-5
+    assert load([], {"BATCH_SIZE": "7"}, subset=SFT_SETTINGS).trainer.batch_size == 7
     (tmp_path / "own.yaml").write_text("trainer: {learning_rate: 3.0e-5}")
     assert (
-        load(["--config", str(tmp_path / "own.yaml")], {}, purpose=PURPOSE).trainer.learning_rate
+        load(["--config", str(tmp_path / "own.yaml")], {}, subset=SFT_SETTINGS).trainer.learning_rate
         == 3e-5
     )
     assert load([], {}).trainer.learning_rate == 1e-6
@@ -256,7 +256,7 @@ def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
 
 def test_the_help_lists_the_settings_that_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load(["--help-all"], {}, prog="rlhf-sft", purpose=PURPOSE)
+        load(["--help-all"], {}, prog="rlhf-sft", subset=SFT_SETTINGS)
     shown = capsys.readouterr().out
     assert "--trainer.learning_rate" in shown
     assert "2e-05" in shown

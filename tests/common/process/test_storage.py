@@ -17,7 +17,8 @@ from rich.console import Console
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
 from common.errors import ServiceError
-from common.process.metrics import Metrics, setup_logging
+from common.process.logs import setup_logging
+from common.process.metrics import Metrics
 from common.process.storage import StorageFailed
 from common.settings.config import Config
 from common.settings.sections import ReplaySection

@@ -90,24 +90,24 @@ def test_conflicting_settings_are_refused(
 @pytest.mark.parametrize("settings", [EMBEDDED, SMG])
 def test_truncated_sampling_in_training_is_bounded_by_top_k(settings: dict[str, Any]) -> None:
     sampling = from_mapping({"sampling.top_p": 0.9, **settings}).sampling
-    assert (sampling.cuts(), sampling.bounded_cuts()) == (
+    assert (sampling.truncation(), sampling.training_truncation()) == (
         {"top_p": 0.9},
         {"top_p": 0.9, "top_k": 4096},
     )
     sampling = from_mapping({"sampling.top_k": 20, **settings}).sampling
-    assert sampling.cuts() == sampling.bounded_cuts() == {"top_k": 20}
-    assert from_mapping(settings).sampling.bounded_cuts() == {}
+    assert sampling.truncation() == sampling.training_truncation() == {"top_k": 20}
+    assert from_mapping(settings).sampling.training_truncation() == {}
 
 
 def test_evaluations_may_truncate_with_any_engine() -> None:
     config = load(
         ["--evaluation.top_p", "0.95", "--evaluation.temperature", "0.6", "--evaluation.n", "4"], {}
     )
-    assert config.evaluation.cuts() == {"top_p": 0.95}
-    assert config.sampling.cuts() == {}
+    assert config.evaluation.truncation() == {"top_p": 0.95}
+    assert config.sampling.truncation() == {}
 
 
 def test_lists_of_stops_on_a_command_line() -> None:
     config = load(["--sampling.stop", '["\\n\\n", "a, b"]', "--sampling.stop_token_ids", "7,8"], {})
     assert (config.sampling.stop, config.sampling.stop_token_ids) == (["\n\n", "a, b"], [7, 8])
-    assert config.sampling.ends() == {"stop": ["\n\n", "a, b"]}
+    assert config.sampling.stop_conditions() == {"stop": ["\n\n", "a, b"]}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import ConfigError
-from common.prompts.templates import NAMED, columns_of, fill, filled
+from common.prompts.templates import columns_of, fill, filled
 from common.settings.config import Config, from_mapping, load
+from common.settings.prompt_templates import NAMED
 from common.wire.schemas import Prompt
 
 PROMPT = Prompt(

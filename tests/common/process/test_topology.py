@@ -152,7 +152,7 @@ def test_the_command_prints_its_usage(arguments: list[str]) -> None:
     ("script", "status", "last"),
     [
         (
-            "import os, time; from common.settings.config import fail; from common.errors import ConfigError\n"
+            "import os, time; from common.process.cli import fail; from common.errors import ConfigError\n"
             "if os.environ['RANK'] == '0': fail(ConfigError('the reason'))\n"
             "time.sleep(1); print('the other one', file=os.sys.stderr); os._exit(75)",
             2,

@@ -21,7 +21,7 @@ from common import VERSION
 from common.clients.base import Client, Unreachable
 from common.errors import ConfigError, NotFound, NotReady, Overloaded, ServiceError
 from common.process import logs
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from services.http.app import create_app
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
@@ -62,7 +62,7 @@ def test_a_line_has_everything_and_no_secret(
         except ValueError:
             log.exception("it failed: %s", "ä\nö\ud800")
     log.debug("not shown")
-    logs.last_words("error: the end")
+    logs.log_exit_reason("error: the end")
     written = (tmp_path / "thing-3.log").read_text()
     assert written == capfd.readouterr().err
     failed, ended = (json.loads(line) for line in written.splitlines())
@@ -93,7 +93,7 @@ def test_text_already_shown_goes_only_to_the_file(
     with logs.request("r-1"):
         log.info("to both")
     log.info("step 1", extra=logs.SHOWN)
-    logs.last_words("error: the end")
+    logs.log_exit_reason("error: the end")
     both, step, ended = (tmp_path / "thing.log").read_text().splitlines()
     assert both.endswith("INFO thing [r-1]: to both")
     assert step.endswith("INFO thing: step 1")

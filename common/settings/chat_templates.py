@@ -48,7 +48,8 @@ def variables(template: str) -> set[str]:
         return meta.find_undeclared_variables(environment.parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError as error:
         raise ValueError(
-            f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): correct it"
+            f"the chat template is not valid Jinja, line {error.lineno} ({error.message}): "
+            "correct it"
         ) from None
 
 
@@ -64,11 +65,13 @@ def read_template_variables(given: Any) -> Any:
     for name, value in given.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
             raise ValueError(
-                f"chat_template_kwargs has {name}, which cannot be a variable of a template: leave it out"
+                f"chat_template_kwargs has {name}, which cannot be a variable of a template: "
+                "leave it out"
             )
         if not isinstance(value, bool | int | float | str):
             raise ValueError(
-                f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the template"
+                f"{name} is {value!r:.40}: give true, false, a number or text, or set it in the "
+                "template"
             )
     return {
         name: _typed(value) if isinstance(value, str) else value for name, value in given.items()
@@ -92,5 +95,6 @@ def _file(given: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(
-            f"it is neither Jinja nor a file ({reason}): name a file with a chat template, write the template itself, or {OWN}"
+            f"it is neither Jinja nor a file ({reason}): name a file with a chat template, write "
+            f"the template itself, or {OWN}"
         ) from None
