@@ -27,7 +27,7 @@ from services.rollout.keyed import run_module
 log = logging.getLogger(__name__)
 _ENV = {
     # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and
-    # agent.
+    # supervisor.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
@@ -297,7 +297,7 @@ class EngineClient(Client):
     """Client for the control calls of one engine, sent directly because the router does not forward
     them.
 
-    `changing` is held while the agent loads weights and may therefore have paused the engine.
+    `changing` is held while weights are loaded, for which the engine may be paused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -26,7 +26,7 @@ _SMG_OPTIONS = [
 
 
 def router_command(config: Config, topology: Topology) -> list[str]:
-    """Returns the command line of a router without workers: agents register their engines.
+    """Returns the command line of a router without workers: nodes register their engines.
 
     The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker
     that is back on its URL. Raises ConfigError when the router is not installed.

@@ -98,7 +98,7 @@ class WeightFollower:
 
     @property
     def epoch(self) -> str:
-        """Changes with every start of agent or engine and every failed broadcast, which invalidates
+        """Changes with every start of node or engine and every failed broadcast, which invalidates
         earlier groups.
         """
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
