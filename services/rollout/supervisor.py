@@ -234,7 +234,9 @@ class NodeSupervisor:
         """
         try:
             async with asyncio.timeout(3):
-                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110
+                while True:
+                    if await self._router_api.reconcile(self.url, wanted=False):
+                        return
                     await asyncio.sleep(0.05)
         except (ServiceError, TimeoutError) as error:
             log.warning(
@@ -348,7 +350,7 @@ class NodeSupervisor:
 
 
 def _gpus(rollout: RolloutSection) -> int:
-    """Returns the number of GPUs of an engine. The embedded engine uses one if this node has any."""
+    """Returns the number of GPUs of an engine; the embedded one uses one if this node has any."""
     if rollout.engine == "sglang":
         return 0 if rollout.device == "cpu" else rollout.tensor_parallel_size
     if rollout.device == "auto":

@@ -74,7 +74,7 @@ class WeightFollower:
         self._failed_broadcasts = 0
         self._lost_downloads = 0
         """Interrupted downloads in a row."""
-        self._load: asyncio.Task[str] | None = None
+        self._loading: asyncio.Task[str] | None = None
         self._partial = False
         """Whether the engine may hold part of a version."""
 
@@ -113,8 +113,8 @@ class WeightFollower:
         self._partial = False
         self.received = None
         self._api.asleep = []
-        if self._load is not None:
-            self._load.cancel()
+        if self._loading is not None:
+            self._loading.cancel()
 
     async def fetch_first(self) -> None:
         """Tries once to fetch weights, so that the engine starts with the trainer's weights if
@@ -326,16 +326,16 @@ class WeightFollower:
         """Returns the result of `work`, or None when the engine has ended meanwhile."""
         start = self._engine.starts
         begin = time.monotonic()
-        self._load = asyncio.create_task(work)
+        self._loading = asyncio.create_task(work)
         try:
             async with self._api.changing:
-                await asyncio.wait({self._load})
-            if self._load.cancelled() or not self._is_still_up(start):
+                await asyncio.wait({self._loading})
+            if self._loading.cancelled() or not self._is_still_up(start):
                 return None
-            result = self._load.result()
+            result = self._loading.result()
         finally:
-            self._load.cancel()
-            self._load = None
+            self._loading.cancel()
+            self._loading = None
         self._seconds.labels(stage).observe(time.monotonic() - begin)
         return result
 
