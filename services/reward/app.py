@@ -56,7 +56,8 @@ def create_reward_app(
     async def reward(item: RewardItem, request: Request) -> RewardResult:
         """Scores one answer. `reward` is null when it could not be scored; `status` says why."""
         scorer.check(item)
-        return (await cancel_on_disconnect(request, scorer.score([item])))[0]
+        results = await cancel_on_disconnect(request, scorer.score([item]))
+        return results[0]
 
     @app.post("/batch_reward")
     async def batch_reward(body: BatchRewardRequest, request: Request) -> BatchRewardResult:

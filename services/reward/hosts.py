@@ -1,8 +1,9 @@
 """Hosts run reward functions in the reward-server: in its threads, or in worker processes that can
 be killed.
 
-Both limit the time of a call, split large batches, let the batches of several requests take turns,
-and repeat a failed call for each item separately, so that one bad item never affects the others.
+Both limit the time of a call, split large batches, share the workers fairly between the batches of
+several requests, and repeat a failed call for each item separately, so that one bad item never
+affects the others.
 """
 
 import asyncio
@@ -13,13 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 from common.errors import InvalidInput, Overloaded
 from common.wire.schemas import MAX_BATCH_ITEMS, RewardItem
+from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import Message, RewardFunction, Score, WrongScores, reason_of
 from services.reward.pool import CallFailed, WorkerPool
-from services.reward.turns import FairSlots
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -44,12 +46,13 @@ class Host(ABC):
     """
 
     def __init__(self, name: str, check: Check | None = None) -> None:
-        self.name, self._check = name, check
-        self.unfinished = 0
-        """Items that are waiting or being scored."""
-        self._reasons: set[str] = set()
+        self.name = name
         self.call_items: int | None = None
         """Completions per call; None: `CALL_ITEMS`."""
+        self.unfinished = 0
+        """Items that are waiting or being scored."""
+        self._check = check
+        self._reasons: set[str] = set()
 
     def check(self, item: RewardItem, where: str) -> None:
         """Raises InvalidInput naming a field under the prefix `where`."""
@@ -87,23 +90,25 @@ class Host(ABC):
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         self._check_room(self.unfinished - len(items), len(items))
-        size, batch = self.call_items or CALL_ITEMS, object()
+        size = self.call_items or CALL_ITEMS
         chunks = [items[i : i + size] for i in range(0, len(items), size)]
-        found = await asyncio.gather(*(self._chunk(chunk, batch) for chunk in chunks))
-        return [score for chunk in found for score in chunk]
+        return await self._score_chunks(chunks, batch=object())
 
-    async def _chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
+    async def _score_chunks(
+        self, chunks: Sequence[Sequence[RewardItem]], batch: object
+    ) -> list[Score]:
+        found = await asyncio.gather(*(self._score_chunk(chunk, batch) for chunk in chunks))
+        return list(chain.from_iterable(found))
+
+    async def _score_chunk(self, items: Sequence[RewardItem], batch: object) -> list[Score]:
+        completions, columns = arguments(items)
         try:
-            return await self._call(*arguments(items), batch)
+            return await self._call(completions, columns, batch)
         except CallFailed as error:
             if len(items) == 1 or error.always:
                 self._report(str(error))
                 return [Score(None, error.status, reason=str(error))] * len(items)
-        return [
-            score
-            for alone in await asyncio.gather(*(self._chunk([item], batch) for item in items))
-            for score in alone
-        ]
+        return await self._score_chunks([[item] for item in items], batch)
 
     def _report(self, reason: str) -> None:
         """Logs a reason only once, because a function often fails in the same way for many
@@ -123,7 +128,7 @@ class Host(ABC):
     async def _call(
         self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
     ) -> list[Score]:
-        """Calls the function once, when `batch` has its turn. Raises CallFailed."""
+        """Calls the function once, when `batch` gets a slot. Raises CallFailed."""
 
 
 class ThreadHost(Host):
@@ -148,25 +153,24 @@ class ThreadHost(Host):
         call_items: int | None = None,
     ) -> None:
         super().__init__(function.name, check)
-        self._function, self._timeout_s = function, None if function.bounds_itself else timeout_s
+        self._function = function
+        self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self.call_items = call_items
 
     async def _call(
         self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
     ) -> list[Score]:
-        async with self._slots.turn(batch):
+        async with self._slots.slot(batch):
             try:
                 async with asyncio.timeout(self._timeout_s):
                     return await in_thread(lambda: self._function.scores(completions, **columns))
             except TimeoutError as error:
-                raise CallFailed(
-                    "timeout", f"no answer within {self._timeout_s} s {error}"
-                ) from None
+                reason = f"no answer within {self._timeout_s} s {error}"
+                raise CallFailed("timeout", reason) from None
             except Exception as error:
-                raise CallFailed(
-                    "error", reason_of(error), always=isinstance(error, WrongScores)
-                ) from error
+                always = isinstance(error, WrongScores)
+                raise CallFailed("error", reason_of(error), always=always) from error
 
 
 class ProcessHost(Host):
@@ -183,7 +187,8 @@ class ProcessHost(Host):
         self, name: str, pool: WorkerPool, index: int = 0, check: Check | None = None
     ) -> None:
         super().__init__(name, check)
-        self.pool, self._index = pool, index
+        self.pool = pool
+        self._index = index
 
     async def _call(
         self, completions: list[list[Message]], columns: dict[str, list[Any]], batch: object
@@ -191,7 +196,7 @@ class ProcessHost(Host):
         message = {"function": self._index, "completions": completions, "columns": columns}
         content = json.loads(await self.pool.call(json.dumps(message).encode(), batch))
         if "error" in content:
-            raise CallFailed("error", content["error"], content["always"])
+            raise CallFailed("error", content["error"], always=content["always"])
         return [Score(**score) for score in content["scores"]]
 
 
@@ -199,15 +204,18 @@ def arguments(items: Sequence[RewardItem]) -> tuple[list[list[Message]], dict[st
     """Returns the arguments of a reward function: chats, and a list for every column of any
     item.
     """
-    columns: dict[str, list[Any]] = {
-        name: [item.columns.get(name) for item in items]
-        for name in {name for item in items for name in item.columns}
-    }
-    columns |= {
-        "prompt": [item.prompt for item in items],
-        "ground_truth": [item.ground_truth for item in items],
-    }
-    return [[{"role": "assistant", "content": item.response}] for item in items], columns
+    names: set[str] = set()
+    for item in items:
+        names.update(item.columns)
+
+    columns: dict[str, list[Any]] = {}
+    for name in names:
+        columns[name] = [item.columns.get(name) for item in items]
+    columns["prompt"] = [item.prompt for item in items]
+    columns["ground_truth"] = [item.ground_truth for item in items]
+
+    completions = [[{"role": "assistant", "content": item.response}] for item in items]
+    return completions, columns
 
 
 async def in_thread(function: Callable[[], _T]) -> _T:

@@ -1,5 +1,5 @@
-"""A reward model. With `device`, the only modules of the reward-server that need torch, and only
-when they are used.
+"""A reward model. This module and `device` are the only ones of the reward-server that need torch,
+and only when they are used.
 """
 
 from collections.abc import Sequence
@@ -47,35 +47,40 @@ class RewardModelFunction(DetailedRewardFunction):
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         except ImportError as error:
-            problem, remedy = (
-                f"a reward model needs torch and transformers: {error}",
-                "pip install 'rlhf-math[trainer]'",
-            )
             raise ConfigError(
-                problem, field="reward.functions", value="reward_model", remedy=remedy
+                f"a reward model needs torch and transformers: {error}",
+                field="reward.functions",
+                value="reward_model",
+                remedy="pip install 'rlhf-math[trainer]'",
             ) from None
         from learning.device import choose_device
 
         self._torch = torch
         self._device = choose_device(device, "device")
-        precision = (
-            ("bfloat16" if self._device.type == "cuda" else "float32") if dtype == "auto" else dtype
-        )
+        precision: str = dtype
+        if dtype == "auto":
+            precision = "bfloat16" if self._device.type == "cuda" else "float32"
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded = AutoModelForSequenceClassification.from_pretrained(
                 model, dtype=getattr(torch, precision), use_safetensors=True
             )
         except (OSError, ValueError) as error:
-            problem = f"the reward model cannot be loaded: {error}"
-            remedy = "name a sequence-classification model on the hub (set HF_TOKEN for a gated one) or its directory"
             raise ConfigError(
-                problem, field="reward.reward_model_name", value=model, remedy=remedy
+                f"the reward model cannot be loaded: {error}",
+                field="reward.reward_model_name",
+                value=model,
+                remedy="name a sequence-classification model on the hub "
+                "(set HF_TOKEN for a gated one) or its directory",
             ) from None
         if loaded.config.num_labels > 2:
-            problem = f"a model with {loaded.config.num_labels} classes gives no score"
-            remedy = "use a model with a single output, or with two classes"
-            raise ConfigError(problem, field="reward.reward_model_name", value=model, remedy=remedy)
+            raise ConfigError(
+                f"a model with {loaded.config.num_labels} classes gives no score",
+                field="reward.reward_model_name",
+                value=model,
+                remedy="use a model with a single output, or with two classes",
+            )
+
         if self._tokenizer.pad_token_id is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         if loaded.config.pad_token_id is None:  # the model uses it to find the end of a chat
@@ -83,28 +88,26 @@ class RewardModelFunction(DetailedRewardFunction):
         self._tokenizer.padding_side = "right"
         self._model = loaded.to(self._device).eval()
         positions = getattr(loaded.config, "max_position_embeddings", max_tokens)
-        self._batch_size, self._max_tokens = batch_size, min(max_tokens, positions)
+        self._batch_size = batch_size
+        self._max_tokens = min(max_tokens, positions)
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns the score of each chat, an error for one over the limit. Raises InvalidInput
         without the column `prompt`.
         """
         prompts = column(kwargs, "prompt", len(completions), self.name)
-        chats = [
-            self._token_ids(prompt, list(completion))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        scores = [
-            Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")
-        ] * len(chats)
-        # Chats of similar length share a forward pass.
-        fitting = sorted(
-            (i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens),
-            key=lambda i: len(chats[i]),
-        )
+        chats: list[list[int]] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            chats.append(self._token_ids(prompt, list(completion)))
+
+        too_long = Score(None, "error", reason=f"the chat is longer than {self._max_tokens} tokens")
+        scores = [too_long] * len(chats)
+        fitting = [i for i, ids in enumerate(chats) if len(ids) <= self._max_tokens]
+        fitting.sort(key=lambda i: len(chats[i]))  # chats of similar length share a forward pass
         for start in range(0, len(fitting), self._batch_size):
             batch = fitting[start : start + self._batch_size]
-            for i, value in zip(batch, self._forward([chats[i] for i in batch]), strict=True):
+            values = self._forward([chats[i] for i in batch])
+            for i, value in zip(batch, values, strict=True):
                 scores[i] = Score(value)
         return scores
 
@@ -112,24 +115,26 @@ class RewardModelFunction(DetailedRewardFunction):
         before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if self._tokenizer.chat_template:
             text = self._tokenizer.apply_chat_template([*before, *completion], tokenize=False)
-            ids = self._tokenizer(
-                text, add_special_tokens=False
-            ).input_ids  # the template has added special tokens
+            # The template has added special tokens.
+            ids = self._tokenizer(text, add_special_tokens=False).input_ids
         else:
-            texts = (
-                "\n".join(message["content"] for message in chat) for chat in (before, completion)
-            )
-            ids = self._tokenizer(*texts).input_ids
+            ids = self._tokenizer(_joined(before), _joined(completion)).input_ids
         assert isinstance(ids, list)
         return ids
 
     def _forward(self, chats: Sequence[list[int]]) -> list[float]:
-        padded = self._tokenizer.pad({"input_ids": list(chats)}, return_tensors="pt").to(
-            self._device
-        )
+        """Returns the score of each chat of token ids."""
+        padded = self._tokenizer.pad({"input_ids": list(chats)}, return_tensors="pt")
+        padded = padded.to(self._device)
         with self._torch.inference_mode():
-            logits = self._model(
-                input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
-            ).logits.float()
+            output = self._model(
+                input_ids=padded["input_ids"],  # [chats, longest]
+                attention_mask=padded["attention_mask"],
+            )
+        logits = output.logits.float()  # [chats, 1 or 2]
         values = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(-1)[:, 1]
         return [float(value) for value in values]
+
+
+def _joined(chat: list[Message]) -> str:
+    return "\n".join(message["content"] for message in chat)

@@ -19,7 +19,7 @@ from typing import Any, Self
 from common.errors import ServiceLost
 from common.process.security import TOKEN
 from common.wire.schemas import RewardStatus
-from services.reward.turns import FairSlots
+from services.reward.fair_slots import FairSlots
 from services.sandbox.meter import WALL_TIMES, Meter
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,9 @@ class CallFailed(Exception):
     """
 
     def __init__(self, status: RewardStatus, reason: str, always: bool = False) -> None:
-        self.status, self.always = status, always
         super().__init__(reason)
+        self.status = status
+        self.always = always
 
 
 class _NotBegun(CallFailed):
@@ -132,16 +133,17 @@ class ForkServer:
             return self._control
         if self._control is not None:
             self._control.close()
-        self._control, theirs = socket.socketpair()
-        with theirs:
+
+        env = dict(os.environ)
+        env.pop(TOKEN, None)  # workers process untrusted text
+        self._control, child_end = socket.socketpair()
+        with child_end:
             self._process = subprocess.Popen(
                 self.spec.command(),
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 process_group=0,
-                env={
-                    name: value for name, value in os.environ.items() if name != TOKEN
-                },  # workers process untrusted text
+                env=env,
             )
         return self._control
 
@@ -169,7 +171,7 @@ class WorkerPool:
         timeout_s: seconds per call in a worker, as counted by `Meter`: waiting for a worker or a
             processor does not count.
         on_restart: called whenever a worker was killed, was found dead, or was replaced for its
-        age.
+            age.
         start_s: seconds for a worker to start.
     """
 
@@ -181,13 +183,11 @@ class WorkerPool:
         on_restart: Callable[[], None] = lambda: None,
         start_s: float = _START_S,
     ) -> None:
-        self.spec, self.size, self.timeout_s, self.start_s, self._on_restart = (
-            spec,
-            workers,
-            timeout_s,
-            start_s,
-            on_restart,
-        )
+        self.spec = spec
+        self.size = workers
+        self.timeout_s = timeout_s
+        self.start_s = start_s
+        self._on_restart = on_restart
         self.problem: str | ServiceLost | None = "the graders are starting"
         self.unfinished = 0
         """Calls that are in a worker or waiting for one."""
@@ -207,7 +207,8 @@ class WorkerPool:
             self._filling.cancel()
             await asyncio.wait([self._filling])
         while not self._idle.empty():
-            if isinstance(worker := self._idle.get_nowait(), _Worker):
+            worker = self._idle.get_nowait()
+            if isinstance(worker, _Worker):
                 worker.kill()
         self.problem = "the graders have ended"
         self._server.end()  # not in a thread, which an ending process cannot start
@@ -219,13 +220,14 @@ class WorkerPool:
     async def call(self, message: bytes, batch: object = None) -> bytes:
         """Sends a line to a worker and returns its answer. Cancelling the call kills the worker.
 
-        Calls that wait take turns by `batch`. Raises CallFailed with the status `timeout` or
-        `died`.
+        The batches that wait share the workers fairly (`FairSlots`). Raises CallFailed with the
+        status `timeout` or `died`.
         """
         self.unfinished += 1
         try:
-            async with self._slots.turn(batch or object()):
-                for _ in range(self.size + self.spec.spares):  # as many as may have died while idle
+            async with self._slots.slot(batch or object()):
+                # As many workers may have died while idle.
+                for _ in range(self.size + self.spec.spares):
                     with contextlib.suppress(_NotBegun):
                         return await self._try(message)
                 return await self._try(message)
@@ -236,9 +238,10 @@ class WorkerPool:
         """Returns the answer of an idle worker. Raises CallFailed, including when no worker can be
         started.
         """
-        worker, keep = await self._idle.get(), False
+        worker = await self._idle.get()
         if isinstance(worker, CallFailed):
             raise worker
+        keep = False
         try:
             answer = await self._answer(worker, message)
             keep = self.spec.answers is None or worker.answered < self.spec.answers
@@ -256,17 +259,21 @@ class WorkerPool:
 
     async def _answer(self, worker: _Worker, message: bytes) -> bytes:
         """Returns the answer of a worker. Raises CallFailed."""
-        meter, over, wait_s = Meter(worker.pid), False, self.timeout_s
+        meter = Meter(worker.pid)
+        is_over = False
+        wait_s = self.timeout_s
         exchange = asyncio.create_task(worker.exchange(message))
         try:
-            while not (await asyncio.wait({exchange}, timeout=wait_s))[0]:
-                if over:
+            while True:
+                await asyncio.wait({exchange}, timeout=wait_s)
+                if exchange.done():
+                    return exchange.result()
+                # The verdict is one look later: a worker that has answered is waiting, too.
+                if is_over:
                     raise CallFailed("timeout", f"no answer within {self.timeout_s} s")
                 used_s = meter.read()
-                # Check once more before the verdict: a worker that has answered is waiting, too.
-                over = used_s >= self.timeout_s or meter.wall_s >= WALL_TIMES * self.timeout_s
-                wait_s = _LOOK_S if over else max(_LOOK_S, self.timeout_s - used_s)
-            return exchange.result()
+                is_over = used_s >= self.timeout_s or meter.wall_s >= WALL_TIMES * self.timeout_s
+                wait_s = _LOOK_S if is_over else max(_LOOK_S, self.timeout_s - used_s)
         except (OSError, EOFError, asyncio.LimitOverrunError):
             kind = CallFailed if worker.began else _NotBegun
             raise kind("died", "its worker died, or its answer is too long") from None
@@ -275,52 +282,64 @@ class WorkerPool:
 
     async def _fill(self) -> None:
         """Starts the missing workers."""
-        started = failed = 0
+        started = 0
+        failed = 0  # starts in a row
         while True:
             await self._missing.acquire()
             try:
                 self._idle.put_nowait(await self._spawn())
-                started, failed = started + 1, 0
+                started += 1
+                failed = 0
             except CallFailed as error:
                 log.error("a grader did not start: %s", error)
                 self._missing.release()
                 failed += 1
-                hopeless = failed > 1  # the first failure may have been a kill
-                if not self._started_once.is_set():
-                    hopeless = failed >= _MAX_FAILED_STARTS
-                    self.problem = (
-                        _not_starting(error, failed)
-                        if hopeless
-                        else f"the graders do not start: {error}"
-                    )
-                if hopeless and self._idle.empty() and self.unfinished:
-                    self._idle.put_nowait(
-                        error
-                    )  # fails one call, which would otherwise wait forever
+                self._report_failure(error, failed)
                 await asyncio.sleep(_RETRY_S)
             if started >= self.size:
                 self.problem = None
                 self._started_once.set()
 
+    def _report_failure(self, error: CallFailed, failed: int) -> None:
+        """Records that `failed` starts in a row have failed, and fails a call that might otherwise
+        wait forever.
+        """
+        hopeless = failed > 1  # the first failure may have been a kill
+        if not self._started_once.is_set():
+            hopeless = failed >= _MAX_FAILED_STARTS
+            self.problem = f"the graders do not start: {error}"
+            if hopeless:
+                self.problem = ServiceLost(
+                    f"the graders did not start {failed} times in a row: {error}",
+                    remedy="the output of the forking process, on standard error, says more",
+                )
+        if hopeless and self._idle.empty() and self.unfinished:
+            self._idle.put_nowait(error)
+
     async def _spawn(self) -> _Worker:
         """Starts a worker and waits until it is ready. Raises CallFailed."""
         try:
-            ours, theirs = socket.socketpair()
+            pool_end, worker_end = socket.socketpair()
         except OSError as error:  # too many open files
             raise CallFailed("died", f"no grader can be started: {error}") from None
-        with theirs:
+
+        with worker_end:
             try:
-                self._server.fork(theirs)
+                self._server.fork(worker_end)
             except OSError as error:
-                ours.close()
+                pool_end.close()
                 raise CallFailed(
                     "died", f"the process that forks graders has ended: {error}"
                 ) from None
+
         try:
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_LINE_BYTES)
+            reader, writer = await asyncio.open_unix_connection(
+                sock=pool_end, limit=_MAX_LINE_BYTES
+            )
         except BaseException:
-            ours.close()
+            pool_end.close()
             raise
+
         line = b""
         try:
             async with asyncio.timeout(self.start_s):
@@ -328,18 +347,9 @@ class WorkerPool:
             return _Worker(reader, writer, int(line))
         except (TimeoutError, ValueError, OSError):
             writer.close()
-            reason = (
-                line.decode("utf-8", "replace").strip()
-                or "the process that forks graders did not answer; see its log"
-            )
-            raise CallFailed("died", reason) from None
+            reason = line.decode("utf-8", "replace").strip()
+            silent = "the process that forks graders did not answer; see its log"
+            raise CallFailed("died", reason or silent) from None
         except BaseException:
             writer.close()
             raise
-
-
-def _not_starting(error: CallFailed, times: int) -> ServiceLost:
-    reason = f"the graders did not start {times} times in a row: {error}"
-    return ServiceLost(
-        reason, remedy="the output of the forking process, on standard error, says more"
-    )

@@ -40,7 +40,7 @@ from services.sandbox.cases import parse_cases
 _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
-_CALLS = "services.reward.functions.base"
+_HANDLER = "services.reward.functions.handler"
 
 
 class RewardScorer:
@@ -84,79 +84,109 @@ class RewardScorer:
         self._restarted = 0
         self._hosts: dict[str, Host] = {}
         self._pools: list[WorkerPool] = []
+        self._tasks: dict[str, list[str]] = {}
+        self._default: list[str] = []
         if functions is None:
-            self._build_hosts()
-            check_names([host.name for host in self._hosts.values()])
-            self._tasks, self._default = config.tasks, config.functions
+            self._host_configured()
+            self._tasks = config.tasks
+            self._default = config.functions
         else:
-            check_names([f.name for f in functions])
-            self._hosts = {
-                f.name: ThreadHost(f, config.function_timeout_s, config.workers) for f in functions
-            }
-            self._tasks, self._default = {}, list(self._hosts)
-        self._weights = {
-            host.name: config.weights.get(key, 1.0) for key, host in self._hosts.items()
-        }
+            self._host_own(functions)
+            self._default = list(self._hosts)
+
+        self._weights: dict[str, float] = {}
+        for key, host in self._hosts.items():
+            self._weights[host.name] = config.weights.get(key, 1.0)
         self._exits = AsyncExitStack()
 
-    def _build_hosts(self) -> None:
-        """Creates a host for every function that any task uses, by its configured name, and the
-        pools they share.
-        """
-        config = self.config
-        plain: dict[str, dict[str, Any]] = {}
-        for name in config.function_names():
-            if name == "math":
-                math = MathHost(config, self._on_restart)
-                self._pools.append(math.pool)
-                self._hosts[name] = math
-            elif name == "code":
-                code = CodeRewardFunction(
-                    config.code_timeout_s,
-                    config.code_partial_credit,
-                    slots=config.code_slots,
-                    memory_mb=config.code_memory_mb,
-                    python=config.code_python,
-                    sandbox=config.code_sandbox,
-                )
-                self._hosts[name] = ThreadHost(code, None, code.slots, _check_cases, call_items=1)
-            elif name == "judge":
-                judge = JudgeRewardFunction(
-                    config.judge_url,
-                    config.judge_model,
-                    config.judge_rubric or DEFAULT_RUBRIC,
-                    timeout_s=config.judge_timeout_s,
-                    concurrency=config.judge_concurrency,
-                    max_tokens=config.judge_max_tokens,
-                )
-                self._hosts[name] = ThreadHost(judge, None, config.judge_concurrency, call_items=1)
-            elif (
-                name == "reward_model"
-            ):  # in a separate process, because the server never imports torch
-                check_model(config.reward_model_name, "reward.reward_model_name")
-                _check_gpu()
-                arguments = {
-                    "model": config.reward_model_name,
-                    "max_tokens": config.reward_model_max_tokens,
-                }
-                model = {
-                    "target": "services.reward.neural:RewardModelFunction",
-                    "arguments": arguments,
-                }
-                spec = WorkerSpec(_CALLS, {"functions": [model]}, answers=None)
-                self._pools.append(
-                    WorkerPool(spec, 1, _MODEL_CALL_S, self._on_restart, _MODEL_START_S)
-                )
-                self._hosts[name] = ProcessHost(name, self._pools[-1])
-            else:
-                plain[name] = _built_in(name, config) or _custom(name)
-        if plain:
-            spec = WorkerSpec(_CALLS, {"functions": list(plain.values())})
-            self._pools.append(
-                WorkerPool(spec, config.workers, config.function_timeout_s, self._on_restart)
+    def _host_own(self, functions: Sequence[RewardFunction]) -> None:
+        """Creates a host for each of the caller's functions, by its name."""
+        check_names([function.name for function in functions])
+        for function in functions:
+            self._hosts[function.name] = ThreadHost(
+                function, self.config.function_timeout_s, calls=self.config.workers
             )
-            for index, (name, function) in enumerate(plain.items()):
-                self._hosts[name] = ProcessHost(function["name"], self._pools[-1], index)
+
+    def _host_configured(self) -> None:
+        """Creates a host for every function that any task uses, by its configured name, and the
+        pools of their workers.
+        """
+        shared: dict[str, dict[str, Any]] = {}  # functions that share a pool, by configured name
+        for name in self.config.function_names():
+            if name == "math":
+                host = MathHost(self.config, self._on_restart)
+                self._pools.append(host.pool)
+                self._hosts[name] = host
+            elif name == "code":
+                self._hosts[name] = self._code_host()
+            elif name == "judge":
+                self._hosts[name] = self._judge_host()
+            elif name == "reward_model":
+                self._hosts[name] = self._model_host(name)
+            else:
+                shared[name] = _built_in(name, self.config) or _custom(name)
+
+        if shared:
+            pool = WorkerPool(
+                WorkerSpec(_HANDLER, {"functions": list(shared.values())}),
+                self.config.workers,
+                timeout_s=self.config.function_timeout_s,
+                on_restart=self._on_restart,
+            )
+            self._pools.append(pool)
+            for index, (name, function) in enumerate(shared.items()):
+                self._hosts[name] = ProcessHost(function["name"], pool, index)
+        check_names([host.name for host in self._hosts.values()])
+
+    def _code_host(self) -> Host:
+        function = CodeRewardFunction(
+            self.config.code_timeout_s,
+            self.config.code_partial_credit,
+            slots=self.config.code_slots,
+            memory_mb=self.config.code_memory_mb,
+            python=self.config.code_python,
+            sandbox=self.config.code_sandbox,
+        )
+        return ThreadHost(
+            function, timeout_s=None, calls=function.slots, check=_check_cases, call_items=1
+        )
+
+    def _judge_host(self) -> Host:
+        function = JudgeRewardFunction(
+            self.config.judge_url,
+            self.config.judge_model,
+            self.config.judge_rubric or DEFAULT_RUBRIC,
+            timeout_s=self.config.judge_timeout_s,
+            concurrency=self.config.judge_concurrency,
+            max_tokens=self.config.judge_max_tokens,
+        )
+        return ThreadHost(
+            function, timeout_s=None, calls=self.config.judge_concurrency, call_items=1
+        )
+
+    def _model_host(self, name: str) -> Host:
+        """Returns the host of the reward model, which has a process of its own, because the server
+        never imports torch.
+        """
+        check_model(self.config.reward_model_name, "reward.reward_model_name")
+        _check_gpu()
+        arguments = {
+            "model": self.config.reward_model_name,
+            "max_tokens": self.config.reward_model_max_tokens,
+        }
+        function = {
+            "target": "services.reward.neural:RewardModelFunction",
+            "arguments": arguments,
+        }
+        pool = WorkerPool(
+            WorkerSpec(_HANDLER, {"functions": [function]}, answers=None),
+            workers=1,
+            timeout_s=_MODEL_CALL_S,
+            on_restart=self._on_restart,
+            start_s=_MODEL_START_S,
+        )
+        self._pools.append(pool)
+        return ProcessHost(name, pool)
 
     def _unfinished(self) -> int:
         return sum(host.unfinished for host in self._hosts.values())
@@ -214,21 +244,24 @@ class RewardScorer:
             message = f"a batch has at most {MAX_BATCH_ITEMS} items"
             raise TooLarge(message, field="items", value=len(items), remedy="send smaller batches")
         started = time.perf_counter()
-        wanted: dict[Host, list[int]] = {}
+        wanted: dict[Host, list[int]] = {}  # the indices of the items that each host scores
         for i, item in enumerate(items):
             where = f"items[{i}]."
             for host in self._hosts_of(item, where):
                 host.check(item, where)
                 wanted.setdefault(host, []).append(i)
-        found = await asyncio.gather(
-            *(host.score([items[i] for i in of]) for host, of in wanted.items())
-        )
+
+        calls = [host.score([items[i] for i in indices]) for host, indices in wanted.items()]
+        found = await asyncio.gather(*calls)
         parts: list[dict[str, Score]] = [{} for _ in items]
-        for (host, of), scores in zip(wanted.items(), found, strict=True):
-            for i, score in zip(of, scores, strict=True):
+        for (host, indices), scores in zip(wanted.items(), found, strict=True):
+            for i, score in zip(indices, scores, strict=True):
                 parts[i][host.name] = score
-        results = [self._result(item, part) for item, part in zip(items, parts, strict=True)]
-        for result in results:
+
+        results: list[RewardResult] = []
+        for item, part in zip(items, parts, strict=True):
+            result = self._result(item, part)
+            results.append(result)
             self._counts[result.status] += 1
             self._graded.labels(result.status).inc()
         self._seconds.observe(time.perf_counter() - started)
@@ -239,14 +272,15 @@ class RewardScorer:
         when none has).
         """
         results = await self.score(items)
-        graded = [
-            (result.reward, result.correct) for result in results if result.reward is not None
-        ]
-        count = max(1, len(graded))
+        rewards: list[float] = []
+        correct = 0
+        for result in results:
+            if result.reward is not None:
+                rewards.append(result.reward)
+                correct += result.correct
+        graded = max(1, len(rewards))
         return BatchRewardResult(
-            rewards=results,
-            mean_reward=sum(reward for reward, _ in graded) / count,
-            accuracy=sum(correct for _, correct in graded) / count,
+            rewards=results, mean_reward=sum(rewards) / graded, accuracy=correct / graded
         )
 
     def _hosts_of(self, item: RewardItem, where: str) -> list[Host]:
@@ -258,15 +292,20 @@ class RewardScorer:
                 "there are no reward functions for this task",
                 field=f"{where}task",
                 value=item.task,
-                remedy=f"use one of {', '.join(self._tasks)}, or name its functions in reward.tasks",
+                remedy=f"use one of {', '.join(self._tasks)}, "
+                "or name its functions in reward.tasks",
             )
         return [self._hosts[name] for name in self._tasks[item.task]]
 
     def _result(self, item: RewardItem, parts: dict[str, Score]) -> RewardResult:
         whole = combine(parts, self._weights)
-        reward, correct = whole.value, whole.correct
-        if item.finish_reason == "length" and self.config.require_stop and reward is not None:
-            reward, correct = 0.0, False
+        reward = whole.value
+        correct = whole.correct
+        truncated = item.finish_reason == "length" and self.config.require_stop
+        if truncated and reward is not None:
+            reward = 0.0
+            correct = False
+
         verified = correct is not None or reward in (0.0, 1.0)
         if correct is None:
             correct = reward is not None and reward > 0.5
@@ -288,23 +327,21 @@ class RewardScorer:
 
 def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
     """Returns the specification of a built-in text function; None for any other name."""
-    known: dict[str, tuple[Callable[..., RewardFunction], dict[str, Any]]] = {
-        "format": (
-            FormatRewardFunction,
-            {
-                "required_patterns": config.format_required,
-                "forbidden_patterns": config.format_forbidden,
-            },
-        ),
-        "length": (
-            LengthPenaltyFunction,
-            {"soft_chars": config.length_soft_chars, "hard_chars": config.length_hard_chars},
-        ),
-        "repetition": (RepetitionPenaltyFunction, {}),
-    }
-    if name not in known:
+    function: Callable[..., RewardFunction]
+    arguments: dict[str, Any] = {}
+    if name == "format":
+        function = FormatRewardFunction
+        arguments["required_patterns"] = config.format_required
+        arguments["forbidden_patterns"] = config.format_forbidden
+    elif name == "length":
+        function = LengthPenaltyFunction
+        arguments["soft_chars"] = config.length_soft_chars
+        arguments["hard_chars"] = config.length_hard_chars
+    elif name == "repetition":
+        function = RepetitionPenaltyFunction
+    else:
         return None
-    function, arguments = known[name]
+
     try:
         function(**arguments)  # refuses wrong arguments here instead of in a worker
     except ConfigError as error:
@@ -329,8 +366,8 @@ def _custom(path: str) -> dict[str, Any]:
     """
     spec: dict[str, Any] = {"target": path, "arguments": {}}
     remedy = "name package.module:Class, a RewardFunction that needs no arguments"
-    output = _tried(WorkerSpec(_CALLS, {"functions": [spec]}), path, remedy)
-    return spec | {"name": json.loads(output)[0]}
+    names = json.loads(_tried(WorkerSpec(_HANDLER, {"functions": [spec]}), path, remedy))
+    return spec | {"name": names[0]}
 
 
 def _check_gpu() -> None:
@@ -351,13 +388,15 @@ def _tried(spec: WorkerSpec, function: str, remedy: str) -> str:
     Raises ConfigError if it fails.
     """
     try:
-        command = spec.command(check=True)
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, timeout=_CHECK_S
+            spec.command(check=True),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_CHECK_S,
         )
-        output = done.stdout.strip().rpartition("\n")[
-            2
-        ]  # the function may have printed something before
+        # The function may have printed something before.
+        output = done.stdout.strip().rpartition("\n")[2]
         if done.returncode == 0:
             return output
         problem = output or "the process that tried the reward function died"

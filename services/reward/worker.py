@@ -27,9 +27,8 @@ Make = Callable[[], Callable[[str], str]]
 
 def _prepared(spec: dict[str, Any]) -> Make:
     sys.path[:] = spec["path"]
-    os.environ.setdefault(
-        "TQDM_DISABLE", "1"
-    )  # a model that a function loads must not draw bars into the log
+    # A model that a function loads must not draw bars into the log.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     importlib.import_module("common.process.logs").to_stderr("reward-server")
     make: Make = importlib.import_module(spec["module"]).prepare(spec["arguments"])
     return make
@@ -79,10 +78,9 @@ def _fork_worker(
     status = 1  # the server sees the connection end and counts it
     try:
         control.close()
+        # A user's reward function may read standard input.
         with contextlib.suppress(OSError):
-            os.dup2(
-                os.open(os.devnull, os.O_RDONLY), 0
-            )  # a user's reward function may read standard input
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _work(socket.socket(fileno=connection), make, memory_mb)
         status = 0
     except (MemoryError, RecursionError, OSError):
@@ -133,4 +131,8 @@ def check(spec: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    (serve if sys.argv[1] == "serve" else check)(json.loads(sys.argv[2]))
+    specification = json.loads(sys.argv[2])
+    if sys.argv[1] == "serve":
+        serve(specification)
+    else:
+        check(specification)

@@ -1,5 +1,5 @@
-"""`python -m services.rollout`: the node's agent and engine, and on node 0 the router, until
-SIGTERM.
+"""`python -m services.rollout`: a rollout node, which is its supervisor and its engine, and on node
+0 the router, until SIGTERM.
 
 Exit status `setting_status()` means a wrong setting, including one that the engine refuses; 1 means
 that the engine failed several times in a row, at its start or soon after it.
@@ -14,10 +14,10 @@ from common.process.metrics import Metrics
 from common.process.topology import ROLLOUT, Topology, setting_status
 from common.settings.config import Config, main
 from services.http.app import serve
-from services.rollout.agent import Agent
-from services.rollout.app import create_agent_app
+from services.rollout.app import create_node_app
 from services.rollout.engine_client import engine_command
 from services.rollout.router import router_command
+from services.rollout.supervisor import NodeSupervisor
 
 
 def run(config: Config) -> None:
@@ -26,22 +26,23 @@ def run(config: Config) -> None:
     setup_logging(topology.own_name(ROLLOUT), config.state_dir / "logs", service=ROLLOUT)
     if config.rollout.engine == "sglang":
         text_config(config.model.name, ask_hub=True)  # the command depends on it
-    engine_command(
-        config, topology, config.model.name, BASE_VERSION
-    )  # checks the settings before anything starts
+
+    # Making the commands checks the settings before anything starts.
+    engine_command(config, topology, model_path=config.model.name, weight_version=BASE_VERSION)
     if topology.node_rank == 0:
         router_command(config, topology)
+
     metrics = Metrics("rollout-server")
-    agent = Agent(config, topology, metrics)
-    node = f"node={topology.node_rank}/{topology.num_nodes}"
-    settings = f"{node} model={config.model.name} engine={config.rollout.engine} router={config.rollout.router}"
-    serve(
-        create_agent_app(agent, metrics),
-        *topology.bind(ROLLOUT, config.rollout.agent_port),
-        settings,
+    node = NodeSupervisor(config, topology, metrics)
+    settings = (
+        f"node={topology.node_rank}/{topology.num_nodes} model={config.model.name} "
+        f"engine={config.rollout.engine} router={config.rollout.router}"
     )
-    if agent.fatal is not None:
-        fail(agent.fatal, setting_status() if isinstance(agent.fatal, ConfigError) else 1)
+    host, port = topology.bind(ROLLOUT, config.rollout.agent_port)
+    serve(create_node_app(node, metrics), host, port, settings)
+
+    if node.fatal is not None:
+        fail(node.fatal, setting_status() if isinstance(node.fatal, ConfigError) else 1)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from services.rollout.keyed import run_module
 log = logging.getLogger(__name__)
 _ENV = {
     # Otherwise SGLang's /health generates a token, and a paused engine looks dead to router and
-    # agent.
+    # supervisor.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # In a log, a progress bar would be one endless line.
     "TQDM_DISABLE": "1",
@@ -48,8 +48,7 @@ _CPU_OPTIONS = {
 }
 _CPU_FLAGS = ("--skip-server-warmup", "--sleep-on-idle")
 """Without `--sleep-on-idle` the idle scheduler keeps a core busy."""
-
-
+_FP32_HEAD = "--enable-fp32-lm-head"
 _WITHOUT_WINDOWS = ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Model types whose attention windows SGLang 0.5.21 ignores: every token attends to all earlier
 tokens."""
@@ -71,76 +70,78 @@ def engine_command(
     """
     rollout = config.rollout
     host, port = topology.bind(ROLLOUT, rollout.engine_port)
-    seed = (
-        config.seed * topology.num_nodes + topology.node_rank
-    )  # nodes must sample different answers
-    common = {
+    options: dict[str, object] = {
         "model-path": model_path,
         "host": host,
         "port": port,
         "weight-version": weight_version,
         "max-running-requests": rollout.max_running_requests,
-    }
-    head = ["--enable-fp32-lm-head"] if config.model.fp32_head else []
-    if rollout.engine == "embedded":
-        options = {**common, "max-context-tokens": rollout.max_context_tokens, "seed": seed}
-        options |= {"device": rollout.device, "dtype": config.model.dtype}
-        return [sys.executable, "-m", "services.engine", *to_options(options), *head]
-    on_cpu = rollout.device == "cpu"
-    options = {
-        **common,
-        "tp-size": rollout.tensor_parallel_size,
-        "random-seed": seed,
         "dtype": config.model.dtype,
-        "load-format": "safetensors",  # never a pickle
     }
+    # Nodes must sample different answers.
+    seed = config.seed * topology.num_nodes + topology.node_rank
+    if rollout.engine == "embedded":
+        return _embedded_command(config, options, seed)
+    return _sglang_command(config, options, seed)
+
+
+def _embedded_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
+    options["max-context-tokens"] = config.rollout.max_context_tokens
+    options["seed"] = seed
+    options["device"] = config.rollout.device
+
+    command = [sys.executable, "-m", "services.engine", *to_options(options)]
+    if config.model.fp32_head:
+        command.append(_FP32_HEAD)
+    return command
+
+
+def _sglang_command(config: Config, options: dict[str, object], seed: int) -> list[str]:
+    rollout = config.rollout
+    on_cpu = rollout.device == "cpu"
+    options["tp-size"] = rollout.tensor_parallel_size
+    options["random-seed"] = seed
+    options["load-format"] = "safetensors"  # never a pickle
     if on_cpu:
-        options |= _CPU_OPTIONS | {
-            "max-total-tokens": rollout.max_running_requests * rollout.max_context_tokens
-        }
-    if bound := _sglang_bound(model_path):
-        tokens, reason = bound
-        lengths = {
-            "sampling": config.sampling.max_new_tokens,
-            "evaluation": config.evaluation.max_new_tokens or 0,
-        }
-        if too_long := [section for section, length in lengths.items() if length >= tokens]:
-            remedy = f"lower it to less than {tokens}, or set rollout.engine=embedded"
-            field, value = f"{too_long[0]}.max_new_tokens", lengths[too_long[0]]
-            raise ConfigError(
-                f"{reason}, and completions can be longer", field=field, value=value, remedy=remedy
-            )
-        options["context-length"] = tokens
-    trust = ["--trust-remote-code"] if config.model.trust_remote_code else []
-    saver = ["--enable-memory-saver"] if rollout.colocate else []
-    own = [*saver, *(_CPU_FLAGS if on_cpu else head)]
-    flags = ["--enable-metrics", *own, *trust, *_lora_options(config), *rollout.engine_args]
-    tls_options = (
-        {"ssl-certfile": files.certificate, "ssl-keyfile": files.key}
-        if (files := tls()).certificate
-        else {}
-    )
-    return [
-        *run_module(str(_sglang_python(rollout)), "sglang.launch_server"),
-        *to_options(options | tls_options),
-        *flags,
-    ]
+        options |= _CPU_OPTIONS
+        options["max-total-tokens"] = rollout.max_running_requests * rollout.max_context_tokens
+    context_length = _sglang_context_length(config, str(options["model-path"]))
+    if context_length is not None:
+        options["context-length"] = context_length
+    files = tls()
+    if files.certificate:
+        options["ssl-certfile"] = files.certificate
+        options["ssl-keyfile"] = files.key
+
+    flags = ["--enable-metrics"]
+    if rollout.colocate:
+        flags.append("--enable-memory-saver")
+    if on_cpu:
+        flags += _CPU_FLAGS
+    elif config.model.fp32_head:
+        flags.append(_FP32_HEAD)
+    if config.model.trust_remote_code:
+        flags.append("--trust-remote-code")
+    flags += _lora_options(config)
+    flags += rollout.engine_args
+
+    command = run_module(str(_sglang_python(rollout)), "sglang.launch_server")
+    return command + to_options(options) + flags
 
 
 def engine_env(config: Config) -> dict[str, str]:
     """Returns the variables to add to the engine's environment."""
-    if config.rollout.engine == "embedded":
+    rollout = config.rollout
+    if rollout.engine == "embedded":
         return _ENV
-    if config.rollout.device != "cpu":
-        return (
-            _ENV
-            | config.rollout.nccl_env()
-            | toolkit_env(Path(config.rollout.engine_python), os.environ)
-        )
-    offline = (
-        {"HF_HUB_OFFLINE": "1"} if Path(config.model.name).is_dir() else {}
-    )  # else it asks the hub anyway
-    return _ENV | _CPU_ENV | offline
+    if rollout.device != "cpu":
+        toolkit = toolkit_env(Path(rollout.engine_python), os.environ)
+        return _ENV | rollout.nccl_env() | toolkit
+
+    env = _ENV | _CPU_ENV
+    if Path(config.model.name).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"  # else it asks the hub anyway
+    return env
 
 
 def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
@@ -150,40 +151,67 @@ def toolkit_env(python: Path, env: Mapping[str, str]) -> dict[str, str]:
     A CUDA toolkit named by `env` is kept. Otherwise the toolkit of the wheels is used, which
     `jobgroup/setup.sh` completes; without these wheels SGLang looks for the system's toolkit.
     """
-    programs, named = python.absolute().parent, env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    programs = python.absolute().parent
+    path = env.get("PATH", os.defpath)
+    named = env.get("CUDA_HOME") or env.get("CUDA_PATH")
     wheels = sorted(programs.parent.glob("lib/python3*/site-packages/nvidia/cu*/bin/nvcc"))
-    home = Path(named) if named else wheels[-1].parents[1] if wheels else None
-    found = [str(programs), *([str(home / "bin")] if home else []), env.get("PATH", os.defpath)]
-    return {"PATH": os.pathsep.join(found)} | ({"CUDA_HOME": str(home)} if home else {})
+    if named:
+        home = Path(named)
+    elif wheels:
+        home = wheels[-1].parents[1]
+    else:
+        return {"PATH": os.pathsep.join((str(programs), path))}
+    return {
+        "PATH": os.pathsep.join((str(programs), str(home / "bin"), path)),
+        "CUDA_HOME": str(home),
+    }
 
 
 def _sglang_python(rollout: RolloutSection) -> Path:
     if rollout.device == "cpu" and rollout.tensor_parallel_size > 1:
-        reason = "an engine on a CPU has only one process"
-        remedy = "set it to 1, or set rollout.device=cuda"
         raise ConfigError(
-            reason,
+            "an engine on a CPU has only one process",
             field="rollout.tensor_parallel_size",
             value=rollout.tensor_parallel_size,
-            remedy=remedy,
+            remedy="set it to 1, or set rollout.device=cuda",
         )
-    python = Path(
-        rollout.engine_python
-    ).absolute()  # not resolved: the symlink identifies the virtual environment
+    # Not resolved: the symlink identifies the virtual environment.
+    python = Path(rollout.engine_python).absolute()
     if not python.is_file():
-        install = (
-            "run make sglang-cpu"
-            if rollout.device == "cpu"
-            else "install sglang in a separate environment"
-        )
-        remedy = f"{install} and name its Python here, or set rollout.engine=embedded"
+        install = "install sglang in a separate environment"
+        if rollout.device == "cpu":
+            install = "run make sglang-cpu"
         raise ConfigError(
             "this Python does not have sglang",
             field="rollout.engine_python",
             value=str(python),
-            remedy=remedy,
+            remedy=f"{install} and name its Python here, or set rollout.engine=embedded",
         )
     return python
+
+
+def _sglang_context_length(config: Config, model_path: str) -> int | None:
+    """Returns the context length to give SGLang; None for the model's own.
+
+    Raises ConfigError when completions can be longer than SGLang computes them correctly.
+    """
+    bound = _sglang_bound(model_path)
+    if bound is None:
+        return None
+    tokens, reason = bound
+    lengths = {
+        "sampling.max_new_tokens": config.sampling.max_new_tokens,
+        "evaluation.max_new_tokens": config.evaluation.max_new_tokens or 0,
+    }
+    for field, length in lengths.items():
+        if length >= tokens:
+            raise ConfigError(
+                f"{reason}, and completions can be longer",
+                field=field,
+                value=length,
+                remedy=f"lower it to less than {tokens}, or set rollout.engine=embedded",
+            )
+    return tokens
 
 
 def _sglang_bound(model_path: str) -> tuple[int, str] | None:
@@ -192,8 +220,8 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
 
     Raises ConfigError for a model that it computes differently at any length.
     """
-    shape = text_config(model_path)
-    if is_dynamic(shape):
+    model_config = text_config(model_path)
+    if is_dynamic(model_config):
         raise ConfigError(
             "SGLang gives dynamic rotary positions other frequencies than transformers",
             field="model.name",
@@ -201,13 +229,18 @@ def _sglang_bound(model_path: str) -> tuple[int, str] | None:
             remedy="set rollout.engine=embedded, or use another model",
         )
     bounds: list[tuple[int, str]] = []
-    windowed = shape.get("use_sliding_window", True) and shape.get("model_type") in _WITHOUT_WINDOWS
-    if windowed and (window := shape.get("sliding_window")):
-        bounds.append(
-            (window, f"SGLang ignores the attention window of this model, {window} tokens")
+    window = model_config.get("sliding_window")
+    ignores_windows = model_config.get("model_type") in _WITHOUT_WINDOWS
+    if window and ignores_windows and model_config.get("use_sliding_window", True):
+        reason = f"SGLang ignores the attention window of this model, {window} tokens"
+        bounds.append((window, reason))
+
+    switches_at = switch_length(model_config)
+    if switches_at:
+        reason = (
+            "SGLang changes the LongRoPE factors of a whole batch "
+            f"when a sequence of it exceeds {switches_at} tokens"
         )
-    if switches_at := switch_length(shape):
-        reason = f"SGLang changes the LongRoPE factors of a whole batch when a sequence of it exceeds {switches_at} tokens"
         bounds.append((switches_at, reason))
     return min(bounds, default=None)
 
@@ -216,12 +249,13 @@ def _lora_options(config: Config) -> list[str]:
     """Returns the SGLang options for serving adapters of the configured size."""
     if not config.lora.publishes_adapter:
         return []
-    options = {
+    options: dict[str, object] = {
         "max-lora-rank": config.lora.rank,
-        "max-loras-per-batch": adapters_kept(config)
-        + 1,  # the model without an adapter counts as one
-        **({"lora-backend": "torch_native"} if config.rollout.device == "cpu" else {}),
+        # The model without an adapter counts as one.
+        "max-loras-per-batch": adapters_kept(config) + 1,
     }
+    if config.rollout.device == "cpu":
+        options["lora-backend"] = "torch_native"
     targets = config.lora.target_modules or ["all"]
     return [
         "--enable-lora",
@@ -253,14 +287,17 @@ def released_memory(config: Config) -> list[str]:
 
 def to_options(options: dict[str, object]) -> list[str]:
     """Returns the options as command-line words `--name value`."""
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    words: list[str] = []
+    for name, value in options.items():
+        words += (f"--{name}", str(value))
+    return words
 
 
 class EngineClient(Client):
     """Client for the control calls of one engine, sent directly because the router does not forward
     them.
 
-    `changing` is held while the agent loads weights and may therefore have paused the engine.
+    `changing` is held while weights are loaded, for which the engine may be paused.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -270,9 +307,9 @@ class EngineClient(Client):
         """The kinds of memory that the engine has released."""
 
     async def weight_version(self) -> str:
-        return str(
-            _field(await self.request("GET", "/model_info", deadline_s=30), "weight_version")
-        )
+        """Returns the label of the weights that the engine serves. Raises ServiceError."""
+        response = await self.request("GET", "/model_info", deadline_s=30)
+        return str(_field(response, "weight_version"))
 
     async def load(
         self, directory: Path, version: str, timeout_s: float, whole: bool = True
@@ -288,6 +325,7 @@ class EngineClient(Client):
             if not self.asleep:
                 await self.pause()
             await self._wake("weights", timeout_s)
+
             body = {"model_path": str(directory), "weight_version": version, "flush_cache": True}
             response = await self.request(
                 "POST", "/update_weights_from_disk", json=body, deadline_s=timeout_s
@@ -295,15 +333,18 @@ class EngineClient(Client):
             if _field(response, "success") is not True:
                 reason = f"the engine did not load weights {version}: {shorten(response.text)}"
                 raise LoadFailed(reason, field="/update_weights_from_disk", remedy=OTHER_ENGINE)
+
             await self._wake("kv_cache", timeout_s)  # only now, because loading needs extra memory
         except ServiceError:
             if whole and not self.asleep:
                 await self.resume()
             raise
+
         await self.resume()
         await self.confirm(version)
 
     async def pause(self) -> None:
+        """Stops generating; requests wait. Raises ServiceError."""
         await self.request("POST", "/pause_generation", json={"mode": "retract"}, deadline_s=60)
 
     async def sleep(self, memory: list[str], timeout_s: float) -> None:
@@ -333,6 +374,7 @@ class EngineClient(Client):
             return False
 
     async def resume(self) -> None:
+        """Continues generating. Raises ServiceError."""
         await self.request("POST", "/continue_generation", json={}, deadline_s=60)
 
     async def control(self, path: str, body: dict[str, Any], timeout_s: float) -> None:
@@ -389,6 +431,7 @@ class EngineClient(Client):
         if self.asleep:
             await self._wake("kv_cache", timeout_s)
             await self.resume()
+
         name = adapter_name(manifest.run_id, manifest.version)
         loaded = await self.adapters()
         if name not in loaded:
@@ -397,11 +440,12 @@ class EngineClient(Client):
             if loaded.get(name) != str(directory):
                 reason = f"the engine has the adapters {sorted(loaded)}, not {name}"
                 raise LoadFailed(reason, field="lora_name", value=name, remedy=OTHER_ENGINE)
-        own = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
-        for other in sorted(loaded.keys() - {name, *own[-keep:]}):
-            await self._change_adapters(
-                "/unload_lora_adapter", {"lora_name": other}, timeout_s, wanted=False
-            )
+
+        of_this_run = sorted(other for other in loaded if other.startswith(f"{manifest.run_id}-v"))
+        kept = {name, *of_this_run[-keep:]}
+        for other in sorted(loaded.keys() - kept):
+            body = {"lora_name": other}
+            await self._change_adapters("/unload_lora_adapter", body, timeout_s, wanted=False)
 
     async def _change_adapters(
         self, path: str, body: dict[str, str], timeout_s: float, wanted: bool
@@ -413,17 +457,22 @@ class EngineClient(Client):
         try:
             await self.request("POST", path, json=body, deadline_s=timeout_s)
         except ServiceError:
-            if (body["lora_name"] in (loaded := await self.adapters())) != wanted:
+            loaded = await self.adapters()
+            is_loaded = body["lora_name"] in loaded
+            if is_loaded != wanted:
                 raise
             return loaded
         return await self.adapters()
 
     async def adapters(self) -> dict[str, str]:
         """Returns the directories of the loaded LoRA adapters by name."""
-        listed = (await self.request("GET", "/v1/models", deadline_s=30)).json()["data"]
-        return {
-            str(card["id"]): str(card["root"]) for card in listed if card.get("parent") is not None
-        }
+        response = await self.request("GET", "/v1/models", deadline_s=30)
+        directories: dict[str, str] = {}
+        for card in response.json()["data"]:
+            is_adapter = card.get("parent") is not None
+            if is_adapter:
+                directories[str(card["id"])] = str(card["root"])
+        return directories
 
 
 def _refused(path: str, response: httpx.Response) -> LoadFailed:

@@ -30,6 +30,8 @@ _SIGNALLED = 128
 """Exit statuses above this come from a signal."""
 _PROBE_S = 5.0
 """Longest probe (`Client.unhealthy_reason`)."""
+_READ_BYTES = 65536
+"""Output read at once, and the longest line that is shown whole."""
 
 
 class ChildFailed(ServiceError):
@@ -46,10 +48,13 @@ class Child:
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, log_file: Path, shown: bool
     ) -> None:
-        self.name, self._process, self._shown_too = name, process, shown
+        self.name = name
         self.pid = process.pid
+        self._process = process
+        self._shown = shown
         self._tail = b""
-        self._log, self._log_failed = log_file.open("ab"), False
+        self._log = log_file.open("ab")
+        self._log_failed = False
         self._pump = asyncio.create_task(self._copy_output())
 
     @classmethod
@@ -72,28 +77,30 @@ class Child:
 
     async def _copy_output(self) -> None:
         assert self._process.stdout is not None
-        rest, redactor, ended = b"", SecretRedactor(), False
+        redactor = SecretRedactor()  # SGLang logs its arguments, including the key
+        rest = b""
+        ended = False
         while not ended:
-            data = await self._process.stdout.read(65536)
+            data = await self._process.stdout.read(_READ_BYTES)
             ended = not data
-            # SGLang logs its arguments, including the key.
             chunk = redactor.feed(data) if data else redactor.end()
             self._append(chunk)
             self._tail = (self._tail + chunk)[-_TAIL_BYTES:]
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > 65536:
-                lines, rest = [*lines, rest], b""
-            if not lines or not self._shown_too:
-                continue
-            with contextlib.suppress(OSError):  # stderr is closed; the log file has everything
-                print(
-                    *(self._shown(line.decode("utf-8", "replace")) for line in lines),
-                    sep="\n",
-                    file=sys.stderr,
-                    flush=True,
-                )
 
-    def _shown(self, line: str) -> str:
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > _READ_BYTES:
+                lines.append(rest)
+                rest = b""
+            if lines and self._shown:
+                self._show(lines)
+
+    def _show(self, lines: list[bytes]) -> None:
+        """Prints lines of output on stderr, if it is open: the log file has everything."""
+        text = "\n".join(self._formatted(line.decode("utf-8", "replace")) for line in lines)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+    def _formatted(self, line: str) -> str:
         """Formats a line of output like this process's log; JSON lines are unchanged."""
         formatter = structured()
         if formatter is None:
@@ -128,6 +135,7 @@ class Child:
         return status if status >= 0 else 128 - status
 
     def tail(self) -> str:
+        """Returns the last few thousand characters of the output."""
         return self._tail.decode("utf-8", "replace")
 
     async def end(self, grace_s: float) -> None:
@@ -139,14 +147,12 @@ class Child:
                 self._process.terminate()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wait(), grace_s)
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # PermissionError: macOS, only zombies left
+        # macOS raises PermissionError when only zombies are left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         await self.wait()
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a process that left the group may still hold the pipe
+        # A process that left the group may still hold the pipe.
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._pump, 2)
         with contextlib.suppress(OSError):
             self._log.close()
@@ -194,13 +200,22 @@ class Supervised:
         on_down: Callable[[str], None],
         shown: bool = True,
     ) -> None:
-        self.name, self._launch, self._probe = name, launch, probe
-        self._env, self._log_file, self._timing, self._shown = env, log_file, timing, shown
-        self._on_up, self._on_down = on_up, on_down
+        self.name = name
+        self._launch = launch
+        self._probe = probe
+        self._env = env
+        self._log_file = log_file
+        self._timing = timing
+        self._shown = shown
+        self._on_up = on_up
+        self._on_down = on_down
         self.up = False
         self.starts = 0
         self.pid: int | None = None
-        self._crashes = self._failed_starts = self._own_crashes = 0
+        self._crashes = 0
+        """Ends in a row, whatever their reason; they lengthen the pause before the next start."""
+        self._failed_starts = 0
+        self._own_crashes = 0
         self._up_since = 0.0
         self._status: int | None = None
         self._restart_reason: str | None = None
@@ -220,36 +235,40 @@ class Supervised:
             tail, reason = await self._run_once()
             log.error("%s: %s", self.name, reason)
             if self._status == WRONG_SETTING:
-                said = tail.strip().rpartition("\n")[2].removeprefix("error: ")
+                last_line = tail.strip().rpartition("\n")[2].removeprefix("error: ")
                 raise ConfigError(
-                    f"{self.name} rejects its settings: {said}", remedy=f"see {self._log_file}"
+                    f"{self.name} rejects its settings: {last_line}", remedy=f"see {self._log_file}"
                 )
-            what = ""
+
+            failures = ""
             if self._failed_starts >= self._timing.max_failed_starts:
-                what = f"failed to start {self._failed_starts} times"
+                failures = f"failed to start {self._failed_starts} times"
             elif self._own_crashes >= self._timing.max_crashes:
-                what = f"crashed {self._own_crashes} times"
-            if what:
+                failures = f"crashed {self._own_crashes} times"
+            if failures:
                 raise ChildFailed(
-                    f"{self.name} {what} in a row, most recently: {reason}\nthe end of its output:\n{tail}",
+                    f"{self.name} {failures} in a row, most recently: {reason}\n"
+                    f"the end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )
-            pause = min(
-                self._timing.max_backoff_s,
-                self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1),
-            )
-            await asyncio.sleep(pause)
+
+            backoff_s = self._timing.first_backoff_s * 2 ** max(0, self._crashes - 1)
+            await asyncio.sleep(min(self._timing.max_backoff_s, backoff_s))
 
     async def _run_once(self) -> tuple[str, str]:
         """Runs the child once. Returns the end of its output and why it ended."""
-        self._restart_reason = self._status = None
+        self._restart_reason = None
+        self._status = None
         self.starts += 1
-        grace_s, tail = 0.0, ""
+        grace_s = 0.0
+        tail = ""
         child: Child | None = None
         try:
             command = await self._launch()
             log.info("starting %s: %s", self.name, " ".join(command))
-            child = await Child.start(self.name, command, self._env, self._log_file, self._shown)
+            child = await Child.start(
+                self.name, command, self._env, log_file=self._log_file, shown=self._shown
+            )
             self.pid = child.pid
             reason = await self._watch(child)
         except asyncio.CancelledError:
@@ -258,10 +277,13 @@ class Supervised:
         except (ServiceError, OSError) as error:
             reason = str(error)
         finally:
-            was_up, self.up, self.pid = self.up, False, None
+            was_up = self.up
+            self.up = False
+            self.pid = None
             if child is not None:
                 await child.end(grace_s)
                 tail = child.tail()
+
         # Loading a large model may take longer than it takes to be stable.
         stable = was_up and time.monotonic() - self._up_since > self._timing.stable_s
         self._crashes = 1 if stable else self._crashes + 1
@@ -274,31 +296,34 @@ class Supervised:
     async def _watch(self, child: Child) -> str:
         """Probes the child until it must be restarted, and returns why."""
         ended = asyncio.create_task(child.wait())
-        started = before = time.monotonic()
-        silent_s = 0.0
+        started = time.monotonic()
+        before = started
+        unhealthy_s = 0.0
         try:
             while True:
-                await asyncio.wait(
-                    {ended},
-                    timeout=self._timing.probe_s if self.up else min(0.1, self._timing.probe_s),
-                )
+                pause_s = self._timing.probe_s if self.up else min(0.1, self._timing.probe_s)
+                await asyncio.wait({ended}, timeout=pause_s)
                 if ended.done():
                     self._status = ended.result()
                     return f"the process ended with status {self._status}"
                 if self._restart_reason is not None:
                     return self._restart_reason
-                problem, now = await self._probe(), time.monotonic()
+
+                problem = await self._probe()
+                now = time.monotonic()
                 # If a round took longer, this process was stopped or starved, which says nothing
                 # about the child.
-                silent_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
+                unhealthy_s += min(now - before, 2 * self._timing.probe_s + _PROBE_S)
                 before = now
+
                 if problem is None:
-                    silent_s = 0.0
+                    unhealthy_s = 0.0
                     if not self.up and not ended.done():
                         await self._on_up()
-                        self.up, self._up_since = True, time.monotonic()
-                elif self.up and silent_s > self._timing.hang_s:
-                    return f"not healthy for {silent_s:.0f} s, killed: {problem}"
+                        self.up = True
+                        self._up_since = time.monotonic()
+                elif self.up and unhealthy_s > self._timing.hang_s:
+                    return f"not healthy for {unhealthy_s:.0f} s, killed: {problem}"
                 elif not self.up and now - started > self._timing.startup_s:
                     return f"not healthy {now - started:.0f} s after its start, killed: {problem}"
         finally:

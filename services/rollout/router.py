@@ -26,7 +26,7 @@ _SMG_OPTIONS = [
 
 
 def router_command(config: Config, topology: Topology) -> list[str]:
-    """Returns the command line of a router without workers: agents register their engines.
+    """Returns the command line of a router without workers: nodes register their engines.
 
     The circuit breaker is off: sglang-router's would withhold traffic for a minute from a worker
     that is back on its URL. Raises ConfigError when the router is not installed.
@@ -34,10 +34,14 @@ def router_command(config: Config, topology: Topology) -> list[str]:
     name = config.rollout.router
     if importlib.util.find_spec(_MODULES[name]) is None:
         extra = "rollout" if name == "sglang-router" else "rollout,smg"
-        remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{extra}]', or set another rollout.router"
         raise ConfigError(
-            f"{name} is not installed", field="rollout.router", value=name, remedy=remedy
+            f"{name} is not installed",
+            field="rollout.router",
+            value=name,
+            remedy=f"install it with .venv/bin/pip install -c constraints.txt -e '.[{extra}]', "
+            "or set another rollout.router",
         )
+
     host, port = topology.bind(ROLLOUT, config.rollout.router_port)
     metrics_host, metrics_port = topology.bind(ROLLOUT, config.rollout.router_metrics_port)
     options: dict[str, object] = {
@@ -58,15 +62,17 @@ def router_command(config: Config, topology: Topology) -> list[str]:
         "shutdown-grace-period-secs": 5,
         "log-level": "warn",
     }
-    if (files := tls()).certificate:
-        options |= {"tls-cert-path": files.certificate, "tls-key-path": files.key}
-    module = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
-    return [
-        *module,
-        *to_options(options),
-        "--disable-circuit-breaker",
-        *(_SMG_OPTIONS if name == "smg" else ()),
-    ]
+    files = tls()
+    if files.certificate:
+        options["tls-cert-path"] = files.certificate
+        options["tls-key-path"] = files.key
+
+    command = run_module(sys.executable, f"{_MODULES[name]}.launch_router")
+    command += to_options(options)
+    command.append("--disable-circuit-breaker")
+    if name == "smg":
+        command += _SMG_OPTIONS
+    return command
 
 
 def router_env() -> dict[str, str]:
@@ -74,7 +80,8 @@ def router_env() -> dict[str, str]:
 
     SSL_CERT_FILE applies to its health checks too, unlike its option --ca-cert-paths.
     """
-    return {"SSL_CERT_FILE": authority} if (authority := tls().authority) else {}
+    authority = tls().authority
+    return {"SSL_CERT_FILE": authority} if authority else {}
 
 
 class RouterClient(Client):
@@ -88,26 +95,34 @@ class RouterClient(Client):
         unexpected response.
         """
         try:
-            workers = (await self.request("GET", "/workers", deadline_s=3)).json()["workers"]
-            own = [
-                worker for worker in workers if str(worker["url"]).rstrip("/") == url.rstrip("/")
-            ]
-            mine = {str(worker["id"]): bool(worker["is_healthy"]) for worker in own}
+            response = await self.request("GET", "/workers", deadline_s=3)
+            own: dict[
+                str, bool
+            ] = {}  # whether the engine is healthy, by the ids it is listed under
+            for worker in response.json()["workers"]:
+                if str(worker["url"]).rstrip("/") == url.rstrip("/"):
+                    own[str(worker["id"])] = bool(worker["is_healthy"])
         except (ValueError, KeyError, TypeError) as error:
             raise ServiceError(
                 f"{self.service}: unexpected answer to /workers: {error!r}",
                 field="/workers",
                 remedy="run the same version in every task",
             ) from None
+
         if not wanted:
-            for worker_id in mine:  # 404: already removed by an attempt whose response was lost
+            for worker_id in own:
+                # 404: already removed by an attempt whose response was lost
                 await self._send("DELETE", f"/workers/{worker_id}", accepted=404)
-            return not mine
-        if not mine:
-            key = {"api_key": value} if (value := token()) else {}  # for the router's health checks
+            return not own
+
+        if not own:
+            body = {"url": url}
+            key = token()
+            if key:
+                body["api_key"] = key  # for the router's health checks
             # 409: smg's response to a repeated call until the worker has answered
-            await self._send("POST", "/workers", accepted=409, json={"url": url} | key)
-        return any(mine.values())
+            await self._send("POST", "/workers", accepted=409, json=body)
+        return any(own.values())
 
     async def _send(
         self, method: str, path: str, accepted: int, json: dict[str, str] | None = None

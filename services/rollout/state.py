@@ -38,34 +38,43 @@ class NodeState:
     waits to be started."""
 
     def engine_up(self, serves: WeightId | None) -> None:
-        self.engine, self.serves, self.failed_loads = "up", serves, 0
+        """Records that the engine is healthy and which weights it serves."""
+        self.engine = "up"
+        self.serves = serves
+        self.failed_loads = 0
         if self.wanted in (None, serves):
             self._caught_up()
 
     def engine_down(self, reason: str) -> None:
         """Records that the engine has ended; it is being restarted."""
-        self.engine, self.serves, self.admitted, self.updating, self.detail = (
-            "failed",
-            None,
-            False,
-            False,
-            reason,
-        )
+        self.engine = "failed"
+        self.serves = None
+        self.admitted = False
+        self.updating = False
         self.asleep = False
+        self.detail = reason
 
     def update_done(self, serves: WeightId) -> None:
-        self.updating, self.serves = False, serves
+        """Records that the engine serves new weights."""
+        self.updating = False
+        self.serves = serves
         if serves == self.wanted:
             self._caught_up()
 
     def update_failed(self, reason: str, engine_failed: bool) -> None:
         """Records a failed download or load."""
-        self.updating, self.admitted, self.detail = False, False, reason
+        self.updating = False
+        self.admitted = False
+        self.detail = reason
         self.failures += 1
-        self.failed_loads += engine_failed
+        if engine_failed:
+            self.failed_loads += 1
 
     def _caught_up(self) -> None:
-        self.admitted, self.failures, self.failed_loads, self.detail = True, 0, 0, ""
+        self.admitted = True
+        self.failures = 0
+        self.failed_loads = 0
+        self.detail = ""
 
     @property
     def worker_state(self) -> WorkerState:
@@ -93,13 +102,15 @@ class NodeState:
     @property
     def backoff_s(self) -> float:
         """Seconds to wait before the next attempt."""
-        return min(_MAX_BACKOFF_S, 0.5 * 2 ** min(10, self.failures - 1)) if self.failures else 0.0
+        if not self.failures:
+            return 0.0
+        doublings = min(10, self.failures - 1)
+        return min(_MAX_BACKOFF_S, 0.5 * 2.0**doublings)
 
     def problem(self) -> str | None:
         """Returns why the node does not serve the newest weights, or None."""
         if self.in_traffic:
             return None
         target = "the base model" if self.wanted is None else f"weights {self.wanted.version}"
-        return f"the engine is {self.worker_state}, wanted: {target}" + (
-            f": {self.detail}" if self.detail else ""
-        )
+        problem = f"the engine is {self.worker_state}, wanted: {target}"
+        return f"{problem}: {self.detail}" if self.detail else problem

@@ -1,5 +1,5 @@
 """Sends weights straight from the trainer into the running engines, and writes files for the other
-nodes.
+nodes. The nodes' part is `services.rollout.weights.receive`.
 """
 
 import asyncio

@@ -5,6 +5,9 @@ A version is named after the optimiser step that made it. It is a complete Huggi
 file may come with its delta from the previous version (`common.weights.deltas`), for nodes that
 have that version. With `trainer.weight_sync` distributed a version is broadcast into the engines
 (`broadcast.py`); its directory is then written only when a node asks for it.
+
+The other end is `services.rollout.weights`: `follow` keeps an engine on the newest version, `store`
+downloads and verifies it.
 """
 
 import asyncio

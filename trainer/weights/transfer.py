@@ -1,5 +1,5 @@
 """The trainer's end of a process group with the engines, and the transfer of one version through
-it.
+it. The engines' end is `services.rollout.weights.receive`.
 """
 
 import logging

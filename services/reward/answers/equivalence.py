@@ -8,9 +8,10 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from services.reward.answers.expressions import symbols
+from services.reward.answers.expressions import Node, symbols
 from services.reward.answers.formulas import same_formulas, same_values
 from services.reward.answers.notation import tokens
 from services.reward.answers.quantities import Value, written_out
@@ -69,7 +70,7 @@ def verdict(gold: str, answer: str) -> str:
     Raises MemoryError and RecursionError. It has no time limit: the process that calls it is killed
     instead.
     """
-    if [token.text for token in tokens(gold)] == [token.text for token in tokens(answer)]:
+    if _texts(gold) == _texts(answer):
         return "right"
     given = read(answer)
     if given is None:
@@ -77,13 +78,19 @@ def verdict(gold: str, answer: str) -> str:
     expected = read(gold)
     if expected is None:
         return "wrong"
-    if any(isinstance(reading, Value) and reading.node is None for reading in (expected, given)):
-        right = same_formulas(tokens(gold), tokens(answer))
-    else:
-        right = same(expected, given)
+    uncomputable = _is_uncomputable(expected) or _is_uncomputable(given)
+    right = same_formulas(tokens(gold), tokens(answer)) if uncomputable else same(expected, given)
     if right and _unevaluated(expected, given):
         return "unevaluated"
     return "right" if right else "wrong"
+
+
+def _texts(answer: str) -> list[str]:
+    return [token.text for token in tokens(answer)]
+
+
+def _is_uncomputable(reading: Reading) -> bool:
+    return isinstance(reading, Value) and reading.node is None
 
 
 def equivalent(gold: str, answer: str) -> bool:
@@ -95,13 +102,18 @@ def _unevaluated(expected: Reading, given: Reading) -> bool:
     """Returns whether a part of an answer is an uncomputed expression where the gold answer has a
     number.
     """
-    numbers = [
-        value
-        for value in _values(expected)
-        if _is_number(value) and not any(t.text == ":" for t in value.source)
-    ]
-    computations = [value for value in _values(given) if not _is_number(value)]
-    return any(same_values(number, value) for value in computations for number in numbers)
+    numbers: list[Value] = []
+    for value in _values(expected):
+        is_ratio = any(token.text == ":" for token in value.source)
+        if _is_number(value) and not is_ratio:
+            numbers.append(value)
+
+    for value in _values(given):
+        if _is_number(value):
+            continue
+        if any(same_values(number, value) for number in numbers):
+            return True
+    return False
 
 
 def _is_number(value: Value) -> bool:
@@ -110,26 +122,24 @@ def _is_number(value: Value) -> bool:
 
 def _values(reading: Reading) -> Iterator[Value]:
     """Yields the values in a reading."""
-    parts: Sequence[Reading | None] = ()
     if isinstance(reading, Value):
         yield reading
     elif isinstance(reading, Choice):
-        parts = (reading.value,)
+        if reading.value is not None:
+            yield from _values(reading.value)
     elif isinstance(reading, Many | TupleOrInterval):
-        parts = reading.items
+        for item in reading.items:
+            yield from _values(item)
     elif isinstance(reading, Named):
-        parts = [value for _, value in reading.values]
+        for _, value in reading.values:
+            yield from _values(value)
     elif isinstance(reading, Matrix):
-        parts = [cell for row in reading.rows for cell in row]
+        for cell in chain.from_iterable(reading.rows):
+            yield from _values(cell)
     elif isinstance(reading, Region):
-        parts = [
-            Value(end, None, ())
-            for interval in reading.intervals
-            for end in (interval[0], interval[2])
-        ]
-    for part in parts:
-        if part is not None:
-            yield from _values(part)
+        for start, _, end, _ in reading.intervals:
+            yield Value(start, None, ())
+            yield Value(end, None, ())
 
 
 def same(expected: Reading, given: Reading) -> bool:
@@ -153,32 +163,40 @@ def same(expected: Reading, given: Reading) -> bool:
     if isinstance(expected, Region) or isinstance(given, Region):
         return _same_region(as_region(expected), as_region(given))
     if isinstance(expected, TupleOrInterval) and isinstance(given, TupleOrInterval):
-        brackets = len(expected.items) > 2 or (expected.opening, expected.closing) == (
-            given.opening,
-            given.closing,
-        )
-        return brackets and _in_order(expected.items, given.items)
+        same_brackets = expected.opening == given.opening and expected.closing == given.closing
+        # Only a pair can be an interval.
+        if len(expected.items) <= 2 and not same_brackets:
+            return False
+        return _in_order(expected.items, given.items)
     for row, many in ((expected, given), (given, expected)):
         if isinstance(row, TupleOrInterval) and isinstance(many, Many):
             return _in_order(_listed(row), _listed(many))
         if isinstance(many, Many) and many.braces and len(many.items) == 1:
             return same(many.items[0], row)
     if isinstance(expected, Matrix) and isinstance(given, Matrix):
-        return len(expected.rows) == len(given.rows) and all(
-            map(_in_order, expected.rows, given.rows)
-        )
+        if len(expected.rows) != len(given.rows):
+            return False
+        return all(map(_in_order, expected.rows, given.rows))
     if isinstance(expected, Ratio) and isinstance(given, Ratio):
-        a, b = expected.nodes, given.nodes
-        return len(a) == len(b) and all(
-            _same_node(("*", x, b[0]), ("*", y, a[0])) for x, y in zip(a, b, strict=True)
-        )
+        return _same_ratio(expected.nodes, given.nodes)
     return isinstance(expected, Words | Based) and expected == given
+
+
+def _same_ratio(expected: Sequence[Node], given: Sequence[Node]) -> bool:
+    """Compares a : b : c to x : y : z by cross products with the first terms."""
+    if len(expected) != len(given):
+        return False
+    return all(
+        _same_node(("*", one, given[0]), ("*", other, expected[0]))
+        for one, other in zip(expected, given, strict=True)
+    )
 
 
 def _listed(reading: Reading) -> tuple[Reading, ...]:
     """Returns the values of (1, 2) or of 1, 2; empty for an interval or a set."""
     if isinstance(reading, TupleOrInterval):
-        return reading.items if (reading.opening, reading.closing) == ("(", ")") else ()
+        is_tuple = reading.opening == "(" and reading.closing == ")"
+        return reading.items if is_tuple else ()
     return reading.items if isinstance(reading, Many) and not reading.braces else ()
 
 
@@ -191,73 +209,95 @@ def _in_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
 
 
 def _in_any_order(expected: Sequence[Reading], given: Sequence[Reading]) -> bool:
+    if len(expected) != len(given):
+        return False
     left = list(given)
-    for item in expected if len(expected) == len(given) else ():
+    for item in expected:
         found = next((i for i, other in enumerate(left) if same(item, other)), None)
         if found is None:
             return False
         del left[found]
-    return len(expected) == len(given)
+    return True
 
 
 def _same_choice(expected: Reading, given: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
-    letters = [_letter(expected), _letter(given)]
-    values = [
-        reading.value if isinstance(reading, Choice) else None for reading in (expected, given)
-    ]
-    if all(letters):
-        return letters[0] == letters[1] and (
-            values[0] is None or values[1] is None or same(values[0], values[1])
-        )
-    one, other = (values[0], given) if isinstance(expected, Choice) else (values[1], expected)
-    return one is not None and same(one, other)
+    expected_letter = _letter(expected)
+    given_letter = _letter(given)
+    expected_value = expected.value if isinstance(expected, Choice) else None
+    given_value = given.value if isinstance(given, Choice) else None
+    if expected_letter and given_letter:
+        if expected_letter != given_letter:
+            return False
+        if expected_value is None or given_value is None:
+            return True
+        return same(expected_value, given_value)
+
+    if isinstance(expected, Choice):
+        return expected_value is not None and same(expected_value, given)
+    return given_value is not None and same(given_value, expected)
 
 
 def _letter(reading: Reading) -> str:
     if isinstance(reading, Choice):
         return reading.letter
-    if (
-        isinstance(reading, Value)
-        and reading.node is not None
-        and reading.node[0] == "sym"
-        and len(reading.node[1]) == 1
-    ):
-        return str(reading.node[1])
+    if isinstance(reading, Value) and reading.node is not None and reading.node[0] == "sym":
+        name = str(reading.node[1])
+        return name if len(name) == 1 else ""
     return ""
 
 
 def _same_statement(expected: Named | Relation, given: Named | Relation) -> bool:
     if isinstance(expected, Named) and isinstance(given, Named):
-        if len(expected.values) == len(given.values) == 1:
-            (name, value), (other, said) = expected.values[0], given.values[0]
-            if name == other or len(name) > 1 or len(other) > 1:
-                return same(value, said)
-        else:
-            names = [[name for name, _ in statement.values] for statement in (expected, given)]
-            return names[0] == names[1] and _in_order(
-                [v for _, v in expected.values], [v for _, v in given.values]
-            )
-    a, b = _as_relation(expected), _as_relation(given)
-    if a is None or b is None or a.operator != b.operator:
+        if len(expected.values) != 1 or len(given.values) != 1:
+            expected_names, expected_values = _unzipped(expected)
+            given_names, given_values = _unzipped(given)
+            return expected_names == given_names and _in_order(expected_values, given_values)
+
+        name, value = expected.values[0]
+        other_name, other_value = given.values[0]
+        if name == other_name or len(name) > 1 or len(other_name) > 1:
+            return same(value, other_value)
+
+    expected_relation = _as_relation(expected)
+    given_relation = _as_relation(given)
+    if expected_relation is None or given_relation is None:
         return False
-    names_a, names_b = symbols(a.left) | symbols(a.right), symbols(b.left) | symbols(b.right)
-    if names_a != names_b:
+    return _same_relation(expected_relation, given_relation)
+
+
+def _unzipped(named: Named) -> tuple[list[str], list[Reading]]:
+    names = [name for name, _ in named.values]
+    values = [value for _, value in named.values]
+    return names, values
+
+
+def _same_relation(expected: Relation, given: Relation) -> bool:
+    """Returns whether the differences of both sides are proportional at random points, with a
+    positive factor for an inequality.
+    """
+    if expected.operator != given.operator:
         return False
+    names = symbols(expected.left) | symbols(expected.right)
+    if names != symbols(given.left) | symbols(given.right):
+        return False
+
+    expected_difference = ("-", expected.left, expected.right)
+    given_difference = ("-", given.left, given.right)
     try:
-        points = list(sampled(("-", a.left, a.right), ("-", b.left, b.right), sorted(names_a)))
+        points = list(sampled(expected_difference, given_difference, sorted(names)))
     except Undecided:
         return False
-    x, y, _ = points[0]
-    if x == 0 or y == 0:
+    one, other, _ = points[0]
+    if one == 0 or other == 0:
         return False
-    if a.operator in ("\\lt", "\\le") and (isinstance(x, complex) or x * y < 0):
+    is_inequality = expected.operator in ("\\lt", "\\le")
+    if is_inequality and (isinstance(one, complex) or one * other < 0):
         return False
-    return all(_proportional(x, y, u, v) for u, v, _ in points)
+    return all(_same_product(one * v, other * u) for u, v, _ in points)
 
 
-def _proportional(x: Any, y: Any, u: Any, v: Any) -> bool:
-    a, b = x * v, y * u
+def _same_product(a: Any, b: Any) -> bool:
     return bool(a == b or abs(a - b) <= 1e-40 * max(abs(a), abs(b)))
 
 
@@ -268,12 +308,9 @@ def _as_relation(statement: Named | Relation) -> Relation | None:
     if isinstance(statement, Relation):
         return statement
     name, value = statement.values[0]
-    if (
-        len(statement.values) > 1
-        or not isinstance(value, Value)
-        or value.node is None
-        or not symbols(value.node)
-    ):
+    if len(statement.values) > 1 or not isinstance(value, Value):
+        return None
+    if value.node is None or not symbols(value.node):
         return None
     return Relation("=", ("sym", name), value.node)
 
@@ -283,13 +320,14 @@ def _same_region(expected: Region | None, given: Region | None) -> bool:
         return False
     if expected.name and given.name and expected.name != given.name:
         return False
-    return all(
-        one[1] == other[1]
-        and one[3] == other[3]
-        and _same_node(one[0], other[0])
-        and _same_node(one[2], other[2])
-        for one, other in zip(expected.intervals, given.intervals, strict=True)
-    )
+    for one, other in zip(expected.intervals, given.intervals, strict=True):
+        start, includes_start, end, includes_end = one
+        other_start, other_includes_start, other_end, other_includes_end = other
+        if includes_start != other_includes_start or includes_end != other_includes_end:
+            return False
+        if not _same_node(start, other_start) or not _same_node(end, other_end):
+            return False
+    return True
 
 
 def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
@@ -302,13 +340,13 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     for gold, given in _WARM_UP:  # fills the caches, which every worker inherits
         verdict(gold, given)
-    memory_bytes, alarm_s = int(arguments["memory_mb"]) << 20, int(arguments["alarm_s"])
+    memory_bytes = int(arguments["memory_mb"]) << 20
+    alarm_s = int(arguments["alarm_s"])
 
     def handle(line: str) -> str:
         gold, answer = json.loads(line)
-        signal.setitimer(
-            signal.ITIMER_PROF, alarm_s
-        )  # ends a hanging worker when no other process is left to kill it
+        # Ends a hanging worker when no other process is left to kill it.
+        signal.setitimer(signal.ITIMER_PROF, alarm_s)
         found = verdict(gold, answer)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if found != "right" and _used_bytes() > memory_bytes // 2:
@@ -316,9 +354,8 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         return found
 
     def make() -> Callable[[str], str]:
-        for gold, given in _WARM_UP[
-            :3
-        ]:  # triggers the copy of memory that a new process shares with its parent
+        # A new process shares its parent's memory: this triggers the copy.
+        for gold, given in _WARM_UP[:3]:
             verdict(gold, given)
         return handle
 

@@ -28,11 +28,13 @@ _CLAUSE_END = re.compile(
     re.IGNORECASE,
 )
 _FILLER = re.compile(
-    r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|exactly|approximately|about|equal to|given by|that)\b[\s,:]*)+",
+    r"(?:(?:therefore|thus|then|simply|just|indeed|clearly|exactly|approximately|about|equal to"
+    r"|given by|that)\b[\s,:]*)+",
     re.IGNORECASE,
 )
 _MATH_SPAN = re.compile(
-    r"\$\$((?:\\.|[^$\\]){0,1024})\$\$|(?<!\\)\$((?:\\.|[^$\\]){0,1024})\$|\\\((.{0,1024}?)\\\)|\\\[(.{0,1024}?)\\\]",
+    r"\$\$((?:\\.|[^$\\]){0,1024})\$\$|(?<!\\)\$((?:\\.|[^$\\]){0,1024})\$"
+    r"|\\\((.{0,1024}?)\\\)|\\\[(.{0,1024}?)\\\]",
     re.DOTALL,
 )
 _PROSE = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{2,}")
@@ -66,7 +68,9 @@ def gold_answer(ground_truth: str) -> str | None:
     found, answer = _last_marked(ground_truth)
     if found:
         return answer
-    return clean(ground_truth) or None if len(ground_truth) <= MAX_ANSWER_CHARS else None
+    if len(ground_truth) > MAX_ANSWER_CHARS:
+        return None
+    return clean(ground_truth) or None
 
 
 def clean(answer: str) -> str:
@@ -90,11 +94,9 @@ def clean(answer: str) -> str:
 def _without_math_mode(text: str) -> str:
     """Removes paired dollar signs; a single dollar sign is money."""
     signs = len(_DOLLAR.findall(text))
-    return (
-        text
-        if signs == 0 or (signs == 1 and re.search(r"\$[-\s]*[0-9.]", text))
-        else _DOLLAR.sub("", text)
-    )
+    if signs == 1 and re.search(r"\$[-\s]*[0-9.]", text):
+        return text
+    return _DOLLAR.sub("", text)
 
 
 def without_thoughts(text: str) -> str:
@@ -106,9 +108,8 @@ def without_thoughts(text: str) -> str:
         if tag == "<think>":
             thinking = True
         elif tag == "</think>":
-            if (
-                not thinking
-            ):  # the chat template opened <think> in the prompt, so everything before is thought
+            # The chat template opened <think> in the prompt, so everything before is thought.
+            if not thinking:
                 kept.clear()
             thinking = False
         elif not thinking:
@@ -122,15 +123,19 @@ def _last_marked(text: str) -> tuple[bool, str | None]:
     for start, end in reversed(marks):
         if end is None:
             line = text[start : start + MAX_ANSWER_CHARS + 1].partition("\n")[0]
-            if _is_heading(line, alone=len(marks) == 1 and not text[start + len(line) :].strip()):
+            end = start + len(line)
+            is_alone = len(marks) == 1 and not text[end:].strip()
+            if _is_heading(line, is_alone):
                 continue
             label = _LABEL.match(line)
-            end, raw = start + len(line), line[label.end() :] if label else line
+            raw = line[label.end() :] if label else line
         else:
             raw = text[start : min(end, start + MAX_ANSWER_CHARS)]
+
         if end - start > MAX_ANSWER_CHARS:
             return True, None
-        if raw and (answer := clean(raw)):
+        answer = clean(raw)
+        if answer:
             return True, answer
     return False, None
 
@@ -141,34 +146,36 @@ def _is_heading(line: str, alone: bool) -> bool:
     """
     if _NUMBERED.match(line):
         return quantity(clean(line)) is None
-    words = _WORDY.match(line)
-    return (
-        bool(words) and not alone and not _LABEL.match(line) and words[1] not in FUNCTIONS | {"pi"}
-        if words
-        else False
-    )
+    word = _WORDY.match(line)
+    if word is None or alone or _LABEL.match(line):
+        return False
+    return word[1] not in FUNCTIONS | {"pi"}
 
 
 def _stated(text: str) -> str | None:
     """Returns X of the last sentence with "the answer is X"; None without one, or when X is
     prose.
     """
-    found = None
+    last = None
     for match in _STATED.finditer(text):
-        found = match
-    if found is None:
+        last = match
+    if last is None:
         return None
-    rest = text[found.end() : found.end() + MAX_ANSWER_CHARS + 1].lstrip()
+
+    rest = text[last.end() : last.end() + MAX_ANSWER_CHARS + 1].lstrip()
     display = _MATH_SPAN.match(rest)
     if display and display.group().startswith(("$$", "\\[")):
         return clean(display.group())
+
     end = _SENTENCE_END.search(rest)
     sentence = rest[: end.start()] if end else rest
     if clause := _CLAUSE_END.search(sentence):
         sentence = sentence[: clause.start()]
     if filler := _FILLER.match(sentence):
         sentence = sentence[filler.end() :]
-    if "\\boxed" in sentence or (_PROSE.match(sentence) and len(sentence.split()) > 3):
+
+    is_prose = _PROSE.match(sentence) and len(sentence.split()) > 3
+    if is_prose or "\\boxed" in sentence:
         return None
     answer = clean(_MATH_SPAN.sub(_content, sentence))
     return answer if 0 < len(answer) <= MAX_ANSWER_CHARS else None
@@ -176,27 +183,29 @@ def _stated(text: str) -> str | None:
 
 def _last_number(text: str) -> str | None:
     """Returns the last number or formula of a text."""
+    tail = text[-_TAIL_CHARS:]
     last: re.Match[str] | None = None
-    for part in (text[-_TAIL_CHARS:], text):
+    for part in (tail, text):
         for match in _NUMBER.finditer(part):
             last = match
+        # A number at the very start of the tail may have been cut.
         if last is not None and (last.start() > 0 or part is text):
-            break  # a number at the very start of the tail may have been cut
-    tail = text[-_TAIL_CHARS:]
+            break
+
     spans = [span for span in _MATH_SPAN.finditer(tail) if len(_PROSE.findall(_content(span))) < 2]
     if spans and (last is None or len(last.string) - last.start() >= len(tail) - spans[-1].end()):
         number_end = -1 if last is None else last.end() - len(last.string) + len(tail)
         if number_end <= spans[-1].end():
             found = _last_side(_content(spans[-1]))
             return clean(found) or None
+
     if last is None or last.end() - last.start() > MAX_ANSWER_CHARS:
         return None
     found = _run(last)
     if len(found) > MAX_ANSWER_CHARS:
         return None
-    return (
-        clean(found) or clean(last.group()) or None
-    )  # nothing is left of `1=\)` beyond its equals sign
+    # Nothing is left of `1=\)` beyond its equals sign.
+    return clean(found) or clean(last.group()) or None
 
 
 def _content(span: re.Match[str]) -> str:
@@ -205,7 +214,9 @@ def _content(span: re.Match[str]) -> str:
 
 def _run(number: re.Match[str]) -> str:
     """Returns a number with everything attached to it: 3√2 and not 2."""
-    text, start, end = number.string, number.start(), number.end()
+    text = number.string
+    start = number.start()
+    end = number.end()
     before = re.search(r"\S*\Z", text[max(0, start - MAX_ANSWER_CHARS) : start])
     after = re.match(r"\S*", text[end : end + MAX_ANSWER_CHARS])
     assert before is not None
@@ -221,9 +232,10 @@ def _last_side(formula: str) -> str:
     unknowns.
     """
     *sides, last = re.split(r"(?<![<>!])=", formula)
-    return (
-        formula
-        if any(len(re.findall(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side))) > 1 for side in sides)
-        or not last.strip()
-        else last
-    )
+    if not last.strip():
+        return formula
+    for side in sides:
+        without_commands = re.sub(r"\\[A-Za-z]+", "", side)
+        if len(re.findall(r"[A-Za-z]", without_commands)) > 1:
+            return formula
+    return last

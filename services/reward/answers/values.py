@@ -9,7 +9,6 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from functools import reduce
 from typing import Any
 
 import mpmath
@@ -19,7 +18,8 @@ from services.reward.answers.expressions import Node, symbols
 
 _MAX_BITS = 200_000
 _MAX_LOG = 1e7
-_DIGITS, _AGREE = 150, 110
+_DIGITS = 150
+_AGREE = 110
 _POINTS = 8
 
 
@@ -32,16 +32,21 @@ def _has(node: Node, kind: str) -> bool:
 
 
 def _checked(value: Any) -> Any:
+    """Returns a value, as a real number if its imaginary part is a rounding error. Raises Undecided
+    for a fraction that is too large.
+    """
     if isinstance(value, Fraction):
-        if max(value.numerator.bit_length(), value.denominator.bit_length()) > _MAX_BITS:
+        if _bits(value) > _MAX_BITS:
             raise Undecided
         return value
-    if (
-        isinstance(value, mpmath.mpc)
-        and abs(value.imag) <= abs(value.real) * mpmath.mpf(10) ** -_AGREE
-    ):
-        return value.real
+    if isinstance(value, mpmath.mpc):
+        rounding = abs(value.real) * mpmath.mpf(10) ** -_AGREE
+        return value.real if abs(value.imag) <= rounding else value
     return value
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
 def _real(value: Any) -> Any:
@@ -52,7 +57,8 @@ class PointEvaluator:
     """Evaluates expressions at one point."""
 
     def __init__(self, point: Mapping[str, Fraction], is_complex: bool) -> None:
-        self._point, self._complex = point, is_complex
+        self._point = point
+        self._complex = is_complex
         self.largest: Any = mpmath.mpf(0)
         """The largest term of any sum; rounding errors are relative to it."""
 
@@ -89,7 +95,8 @@ class PointEvaluator:
                     self.largest = max(self.largest, *(abs(value) for value in operands))
             return _ARITHMETIC[kind](*operands)
         if kind == "^":
-            return self._power(*operands)
+            base, exponent = operands
+            return self._power(base, exponent)
         if kind == "root":
             value, degree = operands
             return self._power(value, 1 / degree)
@@ -99,26 +106,19 @@ class PointEvaluator:
             return _EXACT[kind](operands)
         if kind == "abs":
             return abs(operands[0])
-        if kind in ("floor", "ceil"):
+        if kind == "floor":
             value = operands[0]
-            if exact:
-                return Fraction(
-                    operands[0].__floor__() if kind == "floor" else operands[0].__ceil__()
-                )
-            return Fraction(int((mpmath.floor if kind == "floor" else mpmath.ceil)(value)))
+            return Fraction(math.floor(value) if exact else int(mpmath.floor(value)))
+        if kind == "ceil":
+            value = operands[0]
+            return Fraction(math.ceil(value) if exact else int(mpmath.ceil(value)))
         if kind == "factorial":
             return self._factorial(operands[0])
         if kind == "double factorial":
             return Fraction(math.prod(range(_small(operands[0]), 0, -2)))
         if kind == "binomial":
             n, k = operands
-            if isinstance(k, Fraction) and k.denominator == 1 and 0 <= k <= 5000:
-                if isinstance(n, Fraction) and n.denominator == 1 and k <= n <= 5000:
-                    return Fraction(math.comb(int(n), int(k)))
-                return reduce(
-                    operator.mul, ((n - j) / Fraction(j + 1) for j in range(int(k))), Fraction(1)
-                )
-            return mpmath.binomial(_real(n), _real(k))
+            return _binomial(n, k)
         if (kind == "ln" and operands[0] == 1) or (kind in ("sin", "tan") and operands[0] == 0):
             return Fraction(0)
         return self._domain(_FUNCTIONS[kind](_real(operands[0])))
@@ -131,30 +131,14 @@ class PointEvaluator:
         return value
 
     def _power(self, base: Any, exponent: Any) -> Any:
-        if (
-            isinstance(exponent, Fraction)
-            and exponent.denominator == 1
-            and isinstance(base, Fraction)
-        ):
-            size = max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent)
-            if size > _MAX_BITS and abs(base) not in (0, 1):
-                raise Undecided
-            return base ** int(exponent)
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-            if base == 0:
-                return Fraction(0)
-            if (
-                abs(exponent.denominator) < 1000
-                and (exact := _exact_root(base, exponent.denominator)) is not None
-            ):
-                return self._power(exact, Fraction(exponent.numerator))
-        negative = not isinstance(base, mpmath.mpc) and base < 0
-        if (
-            negative
-            and isinstance(exponent, Fraction)
-            and exponent.denominator % 2
-            and not self._complex
-        ):
+            exact = _rational_power(base, exponent)
+            if exact is not None:
+                return exact
+
+        is_negative = not isinstance(base, mpmath.mpc) and base < 0
+        has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
+        if is_negative and has_real_root and not self._complex:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
         if abs(exponent) * (1 + abs(mpmath.log(abs(_real(base)) or 1))) > _MAX_LOG:
             raise Undecided
@@ -172,6 +156,32 @@ def _small(value: Any) -> int:
     if not isinstance(value, Fraction) or value.denominator != 1 or not 0 <= value <= 5000:
         raise Undecided
     return int(value)
+
+
+def _binomial(n: Any, k: Any) -> Any:
+    is_countable = isinstance(k, Fraction) and k.denominator == 1 and 0 <= k <= 5000
+    if not is_countable:
+        return mpmath.binomial(_real(n), _real(k))
+    if isinstance(n, Fraction) and n.denominator == 1 and k <= n <= 5000:
+        return Fraction(math.comb(int(n), int(k)))
+    product: Any = Fraction(1)
+    for j in range(int(k)):
+        product *= (n - j) / Fraction(j + 1)
+    return product
+
+
+def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    """Returns a power if it is rational, else None. Raises Undecided when it is too large."""
+    if exponent.denominator == 1:
+        if _bits(base) * abs(exponent) > _MAX_BITS and abs(base) not in (0, 1):
+            raise Undecided
+        return base ** int(exponent)
+    if base == 0:
+        return Fraction(0)
+    if exponent.denominator >= 1000:
+        return None
+    root = _exact_root(base, exponent.denominator)
+    return None if root is None else _rational_power(root, Fraction(exponent.numerator))
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
@@ -203,22 +213,44 @@ def _gcd(values: list[Any]) -> Fraction:
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "neg": operator.neg
-}  # fmt: skip
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "neg": operator.neg,
+}
 _EXACT: dict[str, Callable[[list[Any]], Any]] = {
-    "gcd": _gcd, "lcm": _lcm, "max": max, "min": min, "mod": lambda values: values[0] % values[1]
-}  # fmt: skip
+    "gcd": _gcd,
+    "lcm": _lcm,
+    "max": max,
+    "min": min,
+    "mod": lambda values: values[0] % values[1],
+}
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "sin": mpmath.sin, "cos": mpmath.cos, "tan": mpmath.tan, "cot": mpmath.cot, "sec": mpmath.sec, "csc": mpmath.csc,
-    "sinh": mpmath.sinh, "cosh": mpmath.cosh, "tanh": mpmath.tanh, "coth": mpmath.coth, "arcsin": mpmath.asin,
-    "arccos": mpmath.acos, "arctan": mpmath.atan, "ln": mpmath.log, "exp": mpmath.exp, "norm": abs,
-}  # fmt: skip
+    "sin": mpmath.sin,
+    "cos": mpmath.cos,
+    "tan": mpmath.tan,
+    "cot": mpmath.cot,
+    "sec": mpmath.sec,
+    "csc": mpmath.csc,
+    "sinh": mpmath.sinh,
+    "cosh": mpmath.cosh,
+    "tanh": mpmath.tanh,
+    "coth": mpmath.coth,
+    "arcsin": mpmath.asin,
+    "arccos": mpmath.acos,
+    "arctan": mpmath.atan,
+    "ln": mpmath.log,
+    "exp": mpmath.exp,
+    "norm": abs,
+}
 
 
 def _agree(a: Any, b: Any, largest: Any) -> bool:
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
-    a, b = _real(a), _real(b)
+    a = _real(a)
+    b = _real(b)
     return bool(abs(a - b) <= max(abs(a), abs(b), largest) * mpmath.mpf(10) ** -_AGREE)
 
 
@@ -243,14 +275,15 @@ def same_value(a: Node, b: Node) -> bool:
     names = sorted(symbols(a) | symbols(b))
     if not names:
         with mp.workdps(_DIGITS):
-            (x, largest), (y, other) = constant(a), constant(b)
-            return _agree(x, y, max(largest, other))
+            value_a, largest_a = constant(a)
+            value_b, largest_b = constant(b)
+            return _agree(value_a, value_b, max(largest_a, largest_b))
     return all(_agree(x, y, largest) for x, y, largest in sampled(a, b, names))
 
 
 def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]]:
-    """Yields the values of two expressions at points where both have one. Raises Undecided after
-    fewer than three points.
+    """Yields the values of two expressions at points where both have one, and the largest term of
+    their sums. Raises Undecided after fewer than three points.
     """
     rng = random.Random(7)
     found = 0
@@ -261,10 +294,11 @@ def sampled(a: Node, b: Node, names: list[str]) -> Iterator[tuple[Any, Any, Any]
         evaluator = PointEvaluator(point, is_complex)
         try:
             with mp.workdps(_DIGITS):
-                values = evaluator.value(a), evaluator.value(b), evaluator.largest
+                value_a = evaluator.value(a)
+                value_b = evaluator.value(b)
         except Undecided:
             continue
         found += 1
-        yield values
+        yield value_a, value_b, evaluator.largest
     if found < 3:
         raise Undecided

@@ -37,21 +37,20 @@ class MathHost(ProcessHost):
         self, config: RewardSection, on_restart: Callable[[], None] = lambda: None
     ) -> None:
         if find_spec("math_verify") is None:
-            remedy = "pip install 'rlhf-math[services]'"
             raise ConfigError(
                 "math-verify is not installed",
                 field="reward.functions",
                 value="math",
-                remedy=remedy,
+                remedy="pip install 'rlhf-math[services]'",
             )
         arguments = {"memory_mb": MEMORY_MB, "alarm_s": math.ceil(config.math_timeout_s) + 1}
         spec = WorkerSpec(
             "services.reward.answers.equivalence", arguments, MEMORY_MB, spares=config.workers
         )
-        pool = WorkerPool(spec, config.workers, config.math_timeout_s, on_restart)
-        super().__init__(
-            "math", pool, check=lambda item, where: _gold(item.ground_truth, f"{where}ground_truth")
+        pool = WorkerPool(
+            spec, config.workers, timeout_s=config.math_timeout_s, on_restart=on_restart
         )
+        super().__init__("math", pool, check=_check_gold)
         self._require_stop = config.require_stop
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
@@ -66,14 +65,17 @@ class MathHost(ProcessHost):
             if answer is None:
                 scores.append(Score(0.0, "unparsable", correct=False))
             else:
-                cut = item.finish_reason == "length" and self._require_stop
-                right = False if cut else same_answer(gold, answer)
+                truncated = item.finish_reason == "length" and self._require_stop
+                right = False if truncated else same_answer(gold, answer)
                 if right is None:
                     hard.append(i)
                 scores.append(_verdict(answer, bool(right)))
-            if (read := read + len(item.response) + 100) > _YIELD_CHARS:
+
+            read += len(item.response) + 100
+            if read > _YIELD_CHARS:
                 read = 0
                 await asyncio.sleep(0)
+
         self._check_room(self.pool.unfinished, len(hard))
         batch = object()
         found = await asyncio.gather(
@@ -88,6 +90,7 @@ class MathHost(ProcessHost):
             found = await self.pool.call(json.dumps([gold, answer]).encode(), batch)
         except CallFailed as error:
             return Score(None, error.status, correct=False, answer=answer, reason=str(error))
+
         if found == b"unparsable":
             return Score(0.0, "unparsable", correct=False, answer=answer)
         if found == b"unevaluated":
@@ -107,9 +110,14 @@ def _gold(ground_truth: str, field: str) -> str:
             "the ground truth states no answer",
             field=field,
             value=ground_truth,
-            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, or text with a \\boxed{{}} or #### answer",
+            remedy=f"send an answer of 1 to {MAX_ANSWER_CHARS} characters, "
+            "or text with a \\boxed{} or #### answer",
         )
     return gold
+
+
+def _check_gold(item: RewardItem, where: str) -> None:
+    _gold(item.ground_truth, f"{where}ground_truth")
 
 
 class MathRewardFunction(DetailedRewardFunction):
@@ -148,10 +156,11 @@ class MathRewardFunction(DetailedRewardFunction):
         that states no answer.
         """
         golds = column(kwargs, "ground_truth", len(completions), self.name)
-        items = [
-            RewardItem.model_construct(response=text_of(completion), ground_truth=str(gold))
-            for completion, gold in zip(completions, golds, strict=True)
-        ]
+        items: list[RewardItem] = []
+        for completion, gold in zip(completions, golds, strict=True):
+            text = text_of(completion)
+            items.append(RewardItem.model_construct(response=text, ground_truth=str(gold)))
+
         with self._lock:
             if self._graders is None:
                 self._graders = _Graders(self._config)

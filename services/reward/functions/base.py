@@ -1,20 +1,19 @@
-"""The interface of reward functions, and the handler that calls them in a worker process."""
+"""The interface of reward functions."""
 
 import inspect
-import json
 import math
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError, InvalidInput, shorten
-from common.process.imports import import_callable
 from common.wire.schemas import RewardStatus
 
-_MAX_REASON_CHARS, _MAX_FRAMES = 500, 8
+_MAX_REASON_CHARS = 500
+_MAX_FRAMES = 8
 _HERE = Path(__file__).resolve().parents[1]
 _LARGEST = 3e38  # of a float32, in which the trainer computes
 Message = dict[str, str]
@@ -44,10 +43,9 @@ class Score:
         value = _number(self.value)
         if value is None and self.status in ("ok", "unparsable", "unevaluated"):
             object.__setattr__(self, "status", "error")
+        components = {name: _number(part) for name, part in self.components.items()}
         object.__setattr__(self, "value", value)
-        object.__setattr__(
-            self, "components", {name: _number(part) for name, part in self.components.items()}
-        )
+        object.__setattr__(self, "components", components)
 
 
 class WrongScores(InvalidInput):
@@ -77,8 +75,8 @@ class RewardFunction(ABC):
             name = "short"
 
             def __call__(self, completions, **kwargs):
-                return [1.0 if len(text_of(completion)) < 200 else 0.0 for completion in
-                completions]
+                lengths = [len(text_of(completion)) for completion in completions]
+                return [1.0 if length < 200 else 0.0 for length in lengths]
 
     On a cluster it is named by its import path (`--reward.functions package.module:Class`) and
     created without arguments in every worker process of the reward-server; with the Python API you
@@ -131,14 +129,15 @@ class RewardFunction(ABC):
             raise WrongScores(
                 f"the reward function {self.name} {problem} for {count} completions",
                 field=self.name,
-                remedy="return a list with one number for each completion, NaN for one that has no score",
+                remedy="return a list with one number for each completion, "
+                "NaN for one that has no score",
             )
-        return [
-            Score(
-                value, reason="" if _number(value) is not None else f"{value!r:.80} is not a number"
-            )
-            for value in values
-        ]
+        return [_plain_score(value) for value in values]
+
+
+def _plain_score(value: Any) -> Score:
+    reason = "" if _number(value) is not None else f"{value!r:.80} is not a number"
+    return Score(value, reason=reason)
 
 
 def reason_of(error: Exception) -> str:
@@ -146,8 +145,8 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, WrongScores):
         return error.message
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not Path(frame.filename).is_relative_to(_HERE)] or frames
-    where = "".join(traceback.format_list(own[-_MAX_FRAMES:]))
+    users = [frame for frame in frames if not Path(frame.filename).is_relative_to(_HERE)]
+    where = "".join(traceback.format_list((users or frames)[-_MAX_FRAMES:]))
     return f"{type(error).__name__}: {shorten(str(error), _MAX_REASON_CHARS)}\n{where}".rstrip()
 
 
@@ -166,11 +165,11 @@ class DetailedRewardFunction(RewardFunction):
 
 def text_of(completion: Sequence[Message]) -> str:
     """Returns the text of a completion: its assistant messages, joined."""
-    return "".join(
-        message["content"]
-        for message in completion
-        if message.get("role", "assistant") == "assistant"
-    )
+    texts: list[str] = []
+    for message in completion:
+        if message.get("role", "assistant") == "assistant":
+            texts.append(message["content"])
+    return "".join(texts)
 
 
 def check_positive(**arguments: float) -> None:
@@ -185,11 +184,7 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
     length.
     """
     values = kwargs.get(name)
-    if (
-        isinstance(values, (str, bytes, dict))
-        or not isinstance(values, Sequence)
-        or len(values) != count
-    ):
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != count:
         raise InvalidInput(
             f"the reward function {function} needs a list {name} with one item per completion",
             field=name,
@@ -197,55 +192,3 @@ def column(kwargs: dict[str, Any], name: str, count: int, function: str) -> list
             remedy=f"give the data set a column {name}",
         )
     return list(values)
-
-
-def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
-    """Imports reward functions, and returns a function that creates a worker's handler, which calls
-    one of them.
-
-    Args:
-        arguments: `functions`, a list with the import path `target` and the `arguments` of each.
-
-    Raises:
-        RuntimeError: an import path does not name a reward function.
-    """
-    specs: list[dict[str, Any]] = arguments["functions"]
-    try:
-        targets = [(import_callable(spec["target"], "reward.functions"), spec) for spec in specs]
-    except ConfigError as error:
-        raise RuntimeError(f"the reward function {error.message}") from error
-
-    def make() -> Callable[[str], str]:
-        functions = [_made(target, spec) for target, spec in targets]
-        return lambda line: _handle(functions, json.loads(line))
-
-    return make
-
-
-def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
-    try:
-        function = target(**spec["arguments"]) if isinstance(target, type) else target
-    except Exception as error:
-        raise RuntimeError(
-            f"the reward function {spec['target']} cannot be created: {type(error).__name__}: {error}"
-        ) from error
-    if isinstance(function, RewardFunction):
-        return function
-    if not callable(function):
-        raise RuntimeError(
-            f"{spec['target']} is neither a RewardFunction nor a function of completions"
-        )
-    from services.reward.functions.plain import PlainFunction  # it imports this module
-
-    return PlainFunction(function)
-
-
-def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
-    if "names" in call:
-        return json.dumps([function.name for function in functions])
-    function = functions[call["function"]]
-    try:
-        scores = function.scores(call["completions"], **call["columns"])
-    except Exception as error:
-        return json.dumps({"error": reason_of(error), "always": isinstance(error, WrongScores)})
-    return json.dumps({"scores": [asdict(score) for score in scores]})

@@ -49,19 +49,18 @@ class CompositeRewardFunction(DetailedRewardFunction):
                 value=weights,
                 remedy="give at least one function, and one weight for each",
             )
-        if not all(map(math.isfinite, weights)):
+        if not all(math.isfinite(weight) for weight in weights):
             raise ConfigError(
                 "a weight is not a finite number",
                 field="weights",
                 value=weights,
                 remedy="give finite numbers",
             )
-        check_names([function.name for function in functions])
-        self.functions, self._name = list(functions), name
-        self.weights = {
-            function.name: float(weight)
-            for function, weight in zip(functions, weights, strict=True)
-        }
+        names = [function.name for function in functions]
+        check_names(names)
+        self.functions = list(functions)
+        self.weights = dict(zip(names, map(float, weights), strict=True))
+        self._name = name
         self.bounds_itself = all(function.bounds_itself for function in functions)
 
     @property
@@ -71,13 +70,12 @@ class CompositeRewardFunction(DetailedRewardFunction):
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns the weighted sums with their components. Raises what a part raises."""
-        parts = {
-            function.name: function.scores(completions, **kwargs) for function in self.functions
-        }
-        return [
-            combine({name: scores[i] for name, scores in parts.items()}, self.weights)
-            for i in range(len(completions))
-        ]
+        parts: list[dict[str, Score]] = [{} for _ in completions]
+        for function in self.functions:
+            scores = function.scores(completions, **kwargs)
+            for part, score in zip(parts, scores, strict=True):
+                part[function.name] = score
+        return [combine(part, self.weights) for part in parts]
 
 
 def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
@@ -85,41 +83,48 @@ def combine(parts: Mapping[str, Score], weights: Mapping[str, float]) -> Score:
 
     A part that does not apply is left out; if no part applies, the whole does not apply.
     """
-    absent: dict[str, float | None] = {
-        name: None for name, part in parts.items() if part.status == "inapplicable"
-    }
-    parts = {name: part for name, part in parts.items() if name not in absent}
-    if not parts:
+    applicable: dict[str, Score] = {}
+    components: dict[str, float | None] = {}
+    for name, part in parts.items():
+        if part.status == "inapplicable":
+            components[name] = None
+        else:
+            applicable[name] = part
+    if not applicable:
         return Score(
-            None, "inapplicable", components=absent, reason="no reward function applies to it"
+            None, "inapplicable", components=components, reason="no reward function applies to it"
         )
+
     total: float | None = 0.0
-    for name, part in parts.items():
-        total = (
-            None
-            if total is None or part.value is None
-            else total + weights.get(name, 1.0) * part.value
-        )
-    status = min((part.status for part in parts.values()), key=_SEVERITY.index)
-    verdicts = [part.correct for part in parts.values() if part.correct is not None]
-    components = {**absent}
-    for name, part in parts.items():
+    statuses: list[RewardStatus] = []
+    verdicts: list[bool] = []
+    answers: list[str] = []
+    reasons: list[str] = []
+    for name, part in applicable.items():
         components[name] = part.value
-        components |= {f"{name}/{inner}": value for inner, value in part.components.items()}
+        for inner, value in part.components.items():
+            components[f"{name}/{inner}"] = value
+
+        statuses.append(part.status)
+        if part.correct is not None:
+            verdicts.append(part.correct)
+        if part.answer is not None:
+            answers.append(part.answer)
+        if part.value is None and part.reason:
+            reasons.append(f"{name}: {part.reason}")
+
+        if part.value is None or total is None:
+            total = None
+        else:
+            total += weights.get(name, 1.0) * part.value
+
     return Score(
         value=total,
-        status=status,
+        status=min(statuses, key=_SEVERITY.index),
         correct=all(verdicts) if verdicts else None,
-        answer=next((part.answer for part in parts.values() if part.answer is not None), None),
+        answer=answers[0] if answers else None,
         components=components,
-        reason=next(
-            (
-                f"{name}: {part.reason}"
-                for name, part in parts.items()
-                if part.value is None and part.reason
-            ),
-            "",
-        ),
+        reason=reasons[0] if reasons else "",
     )
 
 

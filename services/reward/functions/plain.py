@@ -50,22 +50,25 @@ class PlainFunction(DetailedRewardFunction):
     """
 
     def __init__(self, function: Function, name: str = "", log: FunctionLog | None = None) -> None:
-        self._function, self._name, self._log = function, name or name_of(function), log
-        taken = inspect.signature(function).parameters.values()
-        self._takes_all = any(each.kind is each.VAR_KEYWORD for each in taken)
-        self._names = {
-            each.name
-            for each in taken
-            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        }
-        plain = (
-            each
-            for each in taken
-            if each.default is each.empty
-            and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-        )
-        self._needed = [each.name for each in plain]
+        self._function = function
+        self._name = name or name_of(function)
+        self._log = log
         self._loop: LoopThread | None = None
+
+        self._takes_all = False
+        """Whether the function has `**kwargs`."""
+        self._names: set[str] = set()
+        """Arguments that can be given by name."""
+        self._needed: list[str] = []
+        """Arguments without a default, in their order."""
+        for parameter in inspect.signature(function).parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._takes_all = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                if parameter.kind is not parameter.POSITIONAL_ONLY:
+                    self._names.add(parameter.name)
+                if parameter.default is parameter.empty:
+                    self._needed.append(parameter.name)
 
     @property
     def name(self) -> str:
@@ -82,75 +85,75 @@ class PlainFunction(DetailedRewardFunction):
         """
         chats = kwargs.pop("prompts", None) or [None] * len(completions)
         problems = kwargs.get("prompt") or [""] * len(completions)
-        prompts = [chat or problem for chat, problem in zip(chats, problems, strict=True)]
-        answers = [
-            chat if there else text_of(chat) for there, chat in zip(chats, completions, strict=True)
-        ]
-        available, extra = (
-            {**kwargs, "prompts": prompts, "completions": answers},
-            dict[str, list[Any]](),
-        )
-        if (
-            "answer" in self._names and "ground_truth" in kwargs
-        ):  # loaders keep only the final answer
+        prompts: list[Any] = []
+        answers: list[Any] = []
+        for chat, problem, completion in zip(chats, problems, completions, strict=True):
+            prompts.append(chat or problem)
+            answers.append(completion if chat else text_of(completion))
+
+        available = {**kwargs, "prompts": prompts, "completions": answers}
+        if "answer" in self._names and "ground_truth" in kwargs:
+            # Loaders keep only the final answer.
             available.setdefault("answer", kwargs["ground_truth"])
+        extra: dict[str, list[Any]] = {}
         if self._log is not None:
-            own = {
-                "trainer_state": self._log.state,
-                "log_metric": self._log.log_metric,
-                "log_extra": extra.__setitem__,
-            }
-            available |= own
-        if missing := [name for name in self._needed if name not in available]:
-            raise WrongScores(
-                f"the reward function {self.name} needs the argument {missing[0]}; there are {', '.join(sorted(available))}",
-                field=self.name,
-                remedy=f"give the data set a column {missing[0]}, or the argument a default",
-            )
-        values = self._function(
-            **{
-                name: value
-                for name, value in available.items()
-                if self._takes_all or name in self._names
-            }
-        )
-        scores = self.checked(
-            self._awaited(values) if inspect.isawaitable(values) else values, len(completions)
-        )
+            available["trainer_state"] = self._log.state
+            available["log_metric"] = self._log.log_metric
+            available["log_extra"] = extra.__setitem__
+
+        values = self._function(**self._accepted(available))
+        if inspect.isawaitable(values):
+            values = self._awaited(values)
+        scores = self.checked(values, len(completions))
         if extra and self._log is not None:
             self._log.log_rows(self._rows(prompts, answers, extra))
         return scores
+
+    def _accepted(self, available: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments that the function takes. Raises WrongScores when one is missing."""
+        for name in self._needed:
+            if name not in available:
+                raise WrongScores(
+                    f"the reward function {self.name} needs the argument {name}; "
+                    f"there are {', '.join(sorted(available))}",
+                    field=self.name,
+                    remedy=f"give the data set a column {name}, or the argument a default",
+                )
+        if self._takes_all:
+            return available
+        return {name: value for name, value in available.items() if name in self._names}
 
     def checked(self, values: Any, count: int) -> list[Score]:
         """Returns scores for values; None means that the function does not apply. Raises
         WrongScores.
         """
-        values = (
-            values if values is None or isinstance(values, str | bytes | dict) else _listed(values)
-        )
-        applies = [value is not None for value in values] if isinstance(values, list) else []
+        if hasattr(values, "__iter__") and not isinstance(values, str | bytes | dict):
+            values = list(values)
         scores = super().checked(values, count)
-        return [
-            score if there else Score(None, "inapplicable")
-            for score, there in zip(scores, applies, strict=True)
-        ]
+        for i, value in enumerate(values):
+            if value is None:
+                scores[i] = Score(None, "inapplicable")
+        return scores
 
     def _rows(
         self, prompts: list[Any], completions: list[Any], extra: dict[str, list[Any]]
     ) -> list[dict[str, Any]]:
         columns = {name: list(values) for name, values in extra.items()}
-        if wrong := [name for name, values in columns.items() if len(values) != len(completions)]:
-            raise WrongScores(
-                f"the reward function {self.name} gave log_extra {len(columns[wrong[0]])} values of {wrong[0]} for "
-                f"{len(completions)} completions",
-                field=self.name,
-                remedy="give log_extra one value for each completion",
-            )
-        columns = {"prompt": prompts, "completion": completions, **columns}
-        return [
-            {"function": self.name, **{name: values[i] for name, values in columns.items()}}
-            for i in range(len(prompts))
-        ]
+        for name, values in columns.items():
+            if len(values) != len(completions):
+                raise WrongScores(
+                    f"the reward function {self.name} gave log_extra {len(values)} values of "
+                    f"{name} for {len(completions)} completions",
+                    field=self.name,
+                    remedy="give log_extra one value for each completion",
+                )
+
+        rows: list[dict[str, Any]] = []
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            row = {"function": self.name, "prompt": prompt, "completion": completion}
+            row |= {name: values[i] for name, values in columns.items()}
+            rows.append(row)
+        return rows
 
     def _awaited(self, values: Awaitable[Any]) -> Any:
         """Waits in this function's loop, because a judge's client, for example, belongs to the loop
@@ -164,10 +167,8 @@ class PlainFunction(DetailedRewardFunction):
         async def result() -> Any:
             try:
                 return await values
-            except (
-                SystemExit,
-                KeyboardInterrupt,
-            ) as ending:  # it would end the loop, and nobody would get a result
+            except (SystemExit, KeyboardInterrupt) as ending:
+                # It would end the loop, and nobody would get a result.
                 raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
 
         return self._loop.call(result())
@@ -185,11 +186,8 @@ def name_of(function: Function) -> str:
 
 def numbered(names: Sequence[str]) -> list[str]:
     """Makes names distinct: the second `length` becomes `length_2`."""
-    return [
-        name if not (before := names[:i].count(name)) else f"{name}_{before + 1}"
-        for i, name in enumerate(names)
-    ]
-
-
-def _listed(values: Any) -> Any:
-    return list(values) if hasattr(values, "__iter__") else values
+    distinct: list[str] = []
+    for i, name in enumerate(names):
+        before = list(names[:i]).count(name)
+        distinct.append(f"{name}_{before + 1}" if before else name)
+    return distinct

@@ -76,18 +76,19 @@ class CodeRewardFunction(DetailedRewardFunction):
         python: str = "",
         sandbox: SandboxKind = "bubblewrap",
     ) -> None:
-        self.slots = slots = slots or os.cpu_count() or 1
-        check_positive(timeout=timeout, slots=slots, memory_mb=memory_mb, output_kb=output_kb)
+        self.slots = slots or os.cpu_count() or 1
         self.partial_credit = partial_credit
-        self._sandbox = Sandbox(Limits(timeout, memory_mb, output_kb), slots, sandbox, python)
-        self._threads = DaemonThreads(slots, "sandbox")
+        check_positive(timeout=timeout, slots=self.slots, memory_mb=memory_mb, output_kb=output_kb)
+        limits = Limits(timeout, memory_mb, output_kb)
+        self._sandbox = Sandbox(limits, self.slots, sandbox, python=python)
+        self._threads = DaemonThreads(self.slots, "sandbox")
 
     def scores(self, completions: list[list[Message]], **kwargs: Any) -> list[Score]:
         """Returns scores in [0, 1]; `answer` is the outcome of every case. Raises InvalidInput for
         invalid `test_cases`.
         """
         columns = column(kwargs, "test_cases", len(completions), self.name)
-        cases = [parse_cases(column, f"test_cases[{i}]") for i, column in enumerate(columns)]
+        cases = [parse_cases(content, f"test_cases[{i}]") for i, content in enumerate(columns)]
         return self._threads.map(self._score, map(text_of, completions), cases)
 
     def results(self, source: str, test_cases: Any) -> list[CaseResult]:
@@ -97,24 +98,27 @@ class CodeRewardFunction(DetailedRewardFunction):
         return self._sandbox.run(source, parse_cases(test_cases))
 
     def _score(self, text: str, cases: Sequence[Case]) -> Score:
-        source = extract_program(text, any(case.request["kind"] == "stdin" for case in cases))
+        reads_input = any(case.request["kind"] == "stdin" for case in cases)
+        source = extract_program(text, reads_input)
         if source is None:
             return Score(0.0, "unparsable", correct=False)
         try:
             results = self._sandbox.run(source, cases, stop_at_failure=not self.partial_credit)
         except SandboxFault as error:
             return Score(None, "error", correct=False, reason=str(error))
-        passed = sum(result.status == "passed" for result in results)
-        value = passed / len(results) if self.partial_credit else float(passed == len(results))
-        answer = ", ".join(result.status for result in results)
-        statuses = {result.status for result in results}
-        failed = statuses - {"passed", "starved", "skipped"}
-        if "starved" in statuses and (
-            self.partial_credit or not failed
-        ):  # a busy machine decides nothing
+
+        statuses = [result.status for result in results]
+        answer = ", ".join(statuses)
+        # A busy machine decides nothing.
+        has_failed = not {"passed", "starved", "skipped"}.issuperset(statuses)
+        if "starved" in statuses and (self.partial_credit or not has_failed):
             reason = "the machine was too busy to run the program"
             return Score(None, "timeout", correct=False, answer=answer, reason=reason)
-        return Score(value, correct=passed == len(results), answer=answer)
+
+        passed = statuses.count("passed")
+        all_passed = passed == len(results)
+        value = passed / len(results) if self.partial_credit else float(all_passed)
+        return Score(value, correct=all_passed, answer=answer)
 
 
 def extract_program(response: str, reads_input: bool = True) -> str | None:
@@ -129,10 +133,13 @@ def extract_program(response: str, reads_input: bool = True) -> str | None:
     closed one.
     """
     closed, truncated = _blocks(without_thoughts(response))
-    blocks = [
-        text for marked, text in closed if marked or _DEFINED.search(text) or _IMPORTED.search(text)
-    ]
-    source = _assembled(blocks or [text for _, text in closed] or truncated, reads_input)
+    programs: list[str] = []
+    for labelled, text in closed:
+        if labelled or _DEFINED.search(text) or _IMPORTED.search(text):
+            programs.append(text)
+
+    blocks = programs or [text for _, text in closed] or truncated
+    source = _assembled(blocks, reads_input)
     return source if source.strip() and len(source) <= MAX_SOURCE_CHARS else None
 
 
@@ -145,22 +152,21 @@ def _blocks(text: str) -> tuple[list[tuple[bool, str]], list[str]]:
     for match in _FENCE.finditer(text):
         if opening is None:
             opening = match
-        elif (
-            match[2].startswith(opening[2])
-            and not match[3]
-            and _depth(match) <= _depth(opening) + 3
-        ):
+        elif _closes(opening, match):
             if language := _PYTHON.fullmatch(opening[3]):
-                blocks.append(
-                    (
-                        bool(language[1]),
-                        _unindented(text[opening.end() + 1 : match.start()], opening[1]),
-                    )
-                )
+                content = text[opening.end() + 1 : match.start()]
+                blocks.append((bool(language[1]), _unindented(content, opening[1])))
             opening = None
+
     if opening is not None and _PYTHON.fullmatch(opening[3]):
         return blocks, [_unindented(text[opening.end() + 1 :], opening[1])]
     return blocks, []
+
+
+def _closes(opening: re.Match[str], fence: re.Match[str]) -> bool:
+    """Whether a fence closes a block: as long as its opening, without a language, and no deeper."""
+    is_long_enough = fence[2].startswith(opening[2])
+    return is_long_enough and not fence[3] and _depth(fence) <= _depth(opening) + 3
 
 
 def _depth(fence: re.Match[str]) -> int:
@@ -179,24 +185,40 @@ def _assembled(blocks: list[str], reads_input: bool) -> str:
     ]
     if not programs:
         return blocks[-1] if blocks else ""
-    bound = [_bound(block) for block in programs]
+
+    # A last block that only calls what an earlier one defines is an example.
     last = len(programs) - 1
     while last > 0 and not _DEFINED.search(programs[last]):
-        drives = (
-            reads_input
-            and _INPUT.search(programs[last])
-            and not any(map(_INPUT.search, programs[:last]))
-        )
-        earlier: set[str] = set().union(*(_DEFINED.findall(block) for block in programs[:last]))
-        if drives or not (earlier - bound[last]).intersection(_NAME.findall(programs[last])):
+        earlier = programs[:last]
+        if reads_input and _reads_input_alone(programs[last], earlier):
+            break
+        if not _calls(programs[last], earlier):
             break
         last -= 1
-    needed, parts = set(_NAME.findall(programs[last])) - bound[last], [programs[last]]
-    for block, names in zip(programs[:last][::-1], bound[:last][::-1], strict=True):
+
+    parts = [programs[last]]
+    needed = _used(programs[last]) - _bound(programs[last])
+    for block in reversed(programs[:last]):
+        names = _bound(block)
         if names & needed:
             parts.insert(0, block)
-            needed = (needed | set(_NAME.findall(block))) - names
-    return parts[0] if len(parts) == 1 else "\n".join(parts)
+            needed = (needed | _used(block)) - names
+    return "\n".join(parts)
+
+
+def _reads_input_alone(block: str, earlier: list[str]) -> bool:
+    """Whether a block reads the input of the tests, and none before it does."""
+    return bool(_INPUT.search(block)) and not any(_INPUT.search(other) for other in earlier)
+
+
+def _calls(block: str, earlier: list[str]) -> bool:
+    """Whether a block uses a name that an earlier one defines and it does not bind itself."""
+    defined = {name for other in earlier for name in _DEFINED.findall(other)}
+    return bool((defined - _bound(block)) & _used(block))
+
+
+def _used(source: str) -> set[str]:
+    return set(_NAME.findall(source))
 
 
 def _bound(source: str) -> set[str]:

@@ -85,15 +85,16 @@ class LengthPenaltyFunction(RewardFunction):
                 value=soft_chars,
                 remedy="lower soft_chars",
             )
-        self._soft, self._hard = soft_chars, hard_chars
+        self._soft = soft_chars
+        self._hard = hard_chars
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
         """Returns a number in [-1, 0] for each completion."""
-        width = self._hard - self._soft
-        return [
-            -min(1.0, max(0.0, (len(text_of(completion)) - self._soft) / width))
-            for completion in completions
-        ]
+        return [self._penalty(len(text_of(completion))) for completion in completions]
+
+    def _penalty(self, chars: int) -> float:
+        share = (chars - self._soft) / (self._hard - self._soft)
+        return -min(1.0, max(0.0, share))
 
 
 class RepetitionPenaltyFunction(RewardFunction):
@@ -112,19 +113,25 @@ class RepetitionPenaltyFunction(RewardFunction):
 
     def __call__(self, completions: list[list[Message]], **kwargs: Any) -> list[float]:
         """Returns a number in (-1, 0] for each completion."""
-        return [-self._repeated(self._words(text_of(completion))) for completion in completions]
+        return [-self._repeated_share(text_of(completion)) for completion in completions]
 
-    def _words(self, text: str) -> list[str]:
-        found = _WORD.findall(text)
-        return [
-            part for word in found for part in (word if len(word) > 5 * self._ngram else (word,))
-        ]
-
-    def _repeated(self, words: list[str]) -> float:
+    def _repeated_share(self, text: str) -> float:
+        """Returns the share of the n-grams that stood in the text before."""
+        words = self._words(text)
         total = len(words) - self._ngram + 1
         if total < 1:
             return 0.0
-        return 1 - len({hash(tuple(words[i : i + self._ngram])) for i in range(total)}) / total
+        distinct = {hash(tuple(words[i : i + self._ngram])) for i in range(total)}
+        return 1 - len(distinct) / total
+
+    def _words(self, text: str) -> list[str]:
+        words: list[str] = []
+        for word in _WORD.findall(text):
+            if len(word) > 5 * self._ngram:
+                words += word  # its characters
+            else:
+                words.append(word)
+        return words
 
 
 def _compiled(field: str, patterns: Sequence[str]) -> list[regex.Pattern[str]]:

@@ -1,5 +1,6 @@
 """Keeps the engine on the trainer's newest weights: polls, receives or downloads, loads and
-confirms them.
+confirms them. The other end is `trainer.weights`: `publisher` announces the versions, `broadcast`
+and `transfer` send them.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from services.rollout.weights.store import TrainerClient, WeightId, WeightsGone,
 
 log = logging.getLogger(__name__)
 _POLL_S = 20.0
-_TURN_POLL_S = 5.0
+_SHARED_GPU_POLL_S = 5.0
 """Shorter when engine and trainer share GPUs, because a restarted trainer needs them soon."""
 _LOST_BEFORE_STALE = 3
 """Consecutive interrupted downloads, each right after a response from the trainer, that make the
@@ -54,35 +55,38 @@ class WeightFollower:
         name: str,
         metrics: Metrics,
     ) -> None:
-        self._load_timeout_s, self._adapters_kept = (
-            config.trainer.publish_timeout_s,
-            adapters_kept(config),
-        )
-        self._receiver, self._name = (
-            BroadcastReceiver(name, api, trainer, self._load_timeout_s),
-            name,
-        )
-        self._state, self._store, self._trainer, self._api, self._engine = (
-            state,
-            store,
-            trainer,
-            api,
-            engine,
-        )
+        self._load_timeout_s = config.trainer.publish_timeout_s
+        self._adapters_kept = adapters_kept(config)
+        self._state = state
+        self._store = store
+        self._trainer = trainer
+        self._api = api
+        self._engine = engine
         self._changed = changed
+        self._name = name
+        self._receiver = BroadcastReceiver(name, api, trainer, timeout_s=self._load_timeout_s)
+
         self.newest: tuple[WeightManifest, Path] | None = None
         """The newest verified weights and their directory, used to start an engine."""
-        self._lost = 0
-        self._load: asyncio.Task[str] | None = None
-        self._process_id, self._failed_broadcasts = secrets.token_hex(4), 0
         self.received: tuple[WeightId, str] | None = None
         """The weights that the engine received by broadcast, and their checksum."""
-        self._partial = False  # whether the engine may hold part of a version
-        self._memory = released_memory(config)
-        self._poll_s = _TURN_POLL_S if self._memory else _POLL_S
-        self._turn, self._at_the_gate = asyncio.Event(), False
+        self._process_id = secrets.token_hex(4)
+        self._failed_broadcasts = 0
+        self._lost_downloads = 0
+        """Interrupted downloads in a row."""
+        self._loading: asyncio.Task[str] | None = None
+        self._partial = False
+        """Whether the engine may hold part of a version."""
+
+        self._shared_memory = released_memory(config)
+        """The kinds of memory that the engine releases for the trainer; none: it has GPUs of its
+        own."""
+        self._poll_s = _SHARED_GPU_POLL_S if self._shared_memory else _POLL_S
+        self._gpus_free = asyncio.Event()
+        self._waits_for_gpus = False
         self._wake = asyncio.Event()
         self._warnings = RateLimitedWarnings()
+
         self._updates = metrics.counter(
             "rollout_weight_updates_total", "Attempts to get to a new weight version", ["result"]
         )
@@ -94,7 +98,7 @@ class WeightFollower:
 
     @property
     def epoch(self) -> str:
-        """Changes with every start of agent or engine and every failed broadcast, which invalidates
+        """Changes with every start of node or engine and every failed broadcast, which invalidates
         earlier groups.
         """
         return f"{self._process_id}-{self._engine.starts}-{self._failed_broadcasts}"
@@ -106,49 +110,59 @@ class WeightFollower:
     def engine_down(self) -> None:
         """Cancels a load into an engine that has ended."""
         self._receiver.reset()
-        self._partial, self.received, self._api.asleep = False, None, []
-        if self._load is not None:
-            self._load.cancel()
+        self._partial = False
+        self.received = None
+        self._api.asleep = []
+        if self._loading is not None:
+            self._loading.cancel()
 
-    async def first(self) -> None:
+    async def fetch_first(self) -> None:
         """Tries once to fetch weights, so that the engine starts with the trainer's weights if
         there are any.
         """
-        if not self._memory and (manifest := await self._ask(wait_s=0, deadline_s=1)) is not None:
+        if self._shared_memory:
+            return
+        manifest = await self._ask(wait_s=0, deadline_s=1)
+        if manifest is not None:
             await self._adopt(manifest)
 
-    async def turn(self) -> None:
+    async def wait_for_gpus(self) -> None:
         """Waits until the engine may start: returns at once, unless the trainer currently has the
         shared GPUs.
         """
-        self._at_the_gate = True
+        self._waits_for_gpus = True
         try:
-            if self._memory:
-                await self._turn.wait()
+            if self._shared_memory:
+                await self._gpus_free.wait()
         finally:
-            self._at_the_gate = False
+            self._waits_for_gpus = False
 
     async def run(self) -> None:
+        """Follows the trainer's versions until cancelled."""
+        deadline_s = self._poll_s + (3 if self._shared_memory else 10)
         while True:
-            manifest = await self._ask(self._poll_s, self._poll_s + (3 if self._memory else 10))
-            if self._memory and (manifest is None or manifest.asleep):
-                await self._rest()
+            manifest = await self._ask(self._poll_s, deadline_s)
+            if self._shared_memory and (manifest is None or manifest.asleep):
+                await self._release_memory()
                 if manifest is None or not self._state.asleep:
                     await asyncio.sleep(0.2)
                 continue
-            if manifest is None or (
-                WeightId.of(manifest) == self._state.serves and not self._api.asleep
-            ):
+
+            if manifest is None or self._is_served(manifest):
                 await asyncio.sleep(0.2)
                 continue
+
             await self._adopt(manifest)
             if self.newest is not None:
-                self._turn.set()
+                self._gpus_free.set()
             if self._state.serves == self._state.wanted:
                 continue
             self._wake.clear()
             pause = max(0.2, self._state.backoff_s) if self._engine.up else 2.0
             await wait_event(self._wake, pause)
+
+    def _is_served(self, manifest: WeightManifest) -> bool:
+        return WeightId.of(manifest) == self._state.serves and not self._api.asleep
 
     async def _ask(self, wait_s: float, deadline_s: float) -> WeightManifest | None:
         """Returns the trainer's newest version; None when it has none or does not answer."""
@@ -164,7 +178,7 @@ class WeightFollower:
             )
         return None
 
-    async def _rest(self) -> None:
+    async def _release_memory(self) -> None:
         """Makes the engine release its memory, because the trainer computes, or a new trainer will
         need the GPUs.
 
@@ -172,19 +186,26 @@ class WeightFollower:
         starting engine is put to sleep when it answers. An engine that does not release its memory
         is restarted.
         """
-        self._turn.clear()
-        before, start = self._state.asleep, self._engine.starts
+        self._gpus_free.clear()
+        was_asleep = self._state.asleep
+        start = self._engine.starts
         if self._engine.up and not self._api.asleep:
             try:
                 async with self._api.changing:
-                    await self._api.sleep(self._memory, self._load_timeout_s)
+                    await self._api.sleep(self._shared_memory, self._load_timeout_s)
             except ServiceError as error:
-                if self._engine.up and self._engine.starts == start:
+                if self._is_still_up(start):
                     self._engine.restart(f"it did not release its memory: {error}")
                 return
-        self._state.asleep = self._at_the_gate or (self._engine.up and bool(self._api.asleep))
-        if self._state.asleep != before:
+
+        engine_sleeps = self._engine.up and bool(self._api.asleep)
+        self._state.asleep = self._waits_for_gpus or engine_sleeps
+        if self._state.asleep != was_asleep:
             self._changed()
+
+    def _is_still_up(self, start: int) -> bool:
+        """Whether the engine of this start is running and healthy."""
+        return self._engine.up and self._engine.starts == start
 
     async def _adopt(self, manifest: WeightManifest) -> None:
         """Tries once to update to this version and records the result in the state.
@@ -193,16 +214,20 @@ class WeightFollower:
         request id.
         """
         with logs.request(f"{manifest.run_id}-v{manifest.version}", manifest.run_id):
-            await self._try(manifest)
+            await self._update(manifest)
 
-    async def _try(self, manifest: WeightManifest) -> None:
+    async def _update(self, manifest: WeightManifest) -> None:
         wanted = WeightId.of(manifest)
-        self._state.wanted, self._state.updating, self._state.asleep = wanted, True, False
+        self._state.wanted = wanted
+        self._state.updating = True
+        self._state.asleep = False
         self._changed()
+
         stage = "download"
         try:
             if await self._receive(wanted, manifest):
                 return
+
             begin = time.monotonic()
             if not manifest.files:
                 manifest = await self._with_files()
@@ -210,17 +235,18 @@ class WeightFollower:
                 self._state.wanted = wanted
             path = await self._store.fetch(manifest, self._trainer)
             self._seconds.labels(stage).observe(time.monotonic() - begin)
-            self.newest, self._lost = (manifest, path), 0
+            self.newest = (manifest, path)
+            self._lost_downloads = 0
+
             stage = "load"
-            if (
-                not self._engine.up
-                or await self._into_engine("load", self.load(manifest, path)) is None
-            ):
+            loaded = None
+            if self._engine.up:
+                loaded = await self._into_engine("load", self.load(manifest, path))
+            if loaded is None:
                 self._state.updating = False  # the next engine starts with these weights
             else:
-                self._state.update_done(wanted)
                 self._partial = False
-                self._updates.labels("done").inc()
+                self._update_done(wanted)
                 log.info("the engine serves weights %d of run %s", wanted.version, wanted.run_id)
         except (httpx.HTTPError, WeightsGone) as error:
             self._download_lost(wanted, error)
@@ -229,9 +255,15 @@ class WeightFollower:
         finally:
             self._changed()
 
+    def _update_done(self, wanted: WeightId) -> None:
+        self._state.update_done(wanted)
+        self._updates.labels("done").inc()
+
     async def _with_files(self) -> WeightManifest:
         """Returns the newest version with its files, which the trainer writes on demand."""
-        manifest = await self._trainer.latest(None, 0, self._load_timeout_s, files=True)
+        manifest = await self._trainer.latest(
+            held=None, wait_s=0, deadline_s=self._load_timeout_s, files=True
+        )
         if manifest is None or not manifest.files:
             raise WeightsGone("the trainer has no files of these weights")
         return manifest
@@ -251,26 +283,22 @@ class WeightFollower:
                 wanted.version,
             )
             return False
+
         start = self._engine.starts
         try:
-            checksum = await self._into_engine(
-                "broadcast", self._receiver.receive(manifest, broadcast)
-            )
+            work = self._receiver.receive(manifest, broadcast)
+            checksum = await self._into_engine("broadcast", work)
             if checksum is not None:
-                self.received = wanted, checksum
-                self._state.update_done(wanted)
-                self._updates.labels("done").inc()
+                self.received = (wanted, checksum)
+                self._update_done(wanted)
                 return True
         except (ServiceError, httpx.HTTPError, OSError, TimeoutError) as error:
             self._partial = True
             self._failed(wanted, "broadcast", error)
+
         self._failed_broadcasts += 1
         self._changed()
-        if (
-            self._engine.up
-            and self._engine.starts == start
-            and not await self._receiver.abandon(broadcast)
-        ):
+        if self._is_still_up(start) and not await self._receiver.abandon(broadcast):
             self._engine.restart(
                 f"the engine is stuck in the broadcast of weights {wanted.version}"
             )
@@ -282,26 +310,32 @@ class WeightFollower:
         engine refuses.
         """
         if manifest.kind == "adapter":
-            await self._api.load_adapter(path, manifest, self._adapters_kept, self._load_timeout_s)
+            await self._api.load_adapter(
+                path, manifest, keep=self._adapters_kept, timeout_s=self._load_timeout_s
+            )
         else:
             await self._api.load(
-                path, str(manifest.version), self._load_timeout_s, whole=not self._partial
+                path,
+                str(manifest.version),
+                timeout_s=self._load_timeout_s,
+                whole=not self._partial,
             )
         return path.name
 
     async def _into_engine(self, stage: str, work: Coroutine[Any, Any, str]) -> str | None:
         """Returns the result of `work`, or None when the engine has ended meanwhile."""
-        start, begin = self._engine.starts, time.monotonic()
-        self._load = asyncio.create_task(work)
+        start = self._engine.starts
+        begin = time.monotonic()
+        self._loading = asyncio.create_task(work)
         try:
             async with self._api.changing:
-                await asyncio.wait({self._load})
-            if self._load.cancelled() or not self._engine.up or self._engine.starts != start:
+                await asyncio.wait({self._loading})
+            if self._loading.cancelled() or not self._is_still_up(start):
                 return None
-            result = self._load.result()
+            result = self._loading.result()
         finally:
-            self._load.cancel()
-            self._load = None
+            self._loading.cancel()
+            self._loading = None
         self._seconds.labels(stage).observe(time.monotonic() - begin)
         return result
 
@@ -309,17 +343,13 @@ class WeightFollower:
         """Records an interrupted download; the next poll shows whether the trainer ended or has a
         newer version.
         """
-        self._lost += 1
-        if self._lost >= _LOST_BEFORE_STALE:
+        self._lost_downloads += 1
+        if self._lost_downloads >= _LOST_BEFORE_STALE:
             self._failed(wanted, "download", error)
         else:
             self._state.updating = False
-            log.warning(
-                "download of weights %d was cut short: %s %s",
-                wanted.version,
-                type(error).__name__,
-                error,
-            )
+            reason = f"{type(error).__name__} {error}"
+            log.warning("download of weights %d was cut short: %s", wanted.version, reason)
 
     def _failed(self, wanted: WeightId, stage: str, error: Exception) -> None:
         reason = f"{stage} of weights {wanted.version} failed: {type(error).__name__} {error}"

@@ -1,5 +1,5 @@
 """The node's part in a broadcast of weights: its engine joins the group, receives, verifies and
-resumes.
+resumes. The sender is `trainer.weights.transfer`, which `trainer.weights.broadcast` starts.
 """
 
 import asyncio
@@ -32,7 +32,10 @@ class BroadcastReceiver:
     def __init__(
         self, name: str, api: EngineClient, trainer: TrainerClient, timeout_s: float
     ) -> None:
-        self._name, self._api, self._trainer, self._timeout_s = name, api, trainer, timeout_s
+        self._name = name
+        self._api = api
+        self._trainer = trainer
+        self._timeout_s = timeout_s
         self._group: str | None = None
 
     def reset(self) -> None:
@@ -82,25 +85,24 @@ class BroadcastReceiver:
             log.info("%s: %s", path, error)
 
     async def _receive(self, version: int, broadcast: Broadcast) -> str:
-        limit = self._timeout_s
+        limit_s = self._timeout_s
         await self._join(broadcast)
         await self._api.pause()
-        await self._api.control("/begin_weight_update", {}, limit)
+        await self._api.control("/begin_weight_update", {}, limit_s)
+
         last = len(broadcast.buckets) - 1
         for index, bucket in enumerate(broadcast.buckets):
-            body = bucket.model_dump() | {
-                "group_name": broadcast.group,
-                "load_format": "flattened_bucket",
-            }
-            body |= (
-                {"flush_cache": True, "weight_version": str(version)}
-                if index == last
-                else {"flush_cache": False}
-            )
-            await self._api.control("/update_weights_from_distributed", body, limit)
-        await self._api.control("/end_weight_update", {}, limit)
-        sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(limit))
-        verdict = await self._trainer.verify(version, sums, limit)
+            body = bucket.model_dump()
+            body["group_name"] = broadcast.group
+            body["load_format"] = "flattened_bucket"
+            body["flush_cache"] = index == last
+            if index == last:
+                body["weight_version"] = str(version)
+            await self._api.control("/update_weights_from_distributed", body, limit_s)
+        await self._api.control("/end_weight_update", {}, limit_s)
+
+        sums = WeightChecksums(worker=self._name, ranks=await self._api.checksums(limit_s))
+        verdict = await self._trainer.verify(version, sums, limit_s)
         log.info("weights %d arrived by broadcast; comparison: %s", version, verdict.compared)
         await self._api.resume()
         await self._api.confirm(str(version))
@@ -110,7 +112,8 @@ class BroadcastReceiver:
         if self._group == broadcast.group:
             return
         if self._group is not None:
-            old, self._group = self._group, None
+            old = self._group
+            self._group = None
             await self._clean_up("/destroy_weights_update_group", {"group_name": old})
         body = {
             "master_address": broadcast.master_address,

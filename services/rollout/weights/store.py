@@ -1,5 +1,5 @@
 """Weight versions on the node: downloaded from the trainer, verified, and kept on disk as model
-directories.
+directories. The other end is `trainer.weights.publisher`, which writes and serves them.
 
 A directory gets its final name, such as `v000012`, once it holds every file of its version with the
 right size and checksum. Unchanged files are hard links to an earlier version; for others only the
@@ -87,11 +87,14 @@ class TrainerClient(Client):
         `deadline_s` seconds.
         """
         parameters: dict[str, str | float] = {"wait_s": wait_s}
-        parameters |= dict.fromkeys(
-            [name for name, given in (("files", files), ("asleep", asleep)) if given], "true"
-        )
+        if files:
+            parameters["files"] = "true"
+        if asleep:
+            parameters["asleep"] = "true"
         if held is not None:
-            parameters |= {"after_run": held.run_id, "after_version": held.version}
+            parameters["after_run"] = held.run_id
+            parameters["after_version"] = held.version
+
         try:
             return await self.json(
                 "GET", "/weights/latest", WeightManifest, params=parameters, deadline_s=deadline_s
@@ -102,6 +105,7 @@ class TrainerClient(Client):
             raise
 
     async def report(self, report: WorkerReport) -> None:
+        """Tells the trainer the state of this node. Raises ServiceError."""
         await self.request(
             "POST", f"/workers/{report.name}", json=report.model_dump(), deadline_s=5
         )
@@ -121,23 +125,18 @@ class TrainerClient(Client):
         Raises CorruptWeights for a wrong size or checksum, WeightsGone when the trainer has removed
         the file, and httpx.TransportError when the connection fails.
         """
+        name = f"{version}/{file.name}"
+        path = f"/weights/{version}/files/{file.name}"
         timeout = httpx.Timeout(30, connect=10, pool=None)
-        digest, size = Hasher(), 0
-        async with self.http.stream(
-            "GET", f"/weights/{version}/files/{file.name}", timeout=timeout
-        ) as response:
+        digest = Hasher()
+        size = 0
+        async with self.http.stream("GET", path, timeout=timeout) as response:
             if response.status_code in (404, 410):
-                raise WeightsGone(
-                    "the trainer has removed this file",
-                    field="name",
-                    value=f"{version}/{file.name}",
-                )
+                raise WeightsGone("the trainer has removed this file", field="name", value=name)
             if not response.is_success:
-                raise CorruptWeights(
-                    f"HTTP {response.status_code} for a weight file",
-                    field="name",
-                    value=f"{version}/{file.name}",
-                )
+                reason = f"HTTP {response.status_code} for a weight file"
+                raise CorruptWeights(reason, field="name", value=name)
+
             with spares.create(target, file.size) as stream:
                 async for chunk in response.aiter_raw():
                     size += len(chunk)
@@ -145,12 +144,10 @@ class TrainerClient(Client):
                         break
                     digest.update(chunk)
                     stream.write(chunk)
+
         if size != file.size:
-            raise CorruptWeights(
-                f"the size differs from the manifest's {file.size} bytes",
-                field=file.name,
-                value=size,
-            )
+            reason = f"the size differs from the manifest's {file.size} bytes"
+            raise CorruptWeights(reason, field=file.name, value=size)
         if digest.hexdigest() != file.xxh3:
             raise CorruptWeights(
                 "the checksum does not match the manifest",
@@ -207,9 +204,8 @@ class WeightStore:
                 continue
             if complete:
                 stored.append((path.stat().st_mtime, manifest, path.parent))
-        return [
-            (manifest, path) for _, manifest, path in sorted(stored, key=lambda entry: entry[0])
-        ]
+        stored.sort(key=lambda entry: entry[0])
+        return [(manifest, path) for _, manifest, path in stored]
 
     async def fetch(self, manifest: WeightManifest, trainer: TrainerClient) -> Path:
         """Returns the directory of this version: the trainer's if visible here, else a local one,
@@ -221,14 +217,17 @@ class WeightStore:
         StorageFailed, and changes nothing.
         """
         for known, path in list(self._stored):
-            if _same(known, manifest) and (
-                path not in self._inherited or await self.verify(known, path)
-            ):
+            if not _same(known, manifest):
+                continue
+            if path not in self._inherited or await self.verify(known, path):
                 return path
-        if not any(file.delta for file in manifest.files) and (
-            shared := await shared_directory(manifest)
-        ):
-            return shared
+
+        has_deltas = any(file.delta for file in manifest.files)
+        if not has_deltas:
+            shared = await shared_directory(manifest)
+            if shared is not None:
+                return shared
+
         # An engine may reload an evicted adapter by its path, so no other run may use that path.
         run = hashlib.sha256(manifest.run_id.encode()).hexdigest()[:12]
         suffix = f"-{run}" if manifest.kind == "adapter" else ""
@@ -240,17 +239,16 @@ class WeightStore:
                 f"weights {manifest.version}",
                 self.directory,
                 "state_dir",
-                "wait: the agent retries the download",
+                remedy="wait: the agent retries the download",
             ):
                 partial.mkdir()
                 for file in manifest.files:
-                    linked = await asyncio.to_thread(self._link, file, partial / file.name)
-                    if not linked and not await self._patch(manifest, file, partial, trainer):
-                        await _get(manifest, file, partial / file.name, trainer)
+                    await self._store_file(manifest, file, partial, trainer=trainer)
                 (partial / _MANIFEST).write_text(manifest.model_dump_json())
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
         self._forget(target)  # another run's version, or other content
         partial.rename(target)
         self._stored.append((manifest, target))
@@ -259,6 +257,19 @@ class WeightStore:
                 spares.discard(old)
                 self._forget(old)
         return target
+
+    async def _store_file(
+        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
+    ) -> None:
+        """Stores a file in `directory` in the cheapest way that works: a link, a delta, or the
+        whole file.
+        """
+        target = directory / file.name
+        if await asyncio.to_thread(self._link, file, target):
+            return
+        if await self._patch(manifest, file, directory, trainer=trainer):
+            return
+        await _get(manifest, file, target, trainer=trainer)
 
     def _link(self, file: WeightFile, target: Path) -> bool:
         """Hard-links `target` to an identical file of another version; returns False when there is
@@ -271,13 +282,14 @@ class WeightStore:
         return False
 
     def _equal(self, xxh3: str, size: int) -> Iterator[Path]:
-        """Yields the stored files with this checksum."""
+        """Yields the intact stored files with this checksum and size, the newest version first."""
         for manifest, path in reversed(self._stored):
             for known in manifest.files:
-                if (known.xxh3, known.size) == (xxh3, size) and not (
-                    path in self._inherited and _differs(path, [known])
-                ):
-                    yield path / known.name
+                if known.xxh3 != xxh3 or known.size != size:
+                    continue
+                if path in self._inherited and _differs(path, [known]):
+                    continue
+                yield path / known.name
 
     async def _patch(
         self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
@@ -285,14 +297,16 @@ class WeightStore:
         """Makes a file in `directory` from an earlier file and its delta; returns False when that
         is impossible.
         """
-        if (
-            file.delta is None
-            or (base := next(self._equal(file.delta.base, file.size), None)) is None
-        ):
+        if file.delta is None:
             return False
-        delta, target = directory / file.delta.name, directory / file.name
+        base = next(self._equal(file.delta.base, file.size), None)
+        if base is None:
+            return False
+
+        delta = directory / file.delta.name
+        target = directory / file.name
         try:
-            await _get(manifest, file.delta, delta, trainer)
+            await _get(manifest, file.delta, delta, trainer=trainer)
             made = await asyncio.to_thread(apply_delta, base, delta, target)
         except (BadDelta, CorruptWeights) as error:
             made = str(error)
@@ -300,6 +314,7 @@ class WeightStore:
             delta.unlink(missing_ok=True)
         if made == file.xxh3:
             return True
+
         target.unlink(missing_ok=True)
         log.error(
             "the delta of %s of weights %d is unusable, the whole file replaces it: %s",
@@ -320,9 +335,11 @@ def _same(known: WeightManifest, manifest: WeightManifest) -> bool:
     """Whether these are the same weights; the trainer may have changed how it sends them, or gone
     to sleep.
     """
-    return all(
-        getattr(known, name) == getattr(manifest, name)
-        for name in ("run_id", "version", "kind", "files")
+    return (
+        known.run_id == manifest.run_id
+        and known.version == manifest.version
+        and known.kind == manifest.kind
+        and known.files == manifest.files
     )
 
 
@@ -333,10 +350,16 @@ async def shared_directory(manifest: WeightManifest) -> Path | None:
     if not manifest.directory:
         return None
     directory = Path(manifest.directory)
-    if (problem := await asyncio.to_thread(_differs, directory, manifest.files)) is None:
+    problem = await asyncio.to_thread(_differs, directory, manifest.files)
+    if problem is None:
         return directory
-    text = "%s cannot be read here, weights %d are downloaded instead: %s; is the trainer's run_dir a volume mounted at that path?"
-    log.error(text, directory, manifest.version, problem)
+    log.error(
+        "%s cannot be read here, weights %d are downloaded instead: %s; "
+        "is the trainer's run_dir a volume mounted at that path?",
+        directory,
+        manifest.version,
+        problem,
+    )
     return None
 
 
@@ -345,10 +368,12 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
     if not directory.is_dir():
         return "there is no such directory"
     for file in files:
+        path = directory / file.name
         try:
-            if (size := (directory / file.name).stat().st_size) != file.size:
+            size = path.stat().st_size
+            if size != file.size:
                 return f"{file.name} has {size} bytes, the manifest says {file.size}"
-            if checksum(directory / file.name) != file.xxh3:
+            if checksum(path) != file.xxh3:
                 return f"the checksum of {file.name} does not match the manifest"
         except OSError as error:
             return str(error)
@@ -361,11 +386,12 @@ async def _get(
     """Copies a file from the trainer's directory if visible here, else downloads it; `target` must
     not exist.
     """
-    source, version = Path(manifest.directory) / file.name, manifest.version
+    version = manifest.version
     if manifest.directory:
-        copied = await asyncio.to_thread(_copied, source, file, target)
-        if copied:
+        source = Path(manifest.directory) / file.name
+        if await asyncio.to_thread(_copied, source, file, target):
             return
+
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             await trainer.download(version, file, target)

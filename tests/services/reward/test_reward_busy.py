@@ -12,11 +12,11 @@ import pytest
 
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
+from services.reward.fair_slots import FairSlots
 from services.reward.functions.base import Message, RewardFunction
 from services.reward.hosts import ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
 from services.reward.scorer import RewardScorer
-from services.reward.turns import FairSlots
 from tests.support.sandbox import code_function
 
 BOMB = "9^{9^{9^9}}"
@@ -27,13 +27,13 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-async def served(turns: FairSlots, waves: list[list[str]]) -> list[str]:
-    """Returns the order in which calls get their turns; each call names its batch, and waves arrive
+async def served(slots: FairSlots, waves: list[list[str]]) -> list[str]:
+    """Returns the order in which calls get their slots; each call names its batch, and waves arrive
     in succession."""
     order: list[str] = []
 
     async def call(batch: str) -> None:
-        async with turns.turn(batch):
+        async with slots.slot(batch):
             order.append(batch)
             await _settled()
             await _settled()
@@ -66,11 +66,12 @@ async def test_three_requests_get_equal_shares() -> None:
 
 
 async def test_cancelled_calls_give_their_places_back() -> None:
-    turns, batches = FairSlots(2), ["a", "b", "a", "c"]
+    slots = FairSlots(2)
+    batches = ["a", "b", "a", "c"]
     started: list[int] = []
 
     async def call(i: int) -> None:
-        async with turns.turn(batches[i % 4]):
+        async with slots.slot(batches[i % 4]):
             started.append(i)
             await asyncio.sleep(1000)
 
@@ -84,7 +85,7 @@ async def test_cancelled_calls_give_their_places_back() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    assert await served(turns, [["x", "y", "z"]]) == ["x", "y", "z"]
+    assert await served(slots, [["x", "y", "z"]]) == ["x", "y", "z"]
 
 
 class Recording(RewardFunction):
@@ -197,7 +198,7 @@ def open_files() -> int:
 
 @pytest.mark.integration
 async def test_start_cancelled_at_any_point_leaves_no_socket() -> None:
-    spec = WorkerSpec("services.reward.functions.base", {"functions": []})
+    spec = WorkerSpec("services.reward.functions.handler", {"functions": []})
     async with WorkerPool(spec, 1, 1.0) as pool:
         await pool.ready()
         await _settled()

@@ -21,7 +21,7 @@ from services.reward.functions import (
     MathRewardFunction,
     RewardFunction,
 )
-from services.reward.functions.base import prepare
+from services.reward.functions.handler import prepare
 from services.reward.scorer import RewardScorer
 
 pytestmark = pytest.mark.integration

@@ -7,23 +7,22 @@ from contextlib import asynccontextmanager
 
 
 class FairSlots:
-    """Slots for a number of concurrent calls; waiting calls get free slots in turn.
+    """Slots for a number of concurrent calls; waiting calls get the free ones in a fair order.
 
     A batch is all calls of one request. A free slot goes alternately to the batch that has waited
-    longest since its last turn and to the newest batch, so that neither a large batch nor many
+    longest since its last slot and to the newest batch, so that neither a large batch nor many
     small ones delay a later request.
     """
 
-    def __init__(self, places: int) -> None:
-        self._free = places
-        self._waiting: dict[
-            object, deque[asyncio.Future[None]]
-        ] = {}  # the batch that has waited longest comes first
-        self._newest = False
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}
+        """The waiting calls of every batch; the batch that has waited longest comes first."""
+        self._newest_next = False
 
     @asynccontextmanager
-    async def turn(self, batch: object) -> AsyncIterator[None]:
-        """Holds a slot, once `batch` has its turn."""
+    async def slot(self, batch: object) -> AsyncIterator[None]:
+        """Holds a slot, once a call of `batch` gets one."""
         if self._free:
             self._free -= 1
         else:
@@ -43,7 +42,8 @@ class FairSlots:
     def _pass_on(self) -> None:
         """Gives a slot to the next waiting call."""
         while self._waiting:
-            batch = next(reversed(self._waiting) if self._newest else iter(self._waiting))
+            batches = reversed(self._waiting) if self._newest_next else iter(self._waiting)
+            batch = next(batches)
             waiters = self._waiting.pop(batch)
             while waiters and waiters[0].done():  # cancelled
                 waiters.popleft()
@@ -52,6 +52,6 @@ class FairSlots:
             waiters.popleft().set_result(None)
             if waiters:
                 self._waiting[batch] = waiters
-            self._newest = not self._newest
+            self._newest_next = not self._newest_next
             return
         self._free += 1

@@ -1,5 +1,5 @@
-"""The agent of a rollout node: supervises the engine, updates its weights, and registers it with
-the router.
+"""The supervisor of a rollout node: keeps the engine running, updates its weights, and registers it
+with the router. Settings, logs and the documentation call it the node's agent.
 
 Four loops share one `NodeState`: supervision of the engine, weight updates, registration, and
 reports to the trainer. On node 0 a fifth loop supervises the router.
@@ -31,12 +31,14 @@ from services.rollout.weights.follow import RateLimitedWarnings, WeightFollower,
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 
 log = logging.getLogger(__name__)
-_HEARTBEAT_S, _RECONCILE_S, _PAUSE_CHECK_S = 5.0, 1.0, 2.0
+_HEARTBEAT_S = 5.0
+_RECONCILE_S = 1.0
+_PAUSE_CHECK_S = 2.0
 _ENGINE_STARTUP_S = 3600.0
 """Time to download and load a large model."""
 
 
-class AgentStatus(BaseModel):
+class NodeStatus(BaseModel):
     """Answer of `GET /status`."""
 
     report: WorkerReport
@@ -51,10 +53,8 @@ class AgentStatus(BaseModel):
     """Id of the process group; set only on node 0."""
 
 
-class Agent:
-    """One rollout node. `end` is called when the agent cannot continue; `fatal` then holds the
-    reason.
-    """
+class NodeSupervisor:
+    """Runs one rollout node. Calls `end` when it cannot continue; `fatal` then holds the reason."""
 
     def __init__(
         self,
@@ -68,17 +68,20 @@ class Agent:
         self.url = topology.url(ROLLOUT, rollout.engine_port, topology.node_rank)
         self.state = NodeState()
         self.fatal: ServiceError | None = None
-        self._config, self._topology, self._end = config, topology, end
+        self._config = config
+        self._topology = topology
+        self._end = end
         self._registered = False
         self._started_with: tuple[WeightManifest, Path] | None = None
-        self._wake_report, self._wake_router, self._warnings = (
-            asyncio.Event(),
-            asyncio.Event(),
-            RateLimitedWarnings(),
-        )
+        """The weights that the engine was started with; None for the base model."""
+        self._wake_report = asyncio.Event()
+        self._wake_router = asyncio.Event()
+        self._warnings = RateLimitedWarnings()
+
         self._trainer = TrainerClient("trainer", topology.url(TRAINER, config.trainer.port))
         self._engine_api = EngineClient("engine", self.url)
         self._router_api = RouterClient("router", topology.url(ROLLOUT, rollout.router_port))
+
         self.engine = Supervised(
             "engine",
             self._launch_engine,
@@ -90,18 +93,20 @@ class Agent:
             on_down=self._engine_down,
         )
         self.router = self._supervised_router() if topology.node_rank == 0 else None
+
         self._store = WeightStore(config.state_dir / "rollout" / self.name / "weights")
         self._follower = WeightFollower(
             config,
             self.state,
             self._store,
-            self._trainer,
-            self._engine_api,
-            self.engine,
+            trainer=self._trainer,
+            api=self._engine_api,
+            engine=self.engine,
             changed=self._changed,
             name=self.name,
             metrics=metrics,
         )
+
         self._version = metrics.gauge(
             "rollout_weight_version", "Weights the engine serves; -1 is the base model"
         )
@@ -115,7 +120,7 @@ class Agent:
 
     def _supervised_router(self) -> Supervised:
         async def launch() -> list[str]:
-            listen(*self._topology.bind(ROLLOUT, self._config.rollout.router_port)).close()
+            self._refuse_taken_port(self._config.rollout.router_port)
             return router_command(self._config, self._topology)
 
         async def up() -> None:
@@ -136,12 +141,17 @@ class Agent:
         """Returns why the node does not serve the newest weights, or None."""
         if self.router is not None and not self.router.up:
             return "the router is starting"
-        if (reason := self.state.problem()) is not None:
+        reason = self.state.problem()
+        if reason is not None:
             return reason
         return None if self._registered else "the router does not list this engine as healthy yet"
 
     def report(self) -> WorkerReport:
-        serves, received = self.state.serves, self._follower.received
+        """Returns what the trainer is told of this node."""
+        serves = self.state.serves
+        received = self._follower.received
+        checksum = received[1] if received and received[0] == serves else ""
+
         return WorkerReport(
             name=self.name,
             url=self.url,
@@ -153,11 +163,12 @@ class Agent:
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
             gpus=_gpus(self._config.rollout),
             epoch=self._follower.epoch,
-            checksum=received[1] if received and received[0] == serves else "",
+            checksum=checksum,
         )
 
-    def status(self) -> AgentStatus:
-        return AgentStatus(
+    def status(self) -> NodeStatus:
+        """Returns what the node serves, and its processes."""
+        return NodeStatus(
             report=self.report(),
             wanted=None if self.state.wanted is None else self.state.wanted.version,
             registered=self._registered,
@@ -177,24 +188,25 @@ class Agent:
         """Runs the node inside the context; on exit removes it from the router, then stops engine
         and router.
         """
-        background = [
-            self._start(loop) for loop in (self._report(), self._reconcile(), self._end_pauses())
-        ]
-        routers = [] if self.router is None else [self._start(self.router.run())]
-        engine = [self._start(self._run_engine())]
+        report = self._start(self._report())
+        reconcile = self._start(self._reconcile())
+        end_pauses = self._start(self._end_pauses())
+        router = None if self.router is None else self._start(self.router.run())
+        engine = self._start(self._run_engine())
         try:
             yield
         finally:
             self.state.draining = True
-            await _stop(background)
+            await _stop(report, reconcile, end_pauses)
             await self._deregister()
             await _stop(engine)
-            await _stop(routers)
+            if router is not None:
+                await _stop(router)
             for client in (self._trainer, self._engine_api, self._router_api):
                 await client.close()
 
     def _start(self, loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a loop in a task; an error in it ends the agent."""
+        """Runs a loop in a task; an error in it ends the node."""
 
         async def guarded() -> None:
             try:
@@ -209,12 +221,12 @@ class Agent:
         return asyncio.create_task(guarded())
 
     async def _run_engine(self) -> None:
-        await self._follower.first()
+        await self._follower.fetch_first()
         follow = self._start(self._follower.run())
         try:
             await self.engine.run()
         finally:
-            await _stop([follow])
+            await _stop(follow)
 
     async def _deregister(self) -> None:
         """Removes the engine from the router, but gives up after a few seconds, as the router may
@@ -222,32 +234,51 @@ class Agent:
         """
         try:
             async with asyncio.timeout(3):
-                while not await self._router_api.reconcile(self.url, wanted=False):  # noqa: ASYNC110
+                while True:
+                    if await self._router_api.reconcile(self.url, wanted=False):
+                        return
                     await asyncio.sleep(0.05)
         except (ServiceError, TimeoutError) as error:
             log.warning(
                 "could not deregister this engine from the router: %s", str(error) or "no answer"
             )
 
+    def _refuse_taken_port(self, port: int) -> None:
+        """Raises ConfigError when another process listens on the port: it would answer instead of
+        the process that is about to start.
+        """
+        host, port = self._topology.bind(ROLLOUT, port)
+        listen(host, port).close()
+
     async def _launch_engine(self) -> list[str]:
+        """Returns the command of the engine, which starts with the newest verified weights."""
         self._starts.inc()
-        await self._follower.turn()
-        # Fails when another process listens on the port: it would answer instead of the engine.
-        listen(*self._topology.bind(ROLLOUT, self._config.rollout.engine_port)).close()
-        newest = self._follower.newest
-        if (
-            newest is not None
-        ):  # not from the trainer's directory, which the trainer may remove at any time
-            newest = (
-                newest
-                if self._store.hold(newest[1]) and await self._store.verify(*newest)
-                else None
-            )
-        self._started_with = newest
-        model, label = self._config.model.name, BASE_VERSION
-        if newest is not None and newest[0].kind == "model":
-            model, label = str(newest[1]), str(newest[0].version)
+        await self._follower.wait_for_gpus()
+        self._refuse_taken_port(self._config.rollout.engine_port)
+        self._started_with = await self._stored_weights()
+
+        model = self._config.model.name
+        label = BASE_VERSION
+        if self._started_with is not None:
+            manifest, path = self._started_with
+            if manifest.kind == "model":
+                model = str(path)
+                label = str(manifest.version)
         return engine_command(self._config, self._topology, model, label)
+
+    async def _stored_weights(self) -> tuple[WeightManifest, Path] | None:
+        """Returns the newest weights if they are intact on this node's disk, and protects them.
+
+        An engine does not start from the trainer's own directory, which the trainer may remove at
+        any time.
+        """
+        newest = self._follower.newest
+        if newest is None:
+            return None
+        manifest, path = newest
+        if self._store.hold(path) and await self._store.verify(manifest, path):
+            return newest
+        return None
 
     async def _engine_up(self) -> None:
         if self._started_with is None:
@@ -256,11 +287,11 @@ class Agent:
         else:
             manifest, path = self._started_with
             serves = WeightId.of(manifest)
-            await self._engine_api.confirm(
-                str(manifest.version) if manifest.kind == "model" else BASE_VERSION
-            )
+            label = str(manifest.version) if manifest.kind == "model" else BASE_VERSION
+            await self._engine_api.confirm(label)
             if manifest.kind == "adapter":  # an engine starts without an adapter
                 await self._follower.load(manifest, path)
+
         self._store.hold(None)
         self.state.engine_up(serves)
         log.info("the engine serves %s", serves or "the base model")
@@ -275,18 +306,18 @@ class Agent:
     async def _reconcile(self) -> None:
         while True:
             self._wake_router.clear()
-            wanted, done = self.state.in_traffic, False
+            wanted = self.state.in_traffic
+            done = False
             try:
                 done = await self._router_api.reconcile(self.url, wanted)
             except ServiceError as error:
                 self._warnings.warn("router", f"the router does not answer: {error}")
-            if (done and wanted) != self._registered:
-                log.info(
-                    "the router %s %s",
-                    "sends traffic to" if done and wanted else "does not list",
-                    self.url,
-                )
-            self._registered = done and wanted
+
+            registered = done and wanted
+            if registered != self._registered:
+                change = "sends traffic to" if registered else "does not list"
+                log.info("the router %s %s", change, self.url)
+            self._registered = registered
             await wait_event(self._wake_router, _RECONCILE_S if done else 0.2)
 
     async def _end_pauses(self) -> None:
@@ -299,7 +330,8 @@ class Agent:
                 try:
                     if await self._engine_api.is_paused():
                         log.warning(
-                            "another program paused the engine: resuming it; the engine's log shows the call"
+                            "another program paused the engine: resuming it; "
+                            "the engine's log shows the call"
                         )
                         await self._engine_api.resume()
                 except ServiceError as error:
@@ -318,17 +350,15 @@ class Agent:
 
 
 def _gpus(rollout: RolloutSection) -> int:
-    """Returns the number of GPUs of an engine. The embedded engine uses one if this node has
-    any.
-    """
-    if rollout.engine == "embedded":
-        return int(
-            rollout.device == "cuda" or (rollout.device == "auto" and assigned_gpus() is not None)
-        )
-    return rollout.tensor_parallel_size if rollout.device != "cpu" else 0
+    """Returns the number of GPUs of an engine; the embedded one uses one if this node has any."""
+    if rollout.engine == "sglang":
+        return 0 if rollout.device == "cpu" else rollout.tensor_parallel_size
+    if rollout.device == "auto":
+        return 0 if assigned_gpus() is None else 1
+    return 1 if rollout.device == "cuda" else 0
 
 
-async def _stop(tasks: list[asyncio.Task[None]]) -> None:
+async def _stop(*tasks: asyncio.Task[None]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,62 @@
+"""Makes the reward functions of a worker process, and the handler that calls them."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from common.errors import ConfigError
+from common.process.imports import import_callable
+from services.reward.functions.base import RewardFunction, WrongScores, reason_of
+from services.reward.functions.plain import PlainFunction
+
+
+def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
+    """Imports reward functions, and returns a function that creates a worker's handler, which calls
+    one of them.
+
+    Args:
+        arguments: `functions`, a list with the import path `target` and the `arguments` of each.
+
+    Raises:
+        RuntimeError: an import path does not name a reward function.
+    """
+    specs: list[dict[str, Any]] = arguments["functions"]
+    try:
+        targets = [import_callable(spec["target"], "reward.functions") for spec in specs]
+    except ConfigError as error:
+        raise RuntimeError(f"the reward function {error.message}") from error
+
+    def make() -> Callable[[str], str]:
+        functions = [_made(target, spec) for target, spec in zip(targets, specs, strict=True)]
+        return lambda line: _handle(functions, json.loads(line))
+
+    return make
+
+
+def _made(target: Any, spec: dict[str, Any]) -> RewardFunction:
+    try:
+        function = target(**spec["arguments"]) if isinstance(target, type) else target
+    except Exception as error:
+        raise RuntimeError(
+            f"the reward function {spec['target']} cannot be created: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if isinstance(function, RewardFunction):
+        return function
+    if not callable(function):
+        raise RuntimeError(
+            f"{spec['target']} is neither a RewardFunction nor a function of completions"
+        )
+    return PlainFunction(function)
+
+
+def _handle(functions: list[RewardFunction], call: dict[str, Any]) -> str:
+    if "names" in call:
+        return json.dumps([function.name for function in functions])
+    function = functions[call["function"]]
+    try:
+        scores = function.scores(call["completions"], **call["columns"])
+    except Exception as error:
+        return json.dumps({"error": reason_of(error), "always": isinstance(error, WrongScores)})
+    return json.dumps({"scores": [asdict(score) for score in scores]})
