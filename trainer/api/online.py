@@ -25,10 +25,10 @@ from trainer.api.hub import push, write_card
 from trainer.api.objects import GivenModel, of_optimizers, of_peft
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
-from trainer.cli.export import export
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
+from trainer.policy.export import export
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
