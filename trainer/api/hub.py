@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from trainer.api.uncertainty import wilson_interval
+from trainer.evaluation.statistics import wilson_interval
 from trainer.observe.run_dir import read_lines
 
 _SETTINGS = ("model", "lora", "sampling", "algorithm", "trainer")

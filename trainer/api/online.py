@@ -20,11 +20,12 @@ from trainer.api.callbacks import Callbacks, TrainerState
 from trainer.api.choice import chosen
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards
 from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
-from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
+from trainer.api.evaluator import ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
 from trainer.api.objects import GivenModel, of_optimizers, of_peft
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
+from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint

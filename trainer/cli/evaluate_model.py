@@ -17,8 +17,8 @@ from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
 
 if TYPE_CHECKING:
-    from trainer.api.evaluator import EvaluationResults
-    from trainer.api.uncertainty import PairedDifference
+    from trainer.evaluation.results import EvaluationResults
+    from trainer.evaluation.statistics import PairedDifference
 
 _EPILOG = """\
 examples:
@@ -192,7 +192,7 @@ def _compare(arguments: dict[str, Any]) -> None:
     report: dict[str, Any] = {**first}
     texts = [_summary(first)]
     if arguments["compare"]:
-        from trainer.api.evaluator import compare_evaluations
+        from trainer.evaluation.results import compare_evaluations
 
         second = _evaluate(arguments["compare"], dataset, arguments)
         difference = compare_evaluations(first, second)
