@@ -228,58 +228,121 @@ ARGUMENTS: dict[str, Argument] = {
         "set that instead: the reference is replaced by the policy, not mixed with it",
         (False,),
     ),
-    **_refused("set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with it",
-               ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
-    **_refused("a step generates its own batch; algorithm.mini_batches splits it into several updates",
-               generation_batch_size=None, steps_per_generation=None),
-    **_refused(_ENGINE, use_vllm=False, vllm_mode=("colocate", "server"), vllm_model_impl="vllm", vllm_enable_sleep_mode=False,
-               vllm_structured_outputs_regex=None, vllm_server_base_url=None, vllm_server_host=_ANYWHERE, vllm_server_port=8000,
-               vllm_server_timeout=240.0, vllm_group_port=51216, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None,
-               vllm_tensor_parallel_size=1, use_transformers_continuous_batching=False,
-               transformers_continuous_batching_config=None, use_transformers_paged=False, cache_implementation=None,
-               ds3_gather_for_generation=True, use_cache=(False, True)),
-    **_refused("set algorithm.rollout_correction, with its level, cap and floor, which holds for every engine",
-               vllm_importance_sampling_correction=(True, False), vllm_importance_sampling_mode="sequence_mask",
-               vllm_importance_sampling_clip_max=3.0, vllm_importance_sampling_clip_min=None,
-               vllm_importance_sampling_cap=None),
-    **_refused("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
-    **_refused(_NO_ENTROPY, top_entropy_quantile=1.0, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0,
-               entropy_coef_delta=0.005, entropy_target=0.2),
+    **_refused(
+        "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with "
+        "it",
+        ref_model_mixup_alpha=0.6, ref_model_sync_steps=512,
+    ),
+    **_refused(
+        "a step generates its own batch; algorithm.mini_batches splits it into several updates",
+        generation_batch_size=None, steps_per_generation=None,
+    ),
+    **_refused(
+        _ENGINE,
+        use_vllm=False, vllm_mode=("colocate", "server"), vllm_model_impl="vllm",
+        vllm_enable_sleep_mode=False, vllm_structured_outputs_regex=None, vllm_server_base_url=None,
+        vllm_server_host=_ANYWHERE, vllm_server_port=8000, vllm_server_timeout=240.0,
+        vllm_group_port=51216, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None,
+        vllm_tensor_parallel_size=1, use_transformers_continuous_batching=False,
+        transformers_continuous_batching_config=None, use_transformers_paged=False,
+        cache_implementation=None, ds3_gather_for_generation=True, use_cache=(False, True),
+    ),
+    **_refused(
+        "set algorithm.rollout_correction, with its level, cap and floor, which holds for every "
+        "engine",
+        vllm_importance_sampling_correction=(True, False),
+        vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=3.0,
+        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_cap=None,
+    ),
+    **_refused(
+        "there is no VESPO",
+        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    ),
+    **_refused(
+        _NO_ENTROPY,
+        top_entropy_quantile=1.0, use_adaptive_entropy=False, entropy_coef_min=0.0,
+        entropy_coef_max=1.0, entropy_coef_delta=0.005, entropy_target=0.2,
+    ),
     **_refused(_SAMPLING, repetition_penalty=1.0),
-    **_refused("give `model` as an object that you have loaded", model_init_kwargs=None, router_aux_loss_coef=None),
+    **_refused(
+        "give `model` as an object that you have loaded",
+        model_init_kwargs=None, router_aux_loss_coef=None,
+    ),
     **_refused("dropout of a model is as its configuration says", disable_dropout=False),
-    **_refused("evaluation.n is the number of answers to a held-out problem", num_generations_eval=None),
-    **_refused("columns that a reward function does not name do not reach it", remove_unused_columns=False),
-    **_free("there is no data loader to tune", "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-            "dataloader_prefetch_factor dataloader_multiprocessing_context"),
-    **_refused(_LOADER, shuffle_dataset=True, data_seed=None, dataloader_drop_last=(False, True), dataloader_in_order=True,
-               train_sampling_strategy="random",
-               length_column_name="length", ignore_data_skip=False, auto_find_batch_size=False, group_by_length=False),
-    **_free("every step is logged and recorded with its completions", "logging_strategy logging_steps logging_first_step "
-            "log_completions num_completions_to_print log_unique_prompts log_on_each_node disable_tqdm logging_nan_inf_filter"),
-    **_refused(_LOGS, include_num_input_tokens_seen=("no",), log_completions_hub_repo=None, log_multimodal=True,
-               skip_memory_metrics=True, log_level="passive", log_level_replica="warning", debug="", trackio_space_id=None,
-               trackio_bucket_id=None, trackio_static_space_id=None),
+    **_refused(
+        "evaluation.n is the number of answers to a held-out problem",
+        num_generations_eval=None,
+    ),
+    **_refused(
+        "columns that a reward function does not name do not reach it",
+        remove_unused_columns=False,
+    ),
+    **_free(
+        "there is no data loader to tune",
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context",
+    ),
+    **_refused(
+        _LOADER,
+        shuffle_dataset=True, data_seed=None, dataloader_drop_last=(False, True),
+        dataloader_in_order=True, train_sampling_strategy="random", length_column_name="length",
+        ignore_data_skip=False, auto_find_batch_size=False, group_by_length=False,
+    ),
+    **_free(
+        "every step is logged and recorded with its completions",
+        "logging_strategy logging_steps logging_first_step log_completions "
+        "num_completions_to_print log_unique_prompts log_on_each_node disable_tqdm "
+        "logging_nan_inf_filter",
+    ),
+    **_refused(
+        _LOGS,
+        include_num_input_tokens_seen=("no",), log_completions_hub_repo=None, log_multimodal=True,
+        skip_memory_metrics=True, log_level="passive", log_level_replica="warning", debug="",
+        trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None,
+    ),
     **_refused(_PRECISION, fp16=False, bf16_full_eval=False, fp16_full_eval=False, tf32=None),
-    **_refused("AdamW, decoupled, with epsilon 1e-8", optim=("adamw_torch_fused", "adamw_torch"), optim_args=None,
-               adam_epsilon=1e-8, optim_target_modules=None, lr_scheduler_kwargs=None, neftune_noise_alpha=None),
-    **_refused("the trainer chooses kernels itself (docs/explanation/batches.md)", use_liger_kernel=False,
-               liger_kernel_config=None, torch_empty_cache_steps=None, torch_compile_backend=None, torch_compile_mode=None,
-               gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs=None, pad_to_multiple_of=("auto", None)),
-    **_refused(_HERE, accelerator_config=None, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None,
-               ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None, ddp_broadcast_buffers=None, ddp_static_graph=None,
-               ddp_backend=None, ddp_timeout=1800, average_tokens_across_devices=True, local_rank=-1,
-               save_on_each_node=False),
-    **_free("held-out problems are answered before and after training, as many at once as the engine takes",
-            "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval"),
-    **_refused(_EVAL, eval_delay=0, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False,
-               include_for_metrics=(), batch_eval_metrics=False, do_predict=False),
-    **_refused("a checkpoint has all that the run needs to go on, and the best one stays (checkpoints/best)",
-               save_only_model=False, enable_jit_checkpoint=False, load_best_model_at_end=False, metric_for_best_model=None,
-               greater_is_better=None, restore_callback_states_from_checkpoint=False),
+    **_refused(
+        "AdamW, decoupled, with epsilon 1e-8",
+        optim=("adamw_torch_fused", "adamw_torch"), optim_args=None, adam_epsilon=1e-8,
+        optim_target_modules=None, lr_scheduler_kwargs=None, neftune_noise_alpha=None,
+    ),
+    **_refused(
+        "the trainer chooses kernels itself (docs/explanation/batches.md)",
+        use_liger_kernel=False, liger_kernel_config=None, torch_empty_cache_steps=None,
+        torch_compile_backend=None, torch_compile_mode=None, gradient_checkpointing_kwargs=None,
+        activation_checkpointing_kwargs=None, pad_to_multiple_of=("auto", None),
+    ),
+    **_refused(
+        _HERE,
+        accelerator_config=None, parallelism_config=None, fsdp=None, fsdp_config=None,
+        deepspeed=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None,
+        ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800,
+        average_tokens_across_devices=True, local_rank=-1, save_on_each_node=False,
+    ),
+    **_free(
+        "held-out problems are answered before and after training, as many at once as the engine "
+        "takes",
+        "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval",
+    ),
+    **_refused(
+        _EVAL,
+        eval_delay=0, prediction_loss_only=False, eval_do_concat_batches=True,
+        eval_use_gather_object=False, include_for_metrics=(), batch_eval_metrics=False,
+        do_predict=False,
+    ),
+    **_refused(
+        "a checkpoint has all that the run needs to go on, and the best one stays "
+        "(checkpoints/best)",
+        save_only_model=False, enable_jit_checkpoint=False, load_best_model_at_end=False,
+        metric_for_best_model=None, greater_is_better=None,
+        restore_callback_states_from_checkpoint=False,
+    ),
     **_refused(_HUB, hub_strategy=("every_save", "end"), hub_always_push=False, hub_revision=None),
     **_refused(_TASK, label_smoothing_factor=0.0, label_names=None),
-    **_refused("runs with the same seed are equal up to the rounding of kernels", full_determinism=False),
+    **_refused(
+        "runs with the same seed are equal up to the rounding of kernels",
+        full_determinism=False,
+    ),
 }  # fmt: skip
 """Every argument of TRL's GRPOConfig."""
 _OTHERS = {
