@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from trainer.api.callbacks import TrainerCallback as TrainerCallback
     from trainer.api.callbacks import TrainerControl as TrainerControl
     from trainer.api.callbacks import TrainerState as TrainerState
-    from trainer.api.evaluator import EvaluationResults as EvaluationResults
     from trainer.api.evaluator import ModelEvaluator as ModelEvaluator
-    from trainer.api.evaluator import compare_evaluations as compare_evaluations
     from trainer.api.grpo import GRPOConfig as GRPOConfig
     from trainer.api.grpo import GRPOTrainer as GRPOTrainer
     from trainer.api.grpo import RLOOConfig as RLOOConfig
@@ -35,22 +33,25 @@ if TYPE_CHECKING:
     from trainer.api.online import OnlineRLTrainer as OnlineRLTrainer
     from trainer.api.online import TrainResult as TrainResult
     from trainer.api.settings import TrainerConfig as TrainerConfig
+    from trainer.evaluation.results import EvaluationResults as EvaluationResults
+    from trainer.evaluation.results import compare_evaluations as compare_evaluations
     from trainer.in_process import train_in_process as train_in_process
 
-__path__.append(
-    str(Path(__file__).with_name("cli"))
-)  # `python -m trainer.train_math` is trainer/cli/train_math.py
+# `python -m trainer.train_math` is trainer/cli/train_math.py
+__path__.append(str(Path(__file__).with_name("cli")))
 
 _HOMES = {
     "common.wire.schemas": "Prompt",
     "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
-    "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction JudgeRewardFunction "
-    "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction RewardModelFunction",
+    "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction "
+    "JudgeRewardFunction LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction "
+    "RewardFunction RewardModelFunction",
     "trainer.api.callbacks": "TrainerCallback TrainerControl TrainerState",
-    "trainer.api.evaluator": "EvaluationResults ModelEvaluator compare_evaluations",
+    "trainer.api.evaluator": "ModelEvaluator",
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",
     "trainer.api.online": "OnlineRLTrainer TrainResult",
     "trainer.api.settings": "TrainerConfig",
+    "trainer.evaluation.results": "EvaluationResults compare_evaluations",
     "trainer.in_process": "train_in_process",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -14,14 +14,12 @@ from common.process import topology as names
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
-from trainer.dashboard.health import Health
-from trainer.dashboard.replay import LiveReplay
 from trainer.loop import train
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
 from trainer.run import Opening, Run
-from trainer.server import BackgroundServer, create_trainer_app
+from trainer.server import BackgroundServer, create_trainer_app, dashboard_module
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.publisher import Publisher, WeightBoard
@@ -57,14 +55,21 @@ class JobGroupBackend:
         config, topology = opening.config, self._topology
         services = _clients(config, topology, opening)
         self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
-        health = Health(
+
+        def newest_version() -> int | None:
+            latest = board.latest()
+            return latest.version if latest else None
+
+        dashboard = dashboard_module().dashboard_of_job_group(
+            opening.run_dir,
             config,
             topology,
-            board.num_nodes,
-            lambda: latest.version if (latest := board.latest()) else None,
+            nodes=board.num_nodes,
+            version=newest_version,
+            replay=services.replay,
+            loop=opening.loop,
         )
-        replay = LiveReplay(services.replay, opening.loop)
-        app = create_trainer_app(board, opening.registry, health, replay)
+        app = create_trainer_app(board, opening.registry, dashboard)
         bind = topology.bind(names.TRAINER, config.trainer.port)
         opening.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
         opening.stack.callback(board.close)

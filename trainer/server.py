@@ -6,8 +6,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Annotated, get_args
+from importlib import import_module
+from typing import Annotated, Any, Protocol, get_args
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
@@ -23,10 +25,6 @@ from common.wire.schemas import (
 )
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
-from trainer.dashboard.app import PAGES, add_dashboard
-from trainer.dashboard.health import Health
-from trainer.dashboard.replay import Replay
-from trainer.dashboard.runs import RunReader
 from trainer.weights.publisher import WeightBoard
 
 log = logging.getLogger(__name__)
@@ -42,24 +40,44 @@ class _LargeFile(FileResponse):
     chunk_size = 1 << 20
 
 
-def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, health: Health | None = None, replay: Replay | None = None
-) -> FastAPI:
-    """Returns the app of rank 0, with the dashboard of the run whose directory contains the
-    board's.
+class Dashboard(Protocol):
+    """Pages about the run, beside the trainer's own calls."""
 
-    The dashboard shows `health` (of the other tasks) and `replay`.
+    open_paths: frozenset[str]
+    """Paths that need no token."""
+
+    @property
+    def lifespan(self) -> Callable[[], AbstractAsyncContextManager[None]] | None:
+        """Entered before the first request, left after the last."""
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds the pages to an app."""
+
+
+def dashboard_module() -> Any:
+    """Returns `trainer.dashboard.live`, found by name: the trainer does not depend on it."""
+    return import_module("trainer.dashboard.live")
+
+
+def create_trainer_app(
+    board: WeightBoard, metrics: Metrics, dashboard: Dashboard | None = None
+) -> FastAPI:
+    """Returns the app of rank 0, with a dashboard: when None, that of the run directory above the
+    board's.
     """
+    if dashboard is None:
+        run_dir = board.directory.parent
+        dashboard = dashboard_module().LiveDashboard(run_dir)
     app = create_app(
         "ppo-trainer",
-        lifespan=health.running if health else None,
+        lifespan=dashboard.lifespan,
         metrics=metrics,
         max_body_bytes=1 << 20,
         max_requests=_MAX_REQUESTS,
-        open_paths=PAGES,
+        open_paths=dashboard.open_paths,
         access_level=logging.DEBUG,  # the console is for the steps; agents log what they fetch
     )
-    add_dashboard(app, [RunReader(board.directory.parent, live=True)], health, replay)
+    dashboard.add_to(app)
     nodes = metrics.gauge(
         "trainer_rollout_nodes", "Rollout nodes that are alive, by state", ["state"]
     )

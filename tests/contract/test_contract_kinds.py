@@ -48,7 +48,12 @@ async def test_contract_sglang_holds_the_sent_weights_and_the_learner_scores_ali
             ranks = await engine.checksums(60)
             for shape in SHAPES:
                 found = await client.generate(
-                    PROMPT, n=4, max_new_tokens=24, temperature=1, stop_token_ids=[], parameters=shape
+                    PROMPT,
+                    n=4,
+                    max_new_tokens=24,
+                    temperature=1,
+                    stop_token_ids=[],
+                    parameters=shape,
                 )
                 groups.append(Group(str(shape), "", "", "", np.array(PROMPT, np.int32), found))
     compared = Checksums(on_gpu=False).compare(sent, ranks)

@@ -17,17 +17,16 @@ from trainer.observe.run_dir import append_line
 from trainer.run import Listener, Run
 
 EVENTS = ("train_begin", "step_begin", "step_end", "log", "evaluate", "save", "train_end")
-_OTHERS = (
-    *(
-        "init_end",
-        "epoch_begin",
-        "epoch_end",
-        "substep_end",
-        "pre_optimizer_step",
-        "optimizer_step",
-        "predict",
-    ),
-    *("prediction_step", "push_begin"),
+_NEVER_CALLED = (
+    "init_end",
+    "epoch_begin",
+    "epoch_end",
+    "substep_end",
+    "pre_optimizer_step",
+    "optimizer_step",
+    "predict",
+    "prediction_step",
+    "push_begin",
 )
 """Hooks of transformers that a run here never calls."""
 
@@ -122,18 +121,16 @@ class Callbacks(Listener):
     """
 
     def __init__(self, callbacks: Sequence[Any], args: Any, extras: Path) -> None:
-        self.callbacks, self.state, self._args, self._extras = (
-            list[Any](),
-            TrainerState(),
-            args,
-            extras,
-        )
-        self._problems = 1
+        self.callbacks: list[Any] = []
+        self.state = TrainerState()
+        self._args = args
+        self._extras = extras
+        self._num_problems = 1
         self._lock = threading.Lock()
         self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._rows: list[dict[str, Any]] = []
-        self._aside = self._taken()
-        self._answering = False
+        self._before_evaluation = self._take_logged()
+        self._carrying_out = False
         for callback in callbacks:
             self.add(callback)
 
@@ -144,8 +141,9 @@ class Callbacks(Listener):
 
     def begin(self, problems: int) -> None:
         """Resets the log history and the stop flag for a new call of `train`."""
-        self._problems = problems
-        self.state.log_history, self.state.should_training_stop = [], False
+        self._num_problems = problems
+        self.state.log_history = []
+        self.state.should_training_stop = False
 
     # ------------------------------------------------------------ what reward functions log
 
@@ -161,140 +159,141 @@ class Callbacks(Listener):
 
     def measured(self, step: int) -> dict[str, float]:
         """See `Listener`."""
-        return self._written(step, {})
+        return self._write_logged(step, {})
 
-    def _taken(self) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
+    def _take_logged(self) -> tuple[dict[str, list[float]], list[dict[str, Any]]]:
         """Returns what was logged since the last call."""
         with self._lock:
-            taken = self._metrics, self._rows
-            self._metrics, self._rows = defaultdict(list), []
-        return taken
+            metrics = self._metrics
+            rows = self._rows
+            self._metrics = defaultdict(list)
+            self._rows = []
+        return metrics, rows
 
     def _restore(self) -> None:
         """Puts back what was logged before the evaluation."""
-        metrics, rows = self._aside
+        metrics, rows = self._before_evaluation
         with self._lock:
             for name, values in metrics.items():
                 self._metrics[name][:0] = values
             self._rows[:0] = rows
 
-    def _written(self, step: int, about: dict[str, Any]) -> dict[str, float]:
+    def _write_logged(self, step: int, about: dict[str, Any]) -> dict[str, float]:
         """Writes the logged rows, with `about`; returns the means of the logged numbers."""
-        metrics, rows = self._taken()
+        metrics, rows = self._take_logged()
         for row in rows:
-            append_line(
-                self._extras, {"step": step, **about, **json.loads(json.dumps(row, default=str))}
-            )
+            as_json = json.loads(json.dumps(row, default=str))
+            append_line(self._extras, {"step": step, **about, **as_json})
         return {name: mean(values) for name, values in metrics.items()}
 
     # ------------------------------------------------------------ events
 
     def on_event(self, run: Run, event: str, **about: Any) -> None:
         """See `Listener`."""
-        state, step = self.state, run.policy.step
+        state = self.state
+        step = run.policy.step
+        settings = run.config.trainer
         if event == "evaluating":  # keeps what training answers log apart from the evaluation's
-            self._aside = self._taken()
+            self._before_evaluation = self._take_logged()
             return
         if event == "evaluate":
-            about["metrics"] = {
-                **about["metrics"],
-                "logged": self._written(step, {"evaluation": True}),
-            }
+            logged = self._write_logged(step, {"evaluation": True})
+            about["metrics"] = {**about["metrics"], "logged": logged}
             self._restore()
-        state.global_step, state.epoch = step, step * run.config.trainer.batch_size / self._problems
+
+        state.global_step = step
+        state.epoch = step * settings.batch_size / self._num_problems
         if event == "train_begin":
-            self._taken()  # drops what the trial of the functions logged
-            settings = run.config.trainer
+            self._take_logged()  # drops what the trial of the functions logged
             state.max_steps = run.total_steps
             state.num_train_epochs = settings.num_epochs
             if settings.max_steps is not None:
-                state.num_train_epochs = -(-run.total_steps * settings.batch_size // self._problems)
-        if event in ("log", "evaluate"):
-            state.log_history.append(
-                {
-                    "step": step,
-                    "epoch": state.epoch,
-                    **about["logs" if event == "log" else "metrics"],
-                }
-            )
-        if event == "evaluate":
+                drawn = run.total_steps * settings.batch_size
+                state.num_train_epochs = -(-drawn // self._num_problems)  # rounded up
+        elif event == "log":
+            state.log_history.append({"step": step, "epoch": state.epoch, **about["logs"]})
+        elif event == "evaluate":
+            state.log_history.append({"step": step, "epoch": state.epoch, **about["metrics"]})
             self._note_best(about["metrics"], step)
+
         control = TrainerControl()
-        given = {"model": run.policy.model, "processing_class": run.tokenizer, **about}
+        keywords = {"model": run.policy.model, "processing_class": run.tokenizer, **about}
+        names = ["on_step_end", "on_step"] if event == "step_end" else [f"on_{event}"]
         for callback in self.callbacks:
-            for name in (f"on_{event}", *(["on_step"] if event == "step_end" else [])):
-                if (hook := getattr(callback, name, None)) is not None:
-                    control = _call(hook, self._args, state, control, given) or control
-        self._do(run, control)
+            for name in names:
+                hook = getattr(callback, name, None)
+                if hook is not None:
+                    answer = _call(hook, self._args, state, control=control, keywords=keywords)
+                    control = answer or control
+        self._carry_out(run, control)
 
     def _note_best(self, metrics: dict[str, Any], step: int) -> None:
         found = metrics["mean_reward"] if metrics["accuracy"] is None else metrics["accuracy"]
         if self.state.best_metric is None or found > self.state.best_metric:
-            self.state.best_metric, self.state.best_global_step = found, step
+            self.state.best_metric = found
+            self.state.best_global_step = step
 
-    def _do(self, run: Run, control: TrainerControl) -> None:
+    def _carry_out(self, run: Run, control: TrainerControl) -> None:
         """Carries out the requests of callbacks; requests made during that, other than to stop, are
         ignored.
         """
         if self.state.should_training_stop or control.should_training_stop:
             run.stop()
-        if self._answering:
+        if self._carrying_out:
             return
-        self._answering = True
+        self._carrying_out = True
         try:
             if control.should_evaluate:
                 run.evaluate_now()
             if control.should_save:
                 run.save_now()
         finally:
-            self._answering = False
+            self._carrying_out = False
 
 
 def _check(callback: Any) -> None:
-    hooks = [
-        name
-        for name in (*(f"on_{event}" for event in EVENTS), "on_step")
-        if callable(getattr(callback, name, None))
-    ]
-    if isinstance(callback, type) or not hooks:
-        names = ", ".join(f"on_{event}" for event in EVENTS)
-        hint = (
-            "add parentheses to make an instance"
-            if isinstance(callback, type)
-            else f"give an object with any of {names}"
-        )
+    names = [f"on_{event}" for event in EVENTS]
+    has_hook = any(callable(getattr(callback, name, None)) for name in [*names, "on_step"])
+    if isinstance(callback, type) or not has_hook:
+        hint = f"give an object with any of {', '.join(names)}"
+        if isinstance(callback, type):
+            hint = "add parentheses to make an instance"
         raise ConfigError("this is not a callback", field="callbacks", value=callback, remedy=hint)
-    for name in (f"on_{event}" for event in _OTHERS):
-        base = next(
-            (
-                each
-                for each in type(callback).__mro__
-                if each.__module__.startswith("transformers.")
-            ),
-            object,
-        )
-        own = getattr(type(callback), name, None)
-        if own is not None and own is not getattr(base, name, None):
+
+    # A transformers callback inherits every hook; only those that it overrides are its own.
+    kind = type(callback)
+    library = [base for base in kind.__mro__ if base.__module__.startswith("transformers.")]
+    inherited_from = library[0] if library else object
+    for event in _NEVER_CALLED:
+        name = f"on_{event}"
+        own = getattr(kind, name, None)
+        if own is not None and own is not getattr(inherited_from, name, None):
             raise ConfigError(
-                f"{name} would never be called: a step here is one batch, with its updates, evaluation and checkpoint",
+                f"{name} would never be called: a step here is one batch, with its updates, "
+                "evaluation and checkpoint",
                 field="callbacks",
-                value=type(callback).__name__,
+                value=kind.__name__,
                 remedy="move its work to on_step_begin or on_step_end",
             )
 
 
 def _call(
-    hook: Any, args: Any, state: TrainerState, control: TrainerControl, given: dict[str, Any]
+    hook: Any,
+    args: Any,
+    state: TrainerState,
+    control: TrainerControl,
+    keywords: dict[str, Any],
 ) -> Any:
-    """Calls a hook with (args, state, control) and those of `given` that it accepts, or only with
-    what it names.
+    """Calls a hook with (args, state, control) and those of `keywords` that it accepts, or only
+    with what it names.
     """
-    named = inspect.signature(hook).parameters
-    everything = any(each.kind is each.VAR_KEYWORD for each in named.values())
-    taken = {name: value for name, value in given.items() if everything or name in named}
-    if next(iter(named), "state") in ("state", "control"):
-        first = {"state": state, "control": control, "args": args}
-        return hook(
-            **{name: value for name, value in first.items() if everything or name in named}, **taken
-        )
-    return hook(args, state, control, **taken)
+    parameters = inspect.signature(hook).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+    def accepted(values: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if takes_all or name in parameters}
+
+    first = next(iter(parameters), "state")
+    if first in ("state", "control"):
+        return hook(**accepted({"state": state, "control": control, "args": args} | keywords))
+    return hook(args, state, control, **accepted(keywords))

@@ -1,6 +1,6 @@
 """Reads the data sets and reward functions that callers of the Python API give."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,8 @@ from services.data.rows import (
 from services.reward.functions import RewardFunction, RewardModelFunction
 from services.reward.functions.plain import FunctionLog, PlainFunction, numbered
 
-_PROMPT_COLUMNS, _ANSWER_COLUMNS = ("prompt", "question"), ("ground_truth", "answer")
+_PROMPT_COLUMNS = ("prompt", "question")
+_ANSWER_COLUMNS = ("ground_truth", "answer")
 _ROLES = ("system", "user", "assistant")
 _ARGUMENTS = frozenset(
     ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
@@ -47,13 +48,14 @@ def as_prompts(dataset: Any, field: str, at_most: int | None = None) -> list[Pro
     """
     rows = dataset if isinstance(dataset, str | bytes | Mapping) else _rows(dataset)
     if isinstance(rows, str | bytes | Mapping) or not hasattr(rows, "__iter__"):
-        splits = (
-            f"its keys are {', '.join(map(str, dataset))}; " if isinstance(dataset, Mapping) else ""
-        )
+        splits = ""
+        if isinstance(dataset, Mapping):
+            splits = f"its keys are {', '.join(map(str, dataset))}; "
         raise ConfigError(
             f"{type(dataset).__name__} is not a list of problems",
             field=field,
-            remedy=f"{splits}give one split: a list of prompts, a list of rows, a DataFrame or a Hugging Face Dataset",
+            remedy=f"{splits}give one split: a list of prompts, a list of rows, a DataFrame or a "
+            "Hugging Face Dataset",
         )
     rows = rows if hasattr(rows, "__len__") else islice(rows, at_most)
     try:
@@ -81,19 +83,18 @@ def as_held_out(datasets: Any, field: str) -> list[Prompt]:
     named = {
         str(name): as_prompts(dataset, f"{field}[{name!r}]") for name, dataset in datasets.items()
     }
-    if strange := [name for name in named if not name or "/" in name]:
-        remedy = "give it a name without a slash"
-        raise ConfigError(
-            "this name of a data set cannot start an id",
-            field=field,
-            value=strange[0],
-            remedy=remedy,
-        )
-    return [
-        prompt.model_copy(update={"id": f"{name}/{prompt.id}"})
-        for name, prompts in named.items()
-        for prompt in prompts
-    ]
+    found = []
+    for name, prompts in named.items():
+        if not name or "/" in name:
+            raise ConfigError(
+                "this name of a data set cannot start an id",
+                field=field,
+                value=name,
+                remedy="give it a name without a slash",
+            )
+        for prompt in prompts:
+            found.append(prompt.model_copy(update={"id": f"{name}/{prompt.id}"}))
+    return found
 
 
 def _rows(dataset: Any) -> Iterable[Any]:
@@ -103,66 +104,73 @@ def _rows(dataset: Any) -> Iterable[Any]:
     for method in ("to_dicts", "to_pylist"):
         if hasattr(dataset, method):
             return cast("list[Any]", getattr(dataset, method)())
-    if hasattr(dataset, "iloc"):  # pandas writes an empty cell as NaN
-        rows = dataset.to_dict("records")
-        return [
-            {name: None if cell != cell else cell for name, cell in row.items()}
-            for row in map(_plain, rows)
-        ]
+    if hasattr(dataset, "iloc"):
+        return [_pandas_row(row) for row in dataset.to_dict("records")]
     return cast("Iterable[Any]", dataset)
 
 
-def _plain(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the cells of a row; arrays, whose comparison is not a single truth value, as
-    lists.
+def _pandas_row(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the cells of a row: arrays as lists, and empty ones, which pandas has as NaN, as
+    None.
     """
-    return {
-        str(name): cell.tolist() if hasattr(cell, "tolist") else cell for name, cell in row.items()
-    }
+    cells = {}
+    for name, cell in row.items():
+        # The comparison of arrays is not a single truth value.
+        plain = cell.tolist() if hasattr(cell, "tolist") else cell
+        cells[str(name)] = None if plain != plain else plain
+    return cells
 
 
 def _prompt(item: Any, default_id: str, where: str) -> Prompt:
     if isinstance(item, Prompt):
         return item
     if not isinstance(item, Mapping):
-        stop_at(
-            where,
-            f"{item!r:.80} is not a Prompt or a mapping of columns",
-            "give rows like {'prompt': …, 'answer': …}",
-        )
-    column = next((name for name in _PROMPT_COLUMNS if item.get(name) is not None), None)
+        problem = f"{item!r:.80} is not a Prompt or a mapping of columns"
+        stop_at(where, problem, "give rows like {'prompt': …, 'answer': …}")
+    column = _column(item, _PROMPT_COLUMNS)
     if column is None:
         there = ", ".join(map(str, item))
-        stop_at(
-            where,
-            f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}",
-            "rename the column",
-        )
-    chat = [] if isinstance(item[column], str) else read_chat(item, column, where)
-    if chat and (chat[-1][0] != "user" or not {role for role, _ in chat} <= {*_ROLES}):
-        roles = ", ".join(role for role, _ in chat)
-        problem = (
-            f"the chat in column {column!r} has the roles {roles}; they must be {', '.join(_ROLES)}, "
-            "and the last one must be user"
-        )
-        stop_at(where, problem, "move the answer into a separate column, or remove it")
-    answer = next((name for name in _ANSWER_COLUMNS if item.get(name) is not None), "")
-    has_answer = answer and str(item[answer]).strip()
+        problem = f"there is no column {' or '.join(_PROMPT_COLUMNS)}; there are {there}"
+        stop_at(where, problem, "rename the column")
+    chat = [] if isinstance(item[column], str) else _chat(item, column, where)
     for name in _ARGUMENTS.intersection(item):
         stop_at(where, f"reward functions already have an argument {name!r}", "rename the column")
-    kept = (
-        {}
-        if isinstance(item[column], str)
-        else {"prompts": [{"role": role, "content": text} for role, text in chat]}
-    )
+
+    prompt_id = id_of(item, where, default_id)
+    question = chat[-1]["content"] if chat else text_of(item, column, where, setting=column)
+    ground_truth = ""
+    answer = _column(item, _ANSWER_COLUMNS)
+    if answer is not None and str(item[answer]).strip():
+        ground_truth = final_answer(text_of(item, answer, where, setting=answer))
+    columns = further_columns(item, ("prompt", "ground_truth"), where)
+    if chat:
+        columns["prompts"] = chat
     return Prompt(
-        id=id_of(item, where, default_id),
-        prompt=chat[-1][1] if chat else text_of(item, column, where, column),
-        ground_truth=final_answer(text_of(item, answer, where, answer)) if has_answer else "",
+        id=prompt_id,
+        prompt=question,
+        ground_truth=ground_truth,
         task=str(item.get("task") or ""),
-        columns=further_columns(item, ("prompt", "ground_truth"), where) | kept,
-        chat=[{"role": role, "content": text} for role, text in chat] if len(chat) > 1 else [],
+        columns=columns,
+        chat=chat if len(chat) > 1 else [],
     )
+
+
+def _column(row: Mapping[Any, Any], names: Sequence[str]) -> str | None:
+    """Returns the first of `names` that is a column with a value."""
+    return next((name for name in names if row.get(name) is not None), None)
+
+
+def _chat(row: Mapping[Any, Any], column: str, where: str) -> list[dict[str, str]]:
+    """Returns the messages of a chat that ends with the user's."""
+    chat = read_chat(row, column, where)
+    roles = [role for role, _ in chat]
+    if roles[-1] != "user" or not set(roles) <= set(_ROLES):
+        problem = (
+            f"the chat in column {column!r} has the roles {', '.join(roles)}; "
+            f"they must be {', '.join(_ROLES)}, and the last one must be user"
+        )
+        stop_at(where, problem, "move the answer into a separate column, or remove it")
+    return [{"role": role, "content": text} for role, text in chat]
 
 
 def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFunction]:
@@ -185,7 +193,8 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
             remedy="give at least one reward function",
         )
     made = [_reward(each, log) for each in several]
-    for function, name in zip(made, numbered([function.name for function in made]), strict=True):
+    names = numbered([function.name for function in made])
+    for function, name in zip(made, names, strict=True):
         if isinstance(function, PlainFunction):
             function.rename(name)
         elif isinstance(function, RewardModelFunction):
@@ -198,18 +207,17 @@ def _reward(function: Any, log: FunctionLog | None) -> RewardFunction:
         return function
     if isinstance(function, str | Path):
         return RewardModelFunction(str(function))
-    if (
-        callable(function)
-        and not isinstance(function, type)
-        and not hasattr(function, "state_dict")
-    ):
+    is_class = isinstance(function, type)
+    is_model = hasattr(function, "state_dict")
+    if callable(function) and not is_class and not is_model:
         return PlainFunction(function, log=log)
-    hint = " (add parentheses to make an instance)" if isinstance(function, type) else ""
-    if hasattr(function, "state_dict"):
+    hint = " (add parentheses to make an instance)" if is_class else ""
+    if is_model:
         hint = "; give a reward model by its name on the hub or its directory"
     raise ConfigError(
         "this is not a reward function",
         field="reward_fn",
         value=function,
-        remedy=f"give a function of completions, or an instance of a subclass of RewardFunction{hint}",
+        remedy="give a function of completions, or an instance of a subclass of "
+        f"RewardFunction{hint}",
     )

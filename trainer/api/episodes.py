@@ -34,13 +34,17 @@ def as_environment(factory: Any, tools: Sequence[Any] | None, reward_fn: Any) ->
 
     Raises ConfigError when they conflict with one another or with the reward functions.
     """
-    for function in reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]:
+    functions = reward_fn if isinstance(reward_fn, list | tuple) else [reward_fn]
+    for function in functions:
         if inspect.isroutine(function) and "environments" in inspect.signature(function).parameters:
-            reason = (
-                "reward functions receive no environments, because these may run in another process"
+            raise ConfigError(
+                "reward functions receive no environments, because these may run in another "
+                "process",
+                field="reward_fn",
+                value=function.__name__,
+                remedy="give the environment a method get_reward(), which returns the reward of "
+                "its episode",
             )
-            remedy = "give the environment a method get_reward(), which returns the reward of its episode"
-            raise ConfigError(reason, field="reward_fn", value=function.__name__, remedy=remedy)
     if factory is None:
         return None if not tools else _of_tools(tools)
     if tools:

@@ -3,98 +3,32 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
 from pathlib import Path
-from statistics import mean
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import httpx
 from rich.console import Console
 
 from common.clients.reward import RewardClient
-from common.clients.rollout import GenerationFailed
 from common.errors import ConfigError
 from common.process.loop_thread import LoopThread
 from common.prompts.prompter import PromptStyle
 from common.settings.chat_templates import OWN
 from common.settings.config import Config, from_mapping
 from common.settings.sections import RewardSection
-from common.wire.schemas import Prompt, RewardResult
+from common.wire.schemas import Prompt
 from learning.device import DeviceKind, choose_device
-from services.reward.answers.exact import quantity
-from services.reward.answers.extract import extract_answer
-from services.reward.answers.notation import texts_of, tokens
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
-from trainer.api.generators import local_generator, openai_generator, sglang_generator
-from trainer.api.uncertainty import (
-    Lengths,
-    PairedDifference,
-    avg_at_k,
-    maj_at_k,
-    paired_difference,
-    standard_error,
-    wilson_interval,
-)
+from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
+from trainer.evaluation.results import EvaluationResults, results_of
 from trainer.observe.run_dir import progress_bar
-from trainer.rollouts.evaluation import (
-    GeneratedAnswer,
-    GenerationSettings,
-    Generator,
-    graded_answers,
-    pass_at_k,
-    together,
-)
+from trainer.rollouts.evaluation import GenerationSettings, Generator, graded_answers, together
 
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""
-
-
-class EvaluationResults(TypedDict):
-    """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data
-    set.
-    """
-
-    model: str
-    accuracy: float | None
-    """Share of right answers among the graded greedy ones. None, like all figures that count right
-    answers, if a reward
-    is not a verdict: no function verified the answer, and the reward is neither 0 nor 1."""
-    standard_error: float | None
-    """Standard error of the accuracy."""
-    confidence_interval: tuple[float, float] | None
-    """95 % interval of the accuracy."""
-    num_samples: int
-    """Number of problems."""
-    num_ungraded: int
-    """Answers that could not be graded (the grader timed out); excluded from every figure."""
-    mean_reward: float
-    lengths: dict[str, float] | None
-    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report
-    them."""
-    k: int
-    pass_at_k: float | None
-    """Probability that one of k sampled answers is right; this and the next three are None for k =
-    1."""
-    avg_at_k: float | None
-    """Mean accuracy of the k sampled answers."""
-    maj_at_k: float | None
-    """Accuracy of the majority vote over k samples."""
-    pass_at: dict[int, float] | None
-    """pass@1, pass@2, pass@4, … up to k."""
-    prompts: list[str]
-    prompt_ids: list[str]
-    ground_truths: list[str]
-    responses: list[str]
-    """Greedy answers."""
-    extracted_answers: list[str | None]
-    rewards: list[float | None]
-    """Rewards of the greedy answers; None for one that could not be graded."""
-    correct: list[bool | None]
-    samples: list[list[dict[str, Any]]]
-    """The k sampled answers to each problem: `response`, `reward`, `correct`."""
 
 
 class ModelEvaluator:
@@ -146,26 +80,23 @@ class ModelEvaluator:
     ) -> None:
         self.model = str(model)
         self._served = self.model.startswith(("http://", "https://"))
-        for name, value in (
-            ("max_new_tokens", max_new_tokens),
-            ("concurrency", concurrency),
-            ("timeout_s", timeout_s),
-        ):
+        positive = {
+            "max_new_tokens": max_new_tokens,
+            "concurrency": concurrency,
+            "timeout_s": timeout_s,
+        }
+        for name, value in positive.items():
             if value <= 0:
                 raise ConfigError("this is not above 0", field=name, value=value, remedy="raise it")
         if temperature <= 0:
-            remedy = "set it above 0; the first answer to every problem is greedy anyway"
             raise ConfigError(
                 "samples at this temperature are all the same",
                 field="temperature",
                 value=temperature,
-                remedy=remedy,
+                remedy="set it above 0; the first answer to every problem is greedy anyway",
             )
-        for name, setting in (
-            ("tokenizer", tokenizer),
-            ("model_id", model_id),
-            ("api_key", api_key),
-        ):
+        of_server = {"tokenizer": tokenizer, "model_id": model_id, "api_key": api_key}
+        for name, setting in of_server.items():
             if setting is not None and not self._served:
                 raise ConfigError(
                     f"a local model has no {name}",
@@ -178,19 +109,27 @@ class ModelEvaluator:
                 field="tokenizer",
                 remedy="leave it out",
             )
+
         own = {
             "system_prompt": system_prompt,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
+            "request_timeout_s": timeout_s,
         }
-        config = _config(own | {"request_timeout_s": timeout_s}, settings)
+        config = _config(own, settings)
         if self._served and tokenizer is None:
             _refuse_unsent(config, settings)
-        self._style, self._sampling, self._seed = PromptStyle.of(config), config.sampling, seed
+        self._style = PromptStyle.of(config)
+        self._sampling = config.sampling
         self._section = config.model
-        self._concurrency, self._progress = concurrency, progress
-        self._device, self._dtype = device, dtype
-        self._tokenizer, self._model_id, self._api_key = tokenizer, model_id, api_key
+        self._seed = seed
+        self._concurrency = concurrency
+        self._progress = progress
+        self._device = device
+        self._dtype = dtype
+        self._tokenizer = tokenizer
+        self._model_id = model_id
+        self._api_key = api_key
 
     def evaluate(
         self,
@@ -218,33 +157,37 @@ class ModelEvaluator:
                 value=k,
                 remedy="give 1, or as many samples as pass@k needs",
             )
-        prompts, rewards = as_prompts(dataset, "dataset"), as_rewards(reward_fn)
+        prompts = as_prompts(dataset, "dataset")
+        rewards = as_rewards(reward_fn)
         weights = [1.0] * len(rewards) if reward_weights is None else list(reward_weights)
         if len(weights) != len(rewards):
-            remedy = "give one weight for each function"
             raise ConfigError(
                 f"there are {len(rewards)} reward functions",
                 field="reward_weights",
                 value=weights,
-                remedy=remedy,
+                remedy="give one weight for each function",
             )
-        section = RewardSection().model_copy(
-            update={"weights": {f.name: w for f, w in zip(rewards, weights, strict=True)}}
-        )
+        names = [function.name for function in rewards]
+        weight_by_name = dict(zip(names, weights, strict=True))
+        section = RewardSection().model_copy(update={"weights": weight_by_name})
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 
     async def _evaluate(
         self, prompts: list[Prompt], rewards: list[RewardFunction], k: int, section: RewardSection
     ) -> EvaluationResults:
-        sampling, slots = self._sampling, asyncio.Semaphore(self._concurrency)
-        limits = (
-            sampling.max_new_tokens,
-            sampling.temperature,
-            self._seed,
-            sampling.request_timeout_s,
+        sampling = self._sampling
+        settings = GenerationSettings(
+            style=self._style,
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature,
+            seed=self._seed,
+            timeout_s=sampling.request_timeout_s,
+            cuts=sampling.truncation(),
+            sampling=sampling,
+            slots=asyncio.Semaphore(self._concurrency),
         )
-        settings = GenerationSettings(self._style, *limits, sampling.truncation(), sampling, slots)
+        samples = k if k > 1 else 0
         app = create_reward_app(section, functions=rewards)
         bar = progress_bar("evaluating", Console(stderr=True), hidden=not self._progress)
         async with (
@@ -257,25 +200,24 @@ class ModelEvaluator:
             reward.gets_tokens = True
             with bar:
                 task = bar.add_task("evaluating", total=len(prompts))
-                answered = [
-                    graded_answers(generator, reward, prompt, i, k if k > 1 else 0)
+                work = [
+                    graded_answers(generator, reward, prompt, index=i, samples=samples)
                     for i, prompt in enumerate(prompts)
                 ]
-                found = await together(answered, lambda: bar.advance(task))
-        return _results(self.model, prompts, found, k)
+                answers = await together(work, lambda: bar.advance(task))
+        return results_of(self.model, prompts, answers, k)
 
     def _generator(
         self, prompts: Sequence[Prompt], settings: GenerationSettings
     ) -> AbstractAsyncContextManager[Generator]:
         if not self._served:
             section = self._section.model_copy(update={"name": self.model})
-            return local_generator(
-                section, prompts, settings, choose_device(self._device, "device"), self._dtype
-            )
+            device = choose_device(self._device, "device")
+            return local_generator(section, prompts, settings, device=device, dtype=self._dtype)
         if self._tokenizer is not None:
             section = self._section.model_copy(update={"name": str(self._tokenizer)})
-            return sglang_generator(self.model, section, self._api_key, settings)
-        return openai_generator(self.model, self._model_id, self._api_key, settings)
+            return sglang_generator(self.model, section, self._api_key, settings=settings)
+        return openai_generator(self.model, self._model_id, self._api_key, settings=settings)
 
 
 def is_read(setting: str) -> bool:
@@ -292,26 +234,23 @@ def _config(own: Mapping[str, Any], settings: Mapping[str, Any]) -> Config:
     mapped = {f"sampling.{name}": value for name, value in own.items()}
     for name, value in settings.items():
         if name in mapped:
-            remedy = f"give the argument {name.partition('.')[2]} instead"
             raise ConfigError(
                 "this setting has its own argument",
                 field="settings",
                 value={name: value},
-                remedy=remedy,
+                remedy=f"give the argument {name.partition('.')[2]} instead",
             )
         if not is_read(name):
-            remedy = f"give {', '.join(_READ)} or settings of sampling"
             raise ConfigError(
                 "an evaluation does not read this setting",
                 field="settings",
                 value={name: value},
-                remedy=remedy,
+                remedy=f"give {', '.join(_READ)} or settings of sampling",
             )
-    room = {
-        "rollout.engine": "embedded",
-        "rollout.max_context_tokens": own["max_new_tokens"] + 1,
-    }  # the model decides later
-    return from_mapping({**mapped, **room, **settings})
+    mapped["rollout.engine"] = "embedded"
+    # Room for any answer; the model's own context decides once it is loaded.
+    mapped["rollout.max_context_tokens"] = own["max_new_tokens"] + 1
+    return from_mapping({**mapped, **settings})
 
 
 def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
@@ -319,110 +258,15 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
     itself.
     """
     for name in settings:
-        needs = name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
-        needs |= name == "model.chat_template" and config.model.chat_template != OWN
-        if needs or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False):
-            message, remedy = (
+        unsent = (
+            name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
+            or (name == "model.chat_template" and config.model.chat_template != OWN)
+            or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False)
+        )
+        if unsent:
+            raise ConfigError(
                 "this setting cannot be sent to a server that tokenises the problems itself",
-                "give the tokenizer of its model; the evaluator then sends tokens",
+                field="settings",
+                value={name: settings[name]},
+                remedy="give the tokenizer of its model; the evaluator then sends tokens",
             )
-            raise ConfigError(
-                message, field="settings", value={name: settings[name]}, remedy=remedy
-            )
-
-
-def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
-    """Compares the accuracy of `first` with that of `second`, problem by problem.
-
-    Raises ConfigError when they are not about the same problems, or one has no accuracy.
-    """
-    for name, results in (("first", first), ("second", second)):
-        if results["accuracy"] is None:
-            remedy = "evaluate with a reward that verifies answers"
-            raise ConfigError(
-                "its rewards do not tell whether an answer is right",
-                field=name,
-                value=results["model"],
-                remedy=remedy,
-            )
-    if first["prompts"] != second["prompts"]:
-        raise ConfigError(
-            "the two evaluations have different problems",
-            field="second",
-            remedy="use the same data set for both",
-        )
-    return paired_difference(first["correct"], second["correct"])
-
-
-_Graded = list[tuple[GeneratedAnswer, RewardResult]]
-
-
-def _results(model: str, prompts: list[Prompt], found: list[_Graded], k: int) -> EvaluationResults:
-    greedy, sampled = [answers[0] for answers in found], [answers[1:] for answers in found]
-    graded = [result for _, result in greedy if result.reward is not None]
-    if not graded:
-        raise GenerationFailed(
-            f"no answer could be graded; the first: {greedy[0][1].reason or greedy[0][1].status}",
-            field="prompt_id",
-            value=prompts[0].id,
-            remedy="check the reward functions; the log above may say more",
-            code="not_graded",
-        )
-    verified = all(
-        result.verified for answers in found for _, result in answers if result.reward is not None
-    )
-    right, count = sum(result.correct for result in graded), len(graded)
-    tokens = [written.tokens for written, _ in greedy if written.tokens is not None]
-    cut = [written.finish_reason == "length" for written, _ in greedy]
-    complete = [
-        a for a in sampled if verified and a and all(result.reward is not None for _, result in a)
-    ]
-    verdicts = [[result.correct for _, result in answers] for answers in complete]
-    votes = [[_vote(written.text) for written, _ in answers] for answers in complete]
-    ks = sorted({k, *(1 << i for i in range(k.bit_length()))}) if verdicts else []
-    return EvaluationResults(
-        model=model,
-        accuracy=right / count if verified else None,
-        standard_error=standard_error(right / count, count) if verified else None,
-        confidence_interval=wilson_interval(right, count) if verified else None,
-        num_samples=len(prompts),
-        num_ungraded=sum(result.reward is None for answers in found for _, result in answers),
-        mean_reward=mean(result.reward for result in graded if result.reward is not None),
-        lengths=asdict(Lengths.of(tokens, cut)) if len(tokens) == len(greedy) else None,
-        k=k,
-        pass_at_k=mean(pass_at_k(k, sum(row), k) for row in verdicts) if verdicts else None,
-        avg_at_k=mean(map(avg_at_k, verdicts)) if verdicts else None,
-        maj_at_k=mean(maj_at_k(*pair) for pair in zip(votes, verdicts, strict=True))
-        if verdicts
-        else None,
-        pass_at={j: mean(pass_at_k(k, sum(row), j) for row in verdicts) for j in ks} or None,
-        prompts=[prompt.prompt for prompt in prompts],
-        prompt_ids=[prompt.id for prompt in prompts],
-        ground_truths=[prompt.ground_truth for prompt in prompts],
-        responses=[written.text for written, _ in greedy],
-        extracted_answers=[result.extracted_answer for _, result in greedy],
-        rewards=[result.reward for _, result in greedy],
-        correct=[_verdict(result) for _, result in greedy],
-        samples=[
-            [
-                {"response": w.text, "reward": result.reward, "correct": _verdict(result)}
-                for w, result in answers
-            ]
-            for answers in sampled
-        ],
-    )
-
-
-def _verdict(result: RewardResult) -> bool | None:
-    return result.correct if result.verified and result.reward is not None else None
-
-
-def _vote(text: str) -> str | None:
-    """Returns a response's normalised answer for a majority vote: 1,080 equals $1080, and x+1
-    equals x + 1.
-    """
-    answer = extract_answer(text)
-    if answer is None:
-        return None
-    number = quantity(answer)
-    return str(number[0]) if number else " ".join(texts_of(tokens(answer)))

@@ -6,25 +6,29 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from trainer.api.uncertainty import wilson_interval
+from common.settings.config import Config
+from trainer.evaluation.statistics import wilson_interval
 from trainer.observe.run_dir import read_lines
 
-_SETTINGS = ("model", "lora", "sampling", "algorithm", "trainer")
-_LEAST = ("name", "run_dir", "port")
+_SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")
+"""Sections whose settings a card shows."""
+_OMITTED = ("name", "run_dir", "port")
+"""Settings of these sections that say nothing about training."""
 
 
 def write_card(target: Path, run_dir: Path, problems: int) -> None:
     """Writes a saved model's README.md: data, settings, curves, and accuracy with its interval."""
-    metrics, evaluations = (
-        read_lines(run_dir / f"{name}.jsonl") for name in ("metrics", "evaluations")
-    )
-    config = json.loads((run_dir / "config.json").read_text())
     curves = run_dir / "curves.png"
     if curves.exists():
         shutil.copy(curves, target / "curves.png")
-    (target / "README.md").write_text(
-        card(config, metrics, evaluations, curves.exists(), problems), encoding="utf-8"
+    text = card(
+        config=json.loads((run_dir / "config.json").read_text()),
+        metrics=read_lines(run_dir / "metrics.jsonl"),
+        evaluations=read_lines(run_dir / "evaluations.jsonl"),
+        curves=curves.exists(),
+        problems=problems,
     )
+    (target / "README.md").write_text(text, encoding="utf-8")
 
 
 def card(
@@ -34,40 +38,54 @@ def card(
     curves: bool,
     problems: int,
 ) -> str:
-    """Returns the text of a model card."""
-    from common.settings.config import Config  # for the defaults, which the card omits
+    """Returns the text of a model card.
 
-    base, algorithm = config["model"]["name"], config["algorithm"]["name"]
-    named = "/" in base and not Path(base).exists()
-    head = [
-        "---",
-        *([f"base_model: {json.dumps(base)}"] if named else []),
+    Args:
+        config: resolved configuration of the run.
+        metrics: record of every step.
+        evaluations: record of every evaluation.
+        curves: whether there is a `curves.png` beside the card.
+        problems: number of training problems.
+    """
+    base = config["model"]["name"]
+    algorithm = config["algorithm"]["name"]
+    group = config["sampling"]["group_size"]
+    batch = config["trainer"]["batch_size"]
+    functions = ", ".join(f"`{name}`" for name in config["reward"]["functions"])
+    is_on_hub = "/" in base and not Path(base).exists()
+
+    lines = ["---"]
+    if is_on_hub:
+        lines.append(f"base_model: {json.dumps(base)}")
+    lines += [
         "library_name: transformers",
-    ]
-    head += [
         "pipeline_tag: text-generation",
         f"tags: [rlhf-math, {algorithm}, reinforcement-learning]",
         "---",
-    ]
-    lines = [*head, "", f"# {Path(base).name}, trained with {algorithm}", ""]
-    lines += [
+        "",
+        f"# {Path(base).name}, trained with {algorithm}",
+        "",
         f"Trained from `{base}` for {len(metrics)} steps by reinforcement learning with rlhf-math.",
         "",
         "## Data",
         "",
+        f"{problems} training problems, {batch} a step with {group} completions of each, and the "
+        f"seed {config['seed']}.",
+        f"Reward functions: {functions}.",
+        "",
+        "## Results",
+        "",
+        *_results(evaluations),
     ]
-    group, batch = config["sampling"]["group_size"], config["trainer"]["batch_size"]
-    lines += [
-        f"{problems} training problems, {batch} a step with {group} completions of each, and the seed {config['seed']}."
-    ]
-    functions = ", ".join(f"`{name}`" for name in config["reward"]["functions"])
-    lines += [f"Reward functions: {functions}.", "", "## Results", "", *_results(evaluations)]
     if metrics:
-        lines += [
-            "",
-            f"Mean reward in training: {metrics[0]['reward']:.3f} at the first step, {metrics[-1]['reward']:.3f} at the last.",
-        ]
-    lines += ["", "![curves](curves.png)"] if curves else []
+        first = metrics[0]["reward"]
+        last = metrics[-1]["reward"]
+        lines.append("")
+        lines.append(
+            f"Mean reward in training: {first:.3f} at the first step, {last:.3f} at the last."
+        )
+    if curves:
+        lines += ["", "![curves](curves.png)"]
     lines += [
         "",
         "## Settings",
@@ -76,13 +94,20 @@ def card(
         "",
         "| setting | value |",
         "|---|---|",
+        *_changed_settings(config),
     ]
-    defaults = Config().model_dump(mode="json")
-    for section in _SETTINGS:
-        for name, value in config[section].items():
-            if name not in _LEAST and value != defaults[section].get(name):
-                lines.append(f"| `{section}.{name}` | `{json.dumps(value)}` |")
     return "\n".join(lines) + "\n"
+
+
+def _changed_settings(config: dict[str, Any]) -> list[str]:
+    """Returns a row of the table for every setting that differs from its default."""
+    defaults = Config().model_dump(mode="json")
+    rows = []
+    for section in _SECTIONS:
+        for name, value in config[section].items():
+            if name not in _OMITTED and value != defaults[section].get(name):
+                rows.append(f"| `{section}.{name}` | `{json.dumps(value)}` |")
+    return rows
 
 
 def _results(evaluations: list[dict[str, Any]]) -> list[str]:
@@ -93,14 +118,16 @@ def _results(evaluations: list[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for when, line in zip(("before", "after"), (evaluations[0], evaluations[-1]), strict=True):
-        count, accuracy = line["num_samples"], line["accuracy"]
+        count = line["num_samples"]
+        accuracy = line["accuracy"]
         shown = ["rewards are not verdicts", ""]
         if accuracy is not None:
             answers = count * line.get("n", 1)
             low, high = wilson_interval(round(accuracy * answers), answers)
             shown = [f"{accuracy:.3f}", f"{low:.3f} to {high:.3f}"]
+        figures = " | ".join(shown)
         rows.append(
-            f"| {when} | {line['step']} | {count} | {' | '.join(shown)} | {line['mean_reward']:.3f} |"
+            f"| {when} | {line['step']} | {count} | {figures} | {line['mean_reward']:.3f} |"
         )
     return rows
 
@@ -122,17 +149,17 @@ def push(directory: Path, name: str, private: bool | None, token: str | None) ->
             repo_id=address.repo_id, folder_path=directory, commit_message="Model and card"
         )
     except (HfHubHTTPError, LocalTokenNotFoundError, ValueError) as error:
-        remedy = f"log in with `hf auth login`, or give hub_token; the model is in {directory}"
         raise ConfigError(
             f"the hub refuses it: {str(error).strip()}",
             field="hub_model_id",
             value=name,
-            remedy=remedy,
+            remedy=f"log in with `hf auth login`, or give hub_token; the model is in {directory}",
         ) from None
     except (OfflineModeIsEnabled, httpx.TransportError, OSError) as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         print(
-            f"not pushed: the hub cannot be reached ({reason}); the model and its card are in {directory}"
+            f"not pushed: the hub cannot be reached ({reason}); the model and its card are in "
+            f"{directory}"
         )
         return None
     return str(address)

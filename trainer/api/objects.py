@@ -12,8 +12,8 @@ from trainer.api.settings import TrainerConfig
 from trainer.policy.scorer import load_model, load_tokenizer
 
 
-class GivenModel:
-    """The model and tokenizer that the caller gave; objects are written to a directory.
+class CallerModel:
+    """The model and tokenizer that the caller gave; objects are saved in a directory.
 
     Args:
         model: a transformers model; None or a name if the settings name it.
@@ -24,59 +24,41 @@ class GivenModel:
     """
 
     def __init__(self, model: Any, tokenizer: Any, directory: Path) -> None:
-        self.model, self._tokenizer, self._directory, self._done = (
-            model,
-            tokenizer,
-            directory,
-            False,
-        )
+        self.model = model
+        self._tokenizer = tokenizer
+        self._directory = directory
+        self._is_saved = False
         self.is_object = model is not None and not isinstance(model, str | Path)
         if hasattr(model, "peft_config"):
-            remedy = "give the model without the adapter, and its LoraConfig as peft_config"
             raise ConfigError(
                 "the model already has an adapter",
                 field="model",
                 value=type(model).__name__,
-                remedy=remedy,
+                remedy="give the model without the adapter, and its LoraConfig as peft_config",
             )
-        for field, given, method in (
-            ("model", model, "save_pretrained"),
-            ("processing_class", tokenizer, "encode"),
-        ):
-            if (
-                given is not None
-                and not isinstance(given, str | Path)
-                and not hasattr(given, method)
-            ):
-                remedy = "give a transformers object, or a name"
-                raise ConfigError(
-                    "an object of this type cannot be saved",
-                    field=field,
-                    value=type(given).__name__,
-                    remedy=remedy,
-                )
+        _check_object(model, "model", method="save_pretrained")
+        _check_object(tokenizer, "processing_class", method="encode")
 
-    def written(self, config: TrainerConfig) -> str:
+    def saved(self, config: TrainerConfig) -> str:
         """Returns the name or directory of the model; the first call writes the directory."""
         if not self.is_object and self._tokenizer is None:
             return config.model_name_or_path
-        if not self._done:
-            trust = bool(config.settings.get("model.trust_remote_code", False))
-            section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
-            model = self.model if self.is_object else load_model(section)
-            if self._tokenizer is None or isinstance(self._tokenizer, str | Path):
-                name = str(
-                    self._tokenizer
-                    or getattr(model, "name_or_path", "")
-                    or config.model_name_or_path
-                )
-                tokenizer: Any = load_tokenizer(section.model_copy(update={"name": name}))
-            else:
-                tokenizer = self._tokenizer
-            self._directory.mkdir(parents=True, exist_ok=True)
-            model.save_pretrained(self._directory)
-            tokenizer.save_pretrained(self._directory)
-            self._done = True
+        if self._is_saved:
+            return str(self._directory)
+
+        trust = bool(config.settings.get("model.trust_remote_code", False))
+        section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
+        model = self.model if self.is_object else load_model(section)
+        tokenizer: Any = self._tokenizer
+        if tokenizer is None or isinstance(tokenizer, str | Path):
+            own_name = getattr(model, "name_or_path", "")
+            name = str(tokenizer or own_name or config.model_name_or_path)
+            tokenizer = load_tokenizer(section.model_copy(update={"name": name}))
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(self._directory)
+        tokenizer.save_pretrained(self._directory)
+        self._is_saved = True
         return str(self._directory)
 
     def load(self, directory: Path) -> None:
@@ -85,35 +67,45 @@ class GivenModel:
         self.model.load_state_dict(trained.state_dict())
 
 
-def of_optimizers(optimizers: Any) -> dict[str, Any]:
+def _check_object(given: Any, field: str, method: str) -> None:
+    """Raises ConfigError for an object without the method of its kind; a name needs none."""
+    if given is None or isinstance(given, str | Path) or hasattr(given, method):
+        return
+    raise ConfigError(
+        "an object of this type cannot be saved",
+        field=field,
+        value=type(given).__name__,
+        remedy="give a transformers object, or a name",
+    )
+
+
+def optimizer_settings(optimizers: Any) -> dict[str, Any]:
     """Returns the fields for TRL's `optimizers`: an AdamW without a scheduler. Raises ConfigError
     for anything else.
     """
     optimizer, scheduler = optimizers or (None, None)
     if scheduler is not None:
-        remedy = "set lr_scheduler_type and warmup_steps instead"
-        reason = (
-            "the learning rate is a function of the step, so that a resumed run has the same rates"
+        raise ConfigError(
+            "the learning rate is a function of the step, so that a resumed run has the same rates",
+            field="optimizers",
+            value=type(scheduler).__name__,
+            remedy="set lr_scheduler_type and warmup_steps instead",
         )
-        raise ConfigError(reason, field="optimizers", value=type(scheduler).__name__, remedy=remedy)
     if optimizer is None:
         return {}
     import torch
 
     if type(optimizer) is not torch.optim.AdamW:
-        reason = "the trainer supports only AdamW, whose state it shards and saves with the weights"
         raise ConfigError(
-            reason,
+            "the trainer supports only AdamW, whose state it shards and saves with the weights",
             field="optimizers",
             value=type(optimizer).__name__,
             remedy="give torch.optim.AdamW, or leave it out",
         )
     if optimizer.state or len(optimizer.param_groups) != 1:
-        reason = (
-            "it has already taken steps"
-            if optimizer.state
-            else f"it has {len(optimizer.param_groups)} groups of parameters"
-        )
+        reason = f"it has {len(optimizer.param_groups)} groups of parameters"
+        if optimizer.state:
+            reason = "it has already taken steps"
         raise ConfigError(
             reason,
             field="optimizers",
@@ -121,87 +113,83 @@ def of_optimizers(optimizers: Any) -> dict[str, Any]:
             remedy="give a new optimiser with one group of parameters",
         )
     (group,) = optimizer.param_groups
-    plain = {"eps": 1e-8, "amsgrad": False, "maximize": False}
-    if other := [name for name, value in plain.items() if group[name] != value]:
-        remedy = f"leave it at {plain[other[0]]}"
-        raise ConfigError(
-            "the trainer's AdamW has another value",
-            field=f"optimizers: {other[0]}",
-            value=group[other[0]],
-            remedy=remedy,
-        )
-    settings = {"trainer.adam_betas": tuple(group["betas"])}
+    fixed = {"eps": 1e-8, "amsgrad": False, "maximize": False}
+    for name, value in fixed.items():
+        if group[name] != value:
+            raise ConfigError(
+                "the trainer's AdamW has another value",
+                field=f"optimizers: {name}",
+                value=group[name],
+                remedy=f"leave it at {value}",
+            )
     return {
         "learning_rate": float(group["lr"]),
         "weight_decay": float(group["weight_decay"]),
-        "settings": settings,
+        "settings": {"trainer.adam_betas": tuple(group["betas"])},
     }
 
 
 _READ = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora")
 _ANY = (
-    *(
-        "task_type",
-        "peft_type",
-        "auto_mapping",
-        "peft_version",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("megatron_core", "qalora_group_size", "runtime_config", "init_lora_weights"),
+    "task_type",
+    "peft_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "init_lora_weights",
 )
 """Fields of LoraConfig that do not affect the adapter, or have separate checks."""
 
 
-def of_peft(config: Any) -> dict[str, Any]:
+def lora_settings(config: Any) -> dict[str, Any]:
     """Returns the settings of `lora` for a LoraConfig. Raises ConfigError for unsupported
     options.
     """
     if type(config).__name__ != "LoraConfig":
-        remedy = "give a peft.LoraConfig, or leave it out to train all weights"
         raise ConfigError(
             "the trainer supports only LoRA adapters",
             field="peft_config",
             value=type(config).__name__,
-            remedy=remedy,
+            remedy="give a peft.LoraConfig, or leave it out to train all weights",
         )
     for field in fields(config):
+        if field.name in _READ or field.name in _ANY:
+            continue
         value = getattr(config, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.name not in (*_READ, *_ANY) and value != default and value:
-            reason = (
-                "an adapter of this trainer consists only of two matrices beside each linear layer"
-            )
+        if value and value != default:
             raise ConfigError(
-                reason,
+                "an adapter of this trainer consists only of two matrices beside each linear layer",
                 field=f"peft_config.{field.name}",
                 value=shorten(value),
                 remedy="leave it out",
             )
     if config.task_type not in (None, "CAUSAL_LM"):
-        remedy = "set task_type to CAUSAL_LM"
         raise ConfigError(
             "the policy must be a causal language model",
             field="peft_config.task_type",
             value=config.task_type,
-            remedy=remedy,
+            remedy="set task_type to CAUSAL_LM",
         )
     if config.init_lora_weights is not True:
-        remedy = "leave it at True"
-        value = config.init_lora_weights
         raise ConfigError(
             "an adapter of this trainer starts with B = 0",
             field="peft_config.init_lora_weights",
-            value=value,
-            remedy=remedy,
+            value=config.init_lora_weights,
+            remedy="leave it at True",
         )
-    scale = config.lora_alpha * (
-        config.r**0.5 if config.use_rslora else 1
-    )  # rank-stabilised: alpha / sqrt(r)
+    alpha = float(config.lora_alpha)
+    if config.use_rslora:
+        # Rank-stabilised LoRA scales by alpha / sqrt(r), ours by alpha / r.
+        alpha = config.lora_alpha * config.r**0.5
     return {
         "lora.rank": config.r,
-        "lora.alpha": float(scale),
+        "lora.alpha": alpha,
         "lora.dropout": config.lora_dropout,
         "lora.target_modules": _targets(config),
     }
@@ -212,15 +200,17 @@ def _targets(config: Any) -> list[str]:
     if targets == "all-linear":
         return []
     if isinstance(targets, str):
-        remedy = "name the layers in a list, or all-linear"
         raise ConfigError(
             "a pattern cannot choose the layers, only their names can",
             field="peft_config.target_modules",
             value=targets,
-            remedy=remedy,
+            remedy="name the layers in a list, or all-linear",
         )
     if targets is None:
-        remedy = "name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear"
-        reason = "PEFT's choice depends on its version and on the model"
-        raise ConfigError(reason, field="peft_config.target_modules", value=None, remedy=remedy)
+        raise ConfigError(
+            "PEFT's choice depends on its version and on the model",
+            field="peft_config.target_modules",
+            value=None,
+            remedy="name the layers in a list, such as ['q_proj', 'v_proj'], or all-linear",
+        )
     return sorted(targets)

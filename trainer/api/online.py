@@ -17,18 +17,19 @@ from common.wire.schemas import Prompt
 from learning.device import choose_device
 from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState
-from trainer.api.choice import chosen
 from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.engine import choose_engine
 from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
-from trainer.api.evaluator import EvaluationResults, ModelEvaluator, is_read
+from trainer.api.evaluator import ModelEvaluator, is_read
 from trainer.api.hub import push, write_card
-from trainer.api.objects import GivenModel, of_optimizers, of_peft
+from trainer.api.objects import CallerModel, lora_settings, optimizer_settings
 from trainer.api.output import check_output, remove_run
 from trainer.api.settings import FIELDS, TrainerConfig, renamed
-from trainer.cli.export import export
+from trainer.evaluation.results import EvaluationResults
 from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
+from trainer.policy.export import export
 from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
@@ -39,6 +40,7 @@ _OLD_WEIGHTS = (
     "pytorch_model*",
     "*.bin.index.json",
 )
+"""Files of a model that `save_model` replaces."""
 
 
 @dataclass(frozen=True)
@@ -111,53 +113,48 @@ class OnlineRLTrainer:
         tools: Sequence[Any] | None = None,
     ) -> None:
         config = TrainerConfig() if config is None else config
-        given = of_optimizers(optimizers)
+        changes = optimizer_settings(optimizers)
         self._environment = as_environment(environment_factory, tools, reward_fn)
-        given["settings"] = with_environment(self._environment, config.settings) | given.get(
-            "settings", {}
-        )
+        settings = with_environment(self._environment, config.settings)
+        changes["settings"] = settings | changes.get("settings", {})
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
         if peft_config is not None:
-            given["settings"] |= of_peft(peft_config)
-        named = (
-            config.model_name_or_path
-            if "model_name_or_path" in config.model_fields_set
-            else str(model)
-        )
-        if model is not None and named != str(model):
-            remedy = "leave one of them out"
-            raise ConfigError(
-                "the argument model names another model",
-                field="model_name_or_path",
-                value=named,
-                remedy=remedy,
-            )
+            changes["settings"] |= lora_settings(peft_config)
+        if model is not None:
+            _refuse_other_model(config, model)
         if isinstance(model, str | Path):
-            given["model_name_or_path"] = str(model)
-        self.config = config.changed(**given)
+            changes["model_name_or_path"] = str(model)
+        self.config = config.changed(**changes)
+
         name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.output_dir = self.config.output_dir or Path("outputs") / name
-        self._given = GivenModel(model, processing_class, self.output_dir / "initial")
+        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
         self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
-        self._engine = chosen(engine, self.config)
+        self._engine = choose_engine(engine, self.config)
         if reward_fn is None or train_dataset is None:
             field = "reward_fn" if reward_fn is None else "train_dataset"
             raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
         self._rewards = as_rewards(reward_fn, self._callbacks)
         self._weights = _weights(self.config, self._rewards)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
-            remedy = "set max_steps, which limits how much of the data set is read"
             raise ConfigError(
-                "the data set has no length", field="max_steps", value=None, remedy=remedy
+                "the data set has no length",
+                field="max_steps",
+                value=None,
+                remedy="set max_steps, which limits how much of the data set is read",
             )
-        most = self.config.problems_per_step * (self.config.max_steps or 0)
-        self._held_out = (
-            [str(name) for name in eval_dataset] if isinstance(eval_dataset, Mapping) else []
+
+        problems_needed = self.config.problems_per_step * (self.config.max_steps or 0)
+        self._held_out_names: list[str] = []
+        if isinstance(eval_dataset, Mapping):
+            self._held_out_names = list(map(str, eval_dataset))
+        self._problems = Problems(
+            train=as_prompts(train_dataset, "train_dataset", problems_needed),
+            held_out=[] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset"),
         )
-        held_out = [] if eval_dataset is None else as_held_out(eval_dataset, "eval_dataset")
-        self._problems = Problems(as_prompts(train_dataset, "train_dataset", most), held_out)
-        self._rounds, self._began = 0, False
+        self._rounds = 0
+        self._began = False
         self._checkpoint: Path | None = None
         _check(self.config, self._problems)
 
@@ -169,7 +166,7 @@ class OnlineRLTrainer:
     @property
     def model(self) -> Any:
         """The model or its name, as given; an object has the trained weights after `train`."""
-        return self._given.model or self.config.model_name_or_path
+        return self._caller_model.model or self.config.model_name_or_path
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback. Raises ConfigError for an object without hooks."""
@@ -190,32 +187,31 @@ class OnlineRLTrainer:
         """
         resume = resume_from_checkpoint or self._began
         check_output(self.output_dir, resume or self.config.overwrite_output_dir)
-        self.config.model_name_or_path = self._given.written(self.config)
+        self.config.model_name_or_path = self._caller_model.saved(self.config)
         with self._own_names():
             _check_lengths(self.config, [*self._problems.train, *self._problems.held_out])
         if not resume:
             remove_run(self.output_dir)
         self._began = True
-        count, per_round = (
-            len(self._problems.train),
-            self.config.total_steps(len(self._problems.train)),
-        )
-        newest = checkpoint.newest(self.output_dir / "checkpoints")
-        done = int(newest.name.removeprefix("step_")) if newest else 0
-        rounds = max(self._rounds + 1, done // per_round)
+
+        count = len(self._problems.train)
+        rounds = max(self._rounds + 1, self._rounds_on_disk())
         settings = self.config.to_config(
-            count, len(self._problems.held_out), self.output_dir, rounds, self._engine
+            count,
+            len(self._problems.held_out),
+            self.output_dir,
+            rounds=rounds,
+            engine=self._engine,
         )
         settings.reward = settings.reward.model_copy(
             update={"weights": self._weights, "functions": list(self._weights)}
         )
         self._callbacks.begin(count)
-        target = console() if self.config.verbose else Console(quiet=True)
         try:
             with self._own_names():
                 self._checkpoint = train_in_process(
                     settings,
-                    target,
+                    console() if self.config.verbose else Console(quiet=True),
                     problems=self._problems,
                     rewards=self._rewards,
                     listener=self._callbacks,
@@ -223,19 +219,27 @@ class OnlineRLTrainer:
                     environment=self._environment,
                 )
         except ConfigError:
-            if (
-                not resume and not (self.output_dir / "metrics.jsonl").exists()
-            ):  # nothing was trained: it is all new
+            nothing_trained = not (self.output_dir / "metrics.jsonl").exists()
+            if not resume and nothing_trained:
                 remove_run(self.output_dir)
                 self._began = False
             raise
+
         self._rounds = rounds
-        if self._given.is_object:
+        if self._caller_model.is_object:
             with self._whole_model() as directory:
-                self._given.load(directory)
+                self._caller_model.load(directory)
         if self.config.push_to_hub:
             self.push_to_hub()
         return self._result(self._checkpoint)
+
+    def _rounds_on_disk(self) -> int:
+        """Returns how many whole calls of `train` the newest checkpoint contains."""
+        newest = checkpoint.newest(self.output_dir / "checkpoints")
+        if newest is None:
+            return 0
+        steps = int(newest.name.removeprefix("step_"))
+        return steps // self.config.total_steps(len(self._problems.train))
 
     def save_model(self, path: str | Path) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
@@ -265,7 +269,7 @@ class OnlineRLTrainer:
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
             )
-        write_card(target, self.output_dir, len(self._problems.train))
+        write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
 
     def push_to_hub(
@@ -281,11 +285,13 @@ class OnlineRLTrainer:
         None: the directory is complete. Raises ConfigError before `train`, and when the hub refuses
         it.
         """
-        config, secret = self.config, self.config.hub_token
+        config = self.config
+        if not token and config.hub_token is not None:
+            token = config.hub_token.get_secret_value()
         saved = self.save_model(self.output_dir / "hub")
         name = repo_id or config.hub_model_id or self.output_dir.resolve().name
         private = config.hub_private_repo if private is None else private
-        return push(saved, name, private, token or (secret.get_secret_value() if secret else None))
+        return push(saved, name, private=private, token=token)
 
     def plot(self) -> Any:
         """Returns the curves of the run so far, which a notebook shows; `figure` is matplotlib's
@@ -304,34 +310,32 @@ class OnlineRLTrainer:
         """
         import pandas
 
-        lines = [
-            line
-            for line in read_lines(self.output_dir / "samples.jsonl")
-            if step in (None, line["step"])
-        ]
-        names = {"text": "completion", "reward": "reward", "correct": "correct"}
-        rows = [
-            {
-                "step": line["step"],
-                "prompt": line["prompt"],
-                **{new: one.get(old) for old, new in names.items()},
-            }
-            for line in lines
-            for one in line["completions"]
-        ]
-        return pandas.DataFrame(rows, columns=["step", "prompt", *names.values()])
+        rows = []
+        for line in read_lines(self.output_dir / "samples.jsonl"):
+            if step not in (None, line["step"]):
+                continue
+            for completion in line["completions"]:
+                rows.append(
+                    {
+                        "step": line["step"],
+                        "prompt": line["prompt"],
+                        "completion": completion.get("text"),
+                        "reward": completion.get("reward"),
+                        "correct": completion.get("correct"),
+                    }
+                )
+        columns = ["step", "prompt", "completion", "reward", "correct"]
+        return pandas.DataFrame(rows, columns=columns)
 
     @contextmanager
     def _whole_model(self) -> Iterator[Path]:
         """Yields a directory of the trained model, with its adapter merged; it may be temporary."""
         assert self._checkpoint is not None
+        if not is_adapter(self._checkpoint):
+            yield self._checkpoint
+            return
         with TemporaryDirectory(prefix="rlhf-math-") as temporary:
-            adapter = is_adapter(self._checkpoint)
-            yield (
-                export(self._checkpoint, Path(temporary) / "merged")
-                if adapter
-                else self._checkpoint
-            )
+            yield export(self._checkpoint, Path(temporary) / "merged")
 
     def evaluate(self, dataset: Any = None, k: int = 1) -> EvaluationResults:
         """Evaluates the current model (before `train`, the initial one) with the reward function.
@@ -341,11 +345,11 @@ class OnlineRLTrainer:
             k: samples per problem, as in `ModelEvaluator.evaluate`.
         """
         if self.config.settings.get("environment.name"):
-            remedy = "give an eval_dataset: the trainer evaluates it with episodes before and after training, and every eval_steps"
             raise ConfigError(
                 "evaluate is for single answers, and this trainer runs episodes",
                 field="evaluate",
-                remedy=remedy,
+                remedy="give an eval_dataset: the trainer evaluates it with episodes before and "
+                "after training, and every eval_steps",
             )
         if dataset is None and not self._problems.held_out:
             raise ConfigError(
@@ -353,23 +357,29 @@ class OnlineRLTrainer:
                 field="dataset",
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
-        settings = self.config
-        cuts = {f"sampling.{name}": getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
-        cuts = {name: value for name, value in cuts.items() if value is not None}
+        config = self.config
+        settings: dict[str, Any] = {}
+        for name in ("top_p", "top_k", "min_p"):
+            value = getattr(config, name)
+            if value is not None:
+                settings[f"sampling.{name}"] = value
+        for name, value in config.settings.items():
+            if is_read(name):
+                settings[name] = value
         evaluator = ModelEvaluator(
-            self._checkpoint or self._given.written(settings),
-            system_prompt=settings.system_prompt,
-            max_new_tokens=settings.max_new_tokens,
-            temperature=settings.temperature,
-            seed=settings.seed,
-            device="cuda" if settings.use_gpu else "cpu",
-            dtype="bfloat16" if settings.bf16 else "float32",
-            progress=settings.verbose,
-            settings=cuts
-            | {name: value for name, value in settings.settings.items() if is_read(name)},
+            self._checkpoint or self._caller_model.saved(config),
+            system_prompt=config.system_prompt,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            seed=config.seed,
+            device="cuda" if config.use_gpu else "cpu",
+            dtype="bfloat16" if config.bf16 else "float32",
+            progress=config.verbose,
+            settings=settings,
         )
         data = self._problems.held_out if dataset is None else dataset
-        return evaluator.evaluate(data, self._rewards, k, list(self._weights.values()))
+        weights = list(self._weights.values())
+        return evaluator.evaluate(data, self._rewards, k=k, reward_weights=weights)
 
     @contextmanager
     def _own_names(self) -> Iterator[None]:
@@ -377,30 +387,56 @@ class OnlineRLTrainer:
         try:
             yield
         except ConfigError as error:
-            reference = (
-                error.value == self.config.ref_model_name_or_path != self.config.model_name_or_path
-            )
-            names = {**FIELDS, "reward.functions": "reward_fn"} | (
-                {"model.name": "ref_model_name_or_path"} if reference else {}
-            )
+            names = FIELDS | {"reward.functions": "reward_fn"}
+            reference = self.config.ref_model_name_or_path
+            if error.value == reference != self.config.model_name_or_path:
+                names["model.name"] = "ref_model_name_or_path"
             raise renamed(error, names) from None
 
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
         if not history:  # a callback stopped the run before its first step
-            return TrainResult(0, {}, [], evaluations, saved, self.output_dir)
+            return TrainResult(
+                global_step=0,
+                metrics={},
+                history=[],
+                evaluations=evaluations,
+                checkpoint=saved,
+                output_dir=self.output_dir,
+            )
         last = history[-1]
-        metrics = {
-            name: float(last[name])
-            for name in ("reward", "accuracy", "completion_tokens")
-            if last[name] is not None
-        }
-        metrics |= {"loss": last["update"]["loss"], "kl": last["update"]["kl_reference"]}
-        if evaluations and evaluations[-1]["accuracy"] is not None:
-            metrics["eval_accuracy"] = evaluations[-1]["accuracy"]
-        metrics |= by_data_set(evaluations[-1]["answers"], self._held_out) if evaluations else {}
-        return TrainResult(last["step"], metrics, history, evaluations, saved, self.output_dir)
+        metrics: dict[str, float] = {}
+        for name in ("reward", "accuracy", "completion_tokens"):
+            if last[name] is not None:
+                metrics[name] = float(last[name])
+        metrics["loss"] = last["update"]["loss"]
+        metrics["kl"] = last["update"]["kl_reference"]
+        if evaluations:
+            newest = evaluations[-1]
+            if newest["accuracy"] is not None:
+                metrics["eval_accuracy"] = newest["accuracy"]
+            metrics |= by_data_set(newest["answers"], self._held_out_names)
+        return TrainResult(
+            global_step=last["step"],
+            metrics=metrics,
+            history=history,
+            evaluations=evaluations,
+            checkpoint=saved,
+            output_dir=self.output_dir,
+        )
+
+
+def _refuse_other_model(config: TrainerConfig, model: Any) -> None:
+    """Raises ConfigError when the settings name another model than the argument `model`."""
+    named = config.model_name_or_path
+    if "model_name_or_path" in config.model_fields_set and named != str(model):
+        raise ConfigError(
+            "the argument model names another model",
+            field="model_name_or_path",
+            value=named,
+            remedy="leave one of them out",
+        )
 
 
 def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
@@ -420,12 +456,11 @@ def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict
 def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[str, float]:
     weights = config.reward_weights if config.reward_weights is not None else [1.0] * len(rewards)
     if len(weights) != len(rewards):
-        remedy = "give one weight for each reward function"
         raise ConfigError(
             f"there are {len(rewards)} reward functions",
             field="reward_weights",
             value=weights,
-            remedy=remedy,
+            remedy="give one weight for each reward function",
         )
     return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
 
@@ -434,17 +469,13 @@ def _check(config: TrainerConfig, problems: Problems) -> None:
     if config.use_gpu:
         choose_device("cuda", "use_gpu", value=True, on_cpu="leave it out to train on the CPU")
     if config.total_steps(len(problems.train)) == 0:
-        data, step = (
-            f"{len(problems.train)} problems × {config.num_train_epochs} epochs",
-            config.problems_per_step,
-        )
-        message, field = (
-            f"{data} are too few for one step of {step} problems",
-            "gradient_accumulation_steps",
-        )
-        remedy = "lower it or per_device_train_batch_size, give more data or more epochs, or set max_steps"
+        data = f"{len(problems.train)} problems × {config.num_train_epochs} epochs"
         raise ConfigError(
-            message, field=field, value=config.gradient_accumulation_steps, remedy=remedy
+            f"{data} are too few for one step of {config.problems_per_step} problems",
+            field="gradient_accumulation_steps",
+            value=config.gradient_accumulation_steps,
+            remedy="lower it or per_device_train_batch_size, give more data or more epochs, "
+            "or set max_steps",
         )
     if config.eval_steps and not problems.held_out:
         raise ConfigError(
@@ -460,19 +491,21 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     settings = config.to_config(len(prompts), 0, Path())
     prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
-    longest, positions = (
-        max(range(len(prompts)), key=lengths.__getitem__),
-        context_length(settings.model),
-    )
-    if lengths[longest] > config.max_prompt_length:
-        remedy = "raise it, or leave the problem out"
-        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens"
+    longest = max(lengths)
+    longest_id = prompts[lengths.index(longest)].id
+    context = context_length(settings.model)
+    if longest > config.max_prompt_length:
         raise ConfigError(
-            message, field="max_prompt_length", value=config.max_prompt_length, remedy=remedy
+            f"the problem {longest_id} has {longest} tokens",
+            field="max_prompt_length",
+            value=config.max_prompt_length,
+            remedy="raise it, or leave the problem out",
         )
-    if positions is not None and lengths[longest] + config.max_new_tokens > positions:
-        remedy = f"lower it to {max(1, positions - lengths[longest])}, or leave the problem out"
-        message = f"the problem {prompts[longest].id} has {lengths[longest]} tokens, and the model's context has only {positions}"
+    if context is not None and longest + config.max_new_tokens > context:
         raise ConfigError(
-            message, field="max_new_tokens", value=config.max_new_tokens, remedy=remedy
+            f"the problem {longest_id} has {longest} tokens, and the model's context has only "
+            f"{context}",
+            field="max_new_tokens",
+            value=config.max_new_tokens,
+            remedy=f"lower it to {max(1, context - longest)}, or leave the problem out",
         )

@@ -8,17 +8,21 @@ from common.process.run_lock import RunLock
 from common.process.storage import make_directory
 
 _CONTENT = (
-    *("checkpoints", "weights", "model", "state", "trackers", "groups"),
-    *(
-        "config.json",
-        "metrics.jsonl",
-        "groups.jsonl",
-        "evaluations.jsonl",
-        "samples.jsonl",
-        "attempts.jsonl",
-        "extras.jsonl",
-    ),
+    "checkpoints",
+    "weights",
+    "model",
+    "state",
+    "trackers",
+    "groups",
+    "config.json",
+    "metrics.jsonl",
+    "groups.jsonl",
+    "evaluations.jsonl",
+    "samples.jsonl",
+    "attempts.jsonl",
+    "extras.jsonl",
 )
+"""What a run writes, and by which one is recognised."""
 
 
 def check_output(directory: Path, may_hold_run: bool) -> None:
@@ -26,9 +30,13 @@ def check_output(directory: Path, may_hold_run: bool) -> None:
     `may_hold_run` is false.
     """
     if not may_hold_run and any((directory / name).exists() for name in _CONTENT):
-        message = "the output directory already has a run"
-        remedy = "continue it (resume_from_checkpoint=True), replace it (overwrite_output_dir=True), or name another directory"
-        raise ConfigError(message, field="output_dir", value=str(directory), remedy=remedy)
+        raise ConfigError(
+            "the output directory already has a run",
+            field="output_dir",
+            value=str(directory),
+            remedy="continue it (resume_from_checkpoint=True), replace it "
+            "(overwrite_output_dir=True), or name another directory",
+        )
     make_directory(directory, "output_dir")
 
 
@@ -37,7 +45,8 @@ def remove_run(directory: Path) -> None:
     running.
     """
     with RunLock(directory, "that empties it", "output_dir"):
-        for path in [directory / name for name in (*_CONTENT, "curves.png")]:
+        for name in (*_CONTENT, "curves.png"):
+            path = directory / name
             if path.is_dir():
                 shutil.rmtree(path)
             else:

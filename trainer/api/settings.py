@@ -242,8 +242,8 @@ class TrainerConfig(BaseModel):
         """Returns these settings with changes to fields, checked again. Raises ConfigError as the
         constructor does.
         """
-        given = self.model_dump(exclude_unset=True) | changes
-        return type(self).model_validate(given, context=OWN_NAMES)
+        fields = self.model_dump(exclude_unset=True) | changes
+        return type(self).model_validate(fields, context=OWN_NAMES)
 
     # ------------------------------------------------------------ derived values
 
@@ -276,29 +276,27 @@ class TrainerConfig(BaseModel):
             output_dir: directory of the run.
             rounds: number of calls of `train`, including this one; each adds the steps of a whole
             run.
-            engine: as returned by `chosen`.
+            engine: as returned by `choose_engine`.
 
         Raises ConfigError when `settings` are invalid.
         """
-        mapped = (
-            self._defaults()
-            | self._mapped()
-            | {
-                "trainer.run_dir": output_dir,
-                "state_dir": output_dir / "state",
-                "trainer.num_epochs": self.num_train_epochs * rounds,
-                "trainer.max_steps": None if self.max_steps is None else self.max_steps * rounds,
-                "trainer.warmup_steps": self.warmup_steps
-                or math.ceil(self.warmup_ratio * self.total_steps(problems)),
-                "trainer.eval_samples": held_out,
-            }
-        )
-        if engine != "embedded":  # no router, so it drops nothing
-            mapped |= {"rollout.engine": "sglang", "rollout.router": "smg"}
+        warmup_steps = math.ceil(self.warmup_ratio * self.total_steps(problems))
+        mapped = self._defaults() | self._mapped()
+        mapped |= {
+            "trainer.run_dir": output_dir,
+            "state_dir": output_dir / "state",
+            "trainer.num_epochs": self.num_train_epochs * rounds,
+            "trainer.max_steps": None if self.max_steps is None else self.max_steps * rounds,
+            "trainer.warmup_steps": self.warmup_steps or warmup_steps,
+            "trainer.eval_samples": held_out,
+        }
+        if engine != "embedded":
+            mapped["rollout.engine"] = "sglang"
+            mapped["rollout.router"] = "smg"  # there is no router, so this drops no setting
         if engine == "sglang":
-            mapped |= {"rollout.colocate": self.use_gpu}
-        elif engine != "embedded":  # its device is not known
-            mapped |= {"rollout.device": "auto"}
+            mapped["rollout.colocate"] = self.use_gpu
+        elif engine != "embedded":
+            mapped["rollout.device"] = "auto"  # that of a server is not known
         try:
             return from_mapping(mapped | self.settings)
         except ConfigError as error:
@@ -310,21 +308,22 @@ class TrainerConfig(BaseModel):
 
     def _mapped(self) -> dict[str, Any]:
         """Returns the system's settings that follow from the fields."""
-        same = {
-            name: getattr(self, field)
-            for name, field in _SETTINGS.items()
-            if getattr(self, field) is not None
-        }
-        given = {
-            name: getattr(self, field)
-            for name, field in _RECIPES.items()
-            if field in self.model_fields_set
-        }
-        if "algorithm.clip_low" in given:
-            given = {"algorithm.clip_high": self.clip_range, **given}
-        same |= {f"algorithm.{name}": value for name, value in self._loss().items()}
-        same |= {name: value for name, value in given.items() if value is not None}
-        return same | {
+        mapped: dict[str, Any] = {}
+        for name, field in _SETTINGS.items():
+            value = getattr(self, field)
+            if value is not None:
+                mapped[name] = value
+        for name, value in self._loss().items():
+            mapped[f"algorithm.{name}"] = value
+        if "clip_range" in self.model_fields_set and "clip_range_high" not in self.model_fields_set:
+            mapped["algorithm.clip_high"] = self.clip_range
+        for name, field in _RECIPES.items():
+            value = getattr(self, field)
+            if field in self.model_fields_set and value is not None:
+                mapped[name] = value
+
+        trackers = [name.strip() for name in self.report_to.split(",")]
+        return mapped | {
             "seed": self.seed,
             "model.dtype": "bfloat16" if self.bf16 else "float32",
             "rollout.engine": "embedded",
@@ -332,7 +331,7 @@ class TrainerConfig(BaseModel):
             "trainer.device": "cuda" if self.use_gpu else "cpu",
             "rollout.device": "cuda" if self.use_gpu else "cpu",
             "trainer.batch_size": self.problems_per_step,
-            "trackers.names": [name.strip() for name in self.report_to.split(",") if name.strip()],
+            "trackers.names": list(filter(None, trackers)),
         }
 
     def _loss(self) -> Mapping[str, Any]:
@@ -353,10 +352,9 @@ class TrainerConfig(BaseModel):
     @field_validator("loss_type")
     @classmethod
     def _known_loss(cls, value: str | None) -> str | None:
-        if value is not None and value not in {*LOSSES, *RECIPES}:
-            raise ValueError(
-                f"there is no such loss: {did_you_mean(value, list(dict.fromkeys([*LOSSES, *RECIPES])))}"
-            )
+        losses = list(dict.fromkeys([*LOSSES, *RECIPES]))
+        if value is not None and value not in losses:
+            raise ValueError(f"there is no such loss: {did_you_mean(value, losses)}")
         return value
 
     @model_validator(mode="wrap")
@@ -380,57 +378,55 @@ class TrainerConfig(BaseModel):
 
     def _contradictions(self) -> Iterator[tuple[str, str, str]]:
         """Yields field, message and remedy for every contradiction between fields."""
-        kind, answers = (
-            self.trainer_type,
-            self.per_device_train_batch_size * self.gradient_accumulation_steps,
-        )
+        kind = self.trainer_type
+        answers = self.per_device_train_batch_size * self.gradient_accumulation_steps
         compares = RECIPES[kind].get("advantage") not in ("gae", "none")
         if compares and self.num_generations == 1:
             remedy = "set it to at least 2, or use trainer_type='ppo'"
             yield "num_generations", f"{kind} compares the answers to one problem", remedy
         if answers % self.num_generations:
-            product = f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers a step"
-            message = f"{product} are not a multiple of num_generations = {self.num_generations}"
+            message = (
+                f"per_device_train_batch_size × gradient_accumulation_steps = {answers} answers "
+                f"a step are not a multiple of num_generations = {self.num_generations}"
+            )
             yield "per_device_train_batch_size", message, "change one of these three"
         if kind == "ppo" and answers < 2:
-            message = "ppo learns from a step's answers in two mini-batches, and this step has only one answer"
+            message = (
+                "ppo learns from a step's answers in two mini-batches, and this step has only one "
+                "answer"
+            )
             yield "gradient_accumulation_steps", message, "raise it, or per_device_train_batch_size"
         if kind != "ppo" and self.critic_learning_rate is not None:
-            yield (
-                "critic_learning_rate",
-                f"{kind} has no critic",
-                "leave it out, or use trainer_type='ppo'",
-            )
-        if (
-            self.loss_type not in (None, kind, *LOSSES)
-            and "advantage" in RECIPES[self.loss_type or kind]
-        ):
+            remedy = "leave it out, or use trainer_type='ppo'"
+            yield "critic_learning_rate", f"{kind} has no critic", remedy
+        is_other_recipe = self.loss_type not in (None, kind, *LOSSES)
+        if is_other_recipe and "advantage" in RECIPES[self.loss_type or kind]:
             message = f"this is a way to compute advantages, and trainer_type is {kind}"
             yield "loss_type", message, "set trainer_type to this value, and leave loss_type out"
         if self.loss_type == "bnpo" and self.gradient_accumulation_steps > 1:
-            message = "TRL's bnpo weighs tokens by the forward pass in which they happen to be, not by the batch"
-            remedy = "set gradient_accumulation_steps=1 and a larger per_device_train_batch_size, or loss_type='dapo'"
+            message = (
+                "TRL's bnpo weighs tokens by the forward pass in which they happen to be, not by "
+                "the batch"
+            )
+            remedy = (
+                "set gradient_accumulation_steps=1 and a larger per_device_train_batch_size, or "
+                "loss_type='dapo'"
+            )
             yield "loss_type", message, remedy
         level = self.settings.get(
             "algorithm.importance_level", RECIPES[kind].get("importance_level", "token")
         )
         if self.loss_type == "luspo" and level != "sequence":
-            yield (
-                "loss_type",
-                "luspo compares the probabilities of whole answers",
-                "set importance_sampling_level='sequence'",
-            )
+            message = "luspo compares the probabilities of whole answers"
+            yield "loss_type", message, "set importance_sampling_level='sequence'"
         if self.warmup_ratio and self.warmup_steps:
             yield "warmup_ratio", f"warmup_steps is {self.warmup_steps}", "leave one of them out"
         if self.kl_coef == 0 and self.ref_model_name_or_path is not None:
             remedy = "leave it out, or set kl_coef above 0"
             yield "ref_model_name_or_path", "with kl_coef=0 there is no reference model", remedy
         if self.bf16 and not self.use_gpu:
-            yield (
-                "bf16",
-                "the update on a CPU is computed in float32",
-                "set use_gpu=True, or leave it out",
-            )
+            message = "the update on a CPU is computed in float32"
+            yield "bf16", message, "set use_gpu=True, or leave it out"
 
     def _check_settings(self) -> None:
         fixed = {
@@ -439,36 +435,38 @@ class TrainerConfig(BaseModel):
             "trainer.num_epochs",
             "trainer.max_steps",
             "trainer.warmup_steps",
+            "trainer.eval_samples",
+            "trainer.resume",
+            *_SETTINGS,
+            *self._mapped(),
         }
-        fixed |= {"trainer.eval_samples", "trainer.resume", *_SETTINGS, *self._mapped()}
         fixed -= {f"algorithm.{name}" for name in LOSSES.get(self.loss_type or "", {})}
         for name, value in self.settings.items():
             if name in fixed:
-                message, remedy = (
-                    f"{name} is derived from the other fields",
-                    "set the corresponding field of TrainerConfig instead",
-                )
+                message = f"{name} is derived from the other fields"
+                remedy = "set the corresponding field of TrainerConfig instead"
             elif isinstance(value, Mapping):
-                message, remedy = (
-                    f"{name} is a section, not a setting",
-                    f"write {{'{name}.name': value}}",
-                )
+                message = f"{name} is a section, not a setting"
+                remedy = f"write {{'{name}.name': value}}"
             elif _decided_elsewhere(name):
-                message = f"{name} does not apply to a run in one process with your own data and reward function"
-                remedy = "leave it out and change the data set or the reward function instead, or run the job group"
+                message = (
+                    f"{name} does not apply to a run in one process with your own data and reward "
+                    "function"
+                )
+                remedy = (
+                    "leave it out and change the data set or the reward function instead, or run "
+                    "the job group"
+                )
             else:
                 continue
             raise ConfigError(message, field="settings", value={name: value}, remedy=remedy)
         # `Config` checks the rest now, not when training starts. The trainer may provide the
         # environment later.
-        later = any(
-            name.startswith("environment.") for name in self.settings
-        ) and not self.settings.get("environment.name")
-        checked = (
-            self.model_copy(update={"settings": self.settings | {"environment.name": "python"}})
-            if later
-            else self
-        )
+        checked = self
+        uses_environment = any(name.startswith("environment.") for name in self.settings)
+        if uses_environment and not self.settings.get("environment.name"):
+            settings = self.settings | {"environment.name": "python"}
+            checked = self.model_copy(update={"settings": settings})
         checked.to_config(self.problems_per_step, 0, Path("outputs"))
 
 
@@ -491,9 +489,8 @@ def _named(error: ValidationError) -> ConfigError:
     name = str(first["loc"][0]) if first["loc"] else "TrainerConfig"
     if first["type"] == "extra_forbidden":
         fields = list(TrainerConfig.model_fields)
-        remedy = (
-            did_you_mean(name, [], [*fields, *ARGUMENTS]) or f"the fields are {', '.join(fields)}"
-        )
+        similar = did_you_mean(name, [], [*fields, *ARGUMENTS])
+        remedy = similar or f"the fields are {', '.join(fields)}"
         return ConfigError(
             f"TrainerConfig has no field {name}",
             field=name,

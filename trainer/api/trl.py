@@ -45,11 +45,13 @@ class Argument:
     """Fields and settings for each possible value, in place of `convert`."""
 
 
-def _same(names: str, remark: str = "") -> dict[str, Argument]:
-    return {name: Argument(name, remark) for name in names.split()}
+def _same(names: str) -> dict[str, Argument]:
+    """Returns arguments that are fields of the same name."""
+    return {name: Argument(name) for name in names.split()}
 
 
 def _settings(**names: str) -> dict[str, Argument]:
+    """Returns arguments that are settings of the system under another name."""
     return {name: Argument(setting) for name, setting in names.items()}
 
 
@@ -62,10 +64,11 @@ def _refused(reason: str, **names: Any) -> dict[str, Argument]:
     """Returns arguments that are refused; the value of each is accepted, or each of a tuple of
     values.
     """
-    return {
-        name: Argument("", reason, value if isinstance(value, tuple) else (value,))
-        for name, value in names.items()
-    }
+    refused = {}
+    for name, value in names.items():
+        accepted = value if isinstance(value, tuple) else (value,)
+        refused[name] = Argument(remark=reason, accepted=accepted)
+    return refused
 
 
 def _warmup(value: Any) -> Values:
@@ -75,65 +78,88 @@ def _warmup(value: Any) -> Values:
 def _report(value: Any) -> Values:
     names = [value] if isinstance(value, str) else list(value or [])
     if "all" in names:
-        names = [name for name in LIBRARIES if find_spec(name)]
+        names = list(filter(find_spec, LIBRARIES))
     return {"report_to": ",".join(name for name in names if name != "none")}
+
+
+def _optional(name: str) -> Callable[[Any], Values]:
+    """Returns the conversion of a truth value that may be None, which leaves `name` unset."""
+    return lambda value: {} if value is None else {name: value}
 
 
 _SAMPLING = (
     "the trainer computes the log-probabilities of plain sampling, and the engines sample so"
 )
 _GENERATION = {
-    name: f"sampling.{name}" for name in ("stop", "stop_token_ids", "min_new_tokens", "ignore_eos")
-}
-_GENERATION |= {"stop_strings": "sampling.stop", "min_tokens": "sampling.min_new_tokens"}
-_GENERATION |= {
+    "stop": "sampling.stop",
+    "stop_token_ids": "sampling.stop_token_ids",
+    "min_new_tokens": "sampling.min_new_tokens",
+    "ignore_eos": "sampling.ignore_eos",
+    "stop_strings": "sampling.stop",
+    "min_tokens": "sampling.min_new_tokens",
     "max_tokens": "max_new_tokens",
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p")},
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "max_new_tokens": "max_new_tokens",
 }
-_GENERATION |= {"max_new_tokens": "max_new_tokens"}
+"""Field or setting of each entry of `generation_kwargs`."""
 _AS_HERE = {
     "do_sample": (True,),
     "num_beams": (1,),
     "repetition_penalty": (1.0,),
     "num_return_sequences": (1,),
     "n": (1,),
-}
-_AS_HERE |= {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "length_penalty": (1.0,),
     "use_cache": (True,),
 }
+"""Other entries, with the values that match the behaviour here."""
 
 
 def _generation(value: Any) -> Values:
     """Returns the fields and settings for `generation_kwargs`."""
     found: Values = {}
-    for name, wish in dict(value or {}).items():
+    for name, setting in dict(value or {}).items():
         if name in _GENERATION:
-            found[_GENERATION[name]] = (
-                [wish] if name.startswith("stop") and not isinstance(wish, list | tuple) else wish
-            )
-        elif wish not in _AS_HERE.get(name, ()) and wish is not None:
-            remedy = f"leave it out; there are {', '.join(sorted(_GENERATION))}"
+            single_stop = name.startswith("stop") and not isinstance(setting, list | tuple)
+            found[_GENERATION[name]] = [setting] if single_stop else setting
+        elif setting is not None and setting not in _AS_HERE.get(name, ()):
             raise ConfigError(
-                _SAMPLING, field=f"generation_kwargs[{name!r}]", value=wish, remedy=remedy
+                _SAMPLING,
+                field=f"generation_kwargs[{name!r}]",
+                value=setting,
+                remedy=f"leave it out; there are {', '.join(sorted(_GENERATION))}",
             )
     return found
 
 
 _ENGINE = "completions come from the embedded engine or SGLang: OnlineRLTrainer(engine=…)"
 _ANYWHERE = "0.0.0.0"  # noqa: S104
-_HERE = "one process trains here; the same settings train on many GPUs as a job group (docs/how-to/clusters.md)"
+_HERE = (
+    "one process trains here; the same settings train on many GPUs as a job group "
+    "(docs/how-to/clusters.md)"
+)
 _PRECISION = (
     "the weights that are trained are float32, and bf16=True computes in bfloat16 over them"
 )
-_LOGS = "every step is logged, printed and recorded with all of its completions (docs/how-to/metrics.md)"
-_LOADER = "the data-server draws every prompt exactly once in each epoch, in an order that the seed decides"
+_LOGS = (
+    "every step is logged, printed and recorded with all of its completions "
+    "(docs/how-to/metrics.md)"
+)
+_LOADER = (
+    "the data-server draws every prompt exactly once in each epoch, in an order that the seed "
+    "decides"
+)
 _TASK = "it has no meaning for answers that a reward function grades"
 _HUB = "push_to_hub writes the model once, after training"
 _NO_ENTROPY = "an entropy bonus has a fixed weight (entropy_coef) and covers all tokens"
-_EVAL = "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, before and after training too"
+_EVAL = (
+    "an evaluation answers every held-out problem greedily, or as settings of `evaluation` say, "
+    "before and after training too"
+)
 
 _SCALES: dict[Any, Values] = {
     "group": {},
@@ -143,42 +169,64 @@ _SCALES: dict[Any, Values] = {
 }
 
 ARGUMENTS: dict[str, Argument] = {
-    **_same("output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate num_train_epochs"),
-    **_same("weight_decay max_grad_norm seed run_name overwrite_output_dir push_to_hub hub_model_id hub_private_repo"),
-    **_same("temperature top_p min_p num_generations reward_weights"),
-    "max_steps": Argument("max_steps", "overrides num_train_epochs; a step is a generation batch with all of its updates"),
-    "num_iterations": Argument("num_iterations", "passes within one step; in TRL each counts as steps"),
+    **_same(
+        "output_dir per_device_train_batch_size gradient_accumulation_steps learning_rate "
+        "num_train_epochs weight_decay max_grad_norm seed run_name overwrite_output_dir "
+        "push_to_hub hub_model_id hub_private_repo temperature top_p min_p num_generations "
+        "reward_weights"
+    ),
+    "max_steps": Argument(
+        "max_steps",
+        "overrides num_train_epochs; a step is a generation batch with all of its updates",
+    ),
+    "num_iterations": Argument(
+        "num_iterations", "passes within one step; in TRL each counts as steps"
+    ),
     "loss_type": Argument(
         "loss_type",
-        "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type; bnpo needs gradient_accumulation_steps=1, "
-        "luspo importance_sampling_level='sequence'",
+        "also every recipe; the paper's whole DAPO or Dr. GRPO is trainer_type; bnpo needs "
+        "gradient_accumulation_steps=1, luspo importance_sampling_level='sequence'",
     ),
-    "lr_scheduler_type": Argument("lr_scheduler_type", "constant, linear or cosine; a warm-up does not begin with a rate of 0"),
+    "lr_scheduler_type": Argument(
+        "lr_scheduler_type",
+        "constant, linear or cosine; a warm-up does not begin with a rate of 0",
+    ),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", convert=_warmup),
     "warmup_ratio": Argument("warmup_ratio"),
-    "bf16": Argument("bf16", "needs use_gpu", convert=lambda value: {} if value is None else {"bf16": value}),
+    "bf16": Argument("bf16", "needs use_gpu", convert=_optional("bf16")),
     "use_cpu": Argument("use_gpu", "the opposite", convert=lambda value: {"use_gpu": not value}),
     "gradient_checkpointing": Argument("gradient_checkpointing"),
     "activation_checkpointing": Argument(
-        "gradient_checkpointing", convert=lambda value: {} if value is None else {"gradient_checkpointing": bool(value)}
+        "gradient_checkpointing",
+        convert=lambda value: {} if value is None else {"gradient_checkpointing": bool(value)},
     ),
     "report_to": Argument("report_to", "`all`: every tracker that is installed", convert=_report),
     "save_steps": Argument("save_steps"),
     "save_strategy": Argument(
-        "save_steps", "no, which overrides save_steps, or steps", choices={"steps": {}, "no": {"save_steps": 0}}
+        "save_steps",
+        "no, which overrides save_steps, or steps",
+        choices={"steps": {}, "no": {"save_steps": 0}},
     ),
-    "save_total_limit": Argument("save_total_limit", convert=lambda value: {"save_total_limit": value or 1_000_000}),
+    "save_total_limit": Argument(
+        "save_total_limit", convert=lambda value: {"save_total_limit": value or 1_000_000}
+    ),
     "eval_steps": Argument("eval_steps", convert=lambda value: {"eval_steps": value or 0}),
     "eval_strategy": Argument(
-        "eval_steps", "no, which overrides eval_steps, or steps", choices={"steps": {}, "no": {"eval_steps": 0}}
+        "eval_steps",
+        "no, which overrides eval_steps, or steps",
+        choices={"steps": {}, "no": {"eval_steps": 0}},
     ),
     "hub_token": Argument("hub_token"),
     "resume_from_checkpoint": Argument(
-        "train(resume_from_checkpoint=True)", "of the newest checkpoint in output_dir", (None, False)
+        "train(resume_from_checkpoint=True)",
+        "of the newest checkpoint in output_dir",
+        (None, False),
     ),
     "top_k": Argument("top_k", "0 is None", convert=lambda value: {"top_k": value or None}),
     "generation_kwargs": Argument(
-        "generation_kwargs", "sampling, lengths and ends", convert=lambda value: {"generation_kwargs": dict(value)}
+        "generation_kwargs",
+        "sampling, lengths and ends",
+        convert=lambda value: {"generation_kwargs": dict(value)},
     ),
     "max_completion_length": Argument("max_new_tokens"),
     "max_prompt_length": Argument("max_prompt_length", "a longer problem is refused, not cut"),
@@ -200,7 +248,9 @@ ARGUMENTS: dict[str, Argument] = {
         project="trackers.project",
     ),
     "max_tool_calling_iterations": Argument(
-        "environment.turns", "the answer after them is one more", convert=lambda value: {"environment.turns": value + 1}
+        "environment.turns",
+        "the answer after them is one more",
+        convert=lambda value: {"environment.turns": value + 1},
     ),
     "use_bias_correction_kl": Argument(
         "algorithm.kl_estimator",
@@ -221,65 +271,131 @@ ARGUMENTS: dict[str, Argument] = {
     "multi_objective_aggregation": Argument(
         "algorithm.advantage",
         "normalize_then_sum is reward_normalised",
-        choices={"sum_then_normalize": {}, "normalize_then_sum": {"algorithm.advantage": "reward_normalised"}},
+        choices={
+            "sum_then_normalize": {},
+            "normalize_then_sum": {"algorithm.advantage": "reward_normalised"},
+        },
     ),
     "sync_ref_model": Argument(
         "algorithm.reference_refresh",
         "set that instead: the reference is replaced by the policy, not mixed with it",
         (False,),
     ),
-    **_refused("set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with it",
-               ref_model_mixup_alpha=0.6, ref_model_sync_steps=512),
-    **_refused("a step generates its own batch; algorithm.mini_batches splits it into several updates",
-               generation_batch_size=None, steps_per_generation=None),
-    **_refused(_ENGINE, use_vllm=False, vllm_mode=("colocate", "server"), vllm_model_impl="vllm", vllm_enable_sleep_mode=False,
-               vllm_structured_outputs_regex=None, vllm_server_base_url=None, vllm_server_host=_ANYWHERE, vllm_server_port=8000,
-               vllm_server_timeout=240.0, vllm_group_port=51216, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None,
-               vllm_tensor_parallel_size=1, use_transformers_continuous_batching=False,
-               transformers_continuous_batching_config=None, use_transformers_paged=False, cache_implementation=None,
-               ds3_gather_for_generation=True, use_cache=(False, True)),
-    **_refused("set algorithm.rollout_correction, with its level, cap and floor, which holds for every engine",
-               vllm_importance_sampling_correction=(True, False), vllm_importance_sampling_mode="sequence_mask",
-               vllm_importance_sampling_clip_max=3.0, vllm_importance_sampling_clip_min=None,
-               vllm_importance_sampling_cap=None),
-    **_refused("there is no VESPO", vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0),
-    **_refused(_NO_ENTROPY, top_entropy_quantile=1.0, use_adaptive_entropy=False, entropy_coef_min=0.0, entropy_coef_max=1.0,
-               entropy_coef_delta=0.005, entropy_target=0.2),
+    **_refused(
+        "set algorithm.reference_refresh: the reference is replaced by the policy, not mixed with "
+        "it",
+        ref_model_mixup_alpha=0.6, ref_model_sync_steps=512,
+    ),
+    **_refused(
+        "a step generates its own batch; algorithm.mini_batches splits it into several updates",
+        generation_batch_size=None, steps_per_generation=None,
+    ),
+    **_refused(
+        _ENGINE,
+        use_vllm=False, vllm_mode=("colocate", "server"), vllm_model_impl="vllm",
+        vllm_enable_sleep_mode=False, vllm_structured_outputs_regex=None, vllm_server_base_url=None,
+        vllm_server_host=_ANYWHERE, vllm_server_port=8000, vllm_server_timeout=240.0,
+        vllm_group_port=51216, vllm_gpu_memory_utilization=0.3, vllm_max_model_length=None,
+        vllm_tensor_parallel_size=1, use_transformers_continuous_batching=False,
+        transformers_continuous_batching_config=None, use_transformers_paged=False,
+        cache_implementation=None, ds3_gather_for_generation=True, use_cache=(False, True),
+    ),
+    **_refused(
+        "set algorithm.rollout_correction, with its level, cap and floor, which holds for every "
+        "engine",
+        vllm_importance_sampling_correction=(True, False),
+        vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=3.0,
+        vllm_importance_sampling_clip_min=None, vllm_importance_sampling_cap=None,
+    ),
+    **_refused(
+        "there is no VESPO",
+        vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
+    ),
+    **_refused(
+        _NO_ENTROPY,
+        top_entropy_quantile=1.0, use_adaptive_entropy=False, entropy_coef_min=0.0,
+        entropy_coef_max=1.0, entropy_coef_delta=0.005, entropy_target=0.2,
+    ),
     **_refused(_SAMPLING, repetition_penalty=1.0),
-    **_refused("give `model` as an object that you have loaded", model_init_kwargs=None, router_aux_loss_coef=None),
+    **_refused(
+        "give `model` as an object that you have loaded",
+        model_init_kwargs=None, router_aux_loss_coef=None,
+    ),
     **_refused("dropout of a model is as its configuration says", disable_dropout=False),
-    **_refused("evaluation.n is the number of answers to a held-out problem", num_generations_eval=None),
-    **_refused("columns that a reward function does not name do not reach it", remove_unused_columns=False),
-    **_free("there is no data loader to tune", "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
-            "dataloader_prefetch_factor dataloader_multiprocessing_context"),
-    **_refused(_LOADER, shuffle_dataset=True, data_seed=None, dataloader_drop_last=(False, True), dataloader_in_order=True,
-               train_sampling_strategy="random",
-               length_column_name="length", ignore_data_skip=False, auto_find_batch_size=False, group_by_length=False),
-    **_free("every step is logged and recorded with its completions", "logging_strategy logging_steps logging_first_step "
-            "log_completions num_completions_to_print log_unique_prompts log_on_each_node disable_tqdm logging_nan_inf_filter"),
-    **_refused(_LOGS, include_num_input_tokens_seen=("no",), log_completions_hub_repo=None, log_multimodal=True,
-               skip_memory_metrics=True, log_level="passive", log_level_replica="warning", debug="", trackio_space_id=None,
-               trackio_bucket_id=None, trackio_static_space_id=None),
+    **_refused(
+        "evaluation.n is the number of answers to a held-out problem",
+        num_generations_eval=None,
+    ),
+    **_refused(
+        "columns that a reward function does not name do not reach it",
+        remove_unused_columns=False,
+    ),
+    **_free(
+        "there is no data loader to tune",
+        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context",
+    ),
+    **_refused(
+        _LOADER,
+        shuffle_dataset=True, data_seed=None, dataloader_drop_last=(False, True),
+        dataloader_in_order=True, train_sampling_strategy="random", length_column_name="length",
+        ignore_data_skip=False, auto_find_batch_size=False, group_by_length=False,
+    ),
+    **_free(
+        "every step is logged and recorded with its completions",
+        "logging_strategy logging_steps logging_first_step log_completions "
+        "num_completions_to_print log_unique_prompts log_on_each_node disable_tqdm "
+        "logging_nan_inf_filter",
+    ),
+    **_refused(
+        _LOGS,
+        include_num_input_tokens_seen=("no",), log_completions_hub_repo=None, log_multimodal=True,
+        skip_memory_metrics=True, log_level="passive", log_level_replica="warning", debug="",
+        trackio_space_id=None, trackio_bucket_id=None, trackio_static_space_id=None,
+    ),
     **_refused(_PRECISION, fp16=False, bf16_full_eval=False, fp16_full_eval=False, tf32=None),
-    **_refused("AdamW, decoupled, with epsilon 1e-8", optim=("adamw_torch_fused", "adamw_torch"), optim_args=None,
-               adam_epsilon=1e-8, optim_target_modules=None, lr_scheduler_kwargs=None, neftune_noise_alpha=None),
-    **_refused("the trainer chooses kernels itself (docs/explanation/batches.md)", use_liger_kernel=False,
-               liger_kernel_config=None, torch_empty_cache_steps=None, torch_compile_backend=None, torch_compile_mode=None,
-               gradient_checkpointing_kwargs=None, activation_checkpointing_kwargs=None, pad_to_multiple_of=("auto", None)),
-    **_refused(_HERE, accelerator_config=None, parallelism_config=None, fsdp=None, fsdp_config=None, deepspeed=None,
-               ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None, ddp_broadcast_buffers=None, ddp_static_graph=None,
-               ddp_backend=None, ddp_timeout=1800, average_tokens_across_devices=True, local_rank=-1,
-               save_on_each_node=False),
-    **_free("held-out problems are answered before and after training, as many at once as the engine takes",
-            "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval"),
-    **_refused(_EVAL, eval_delay=0, prediction_loss_only=False, eval_do_concat_batches=True, eval_use_gather_object=False,
-               include_for_metrics=(), batch_eval_metrics=False, do_predict=False),
-    **_refused("a checkpoint has all that the run needs to go on, and the best one stays (checkpoints/best)",
-               save_only_model=False, enable_jit_checkpoint=False, load_best_model_at_end=False, metric_for_best_model=None,
-               greater_is_better=None, restore_callback_states_from_checkpoint=False),
+    **_refused(
+        "AdamW, decoupled, with epsilon 1e-8",
+        optim=("adamw_torch_fused", "adamw_torch"), optim_args=None, adam_epsilon=1e-8,
+        optim_target_modules=None, lr_scheduler_kwargs=None, neftune_noise_alpha=None,
+    ),
+    **_refused(
+        "the trainer chooses kernels itself (docs/explanation/batches.md)",
+        use_liger_kernel=False, liger_kernel_config=None, torch_empty_cache_steps=None,
+        torch_compile_backend=None, torch_compile_mode=None, gradient_checkpointing_kwargs=None,
+        activation_checkpointing_kwargs=None, pad_to_multiple_of=("auto", None),
+    ),
+    **_refused(
+        _HERE,
+        accelerator_config=None, parallelism_config=None, fsdp=None, fsdp_config=None,
+        deepspeed=None, ddp_find_unused_parameters=None, ddp_bucket_cap_mb=None,
+        ddp_broadcast_buffers=None, ddp_static_graph=None, ddp_backend=None, ddp_timeout=1800,
+        average_tokens_across_devices=True, local_rank=-1, save_on_each_node=False,
+    ),
+    **_free(
+        "held-out problems are answered before and after training, as many at once as the engine "
+        "takes",
+        "per_device_eval_batch_size eval_accumulation_steps eval_on_start do_train do_eval",
+    ),
+    **_refused(
+        _EVAL,
+        eval_delay=0, prediction_loss_only=False, eval_do_concat_batches=True,
+        eval_use_gather_object=False, include_for_metrics=(), batch_eval_metrics=False,
+        do_predict=False,
+    ),
+    **_refused(
+        "a checkpoint has all that the run needs to go on, and the best one stays "
+        "(checkpoints/best)",
+        save_only_model=False, enable_jit_checkpoint=False, load_best_model_at_end=False,
+        metric_for_best_model=None, greater_is_better=None,
+        restore_callback_states_from_checkpoint=False,
+    ),
     **_refused(_HUB, hub_strategy=("every_save", "end"), hub_always_push=False, hub_revision=None),
     **_refused(_TASK, label_smoothing_factor=0.0, label_names=None),
-    **_refused("runs with the same seed are equal up to the rounding of kernels", full_determinism=False),
+    **_refused(
+        "runs with the same seed are equal up to the rounding of kernels",
+        full_determinism=False,
+    ),
 }  # fmt: skip
 """Every argument of TRL's GRPOConfig."""
 _OTHERS = {
@@ -287,8 +403,8 @@ _OTHERS = {
     "init_kl_coef": "kl_coef",
     "model_name": "model_name_or_path",
     "rloo_k": "num_generations",
+    "num_epochs": "num_train_epochs",
 }
-_OTHERS |= {"num_epochs": "num_train_epochs"}
 """Argument names of earlier versions and other libraries."""
 
 TRAINER: dict[str, Argument] = {
@@ -329,25 +445,23 @@ TRAINER: dict[str, Argument] = {
 
 def refuse(name: str, argument: Argument, value: Any) -> None:
     """Raises ConfigError for a value of a refused argument that requests other behaviour."""
-    asks = (
-        value is not None
-        and value is not False
-        and not (isinstance(value, int | float | str | list | dict) and not value)
+    is_empty = isinstance(value, int | float | str | list | dict) and not value
+    if value is None or is_empty:
+        return
+    for other in argument.accepted:
+        if value is other or (type(value) is type(other) and value == other):
+            return
+    alternative = f", or set {argument.ours}" if argument.ours else ""
+    raise ConfigError(
+        f"this trainer does not support TRL's argument {name}: {argument.remark}",
+        field=name,
+        value=shorten(value),
+        remedy=f"leave it out{alternative}",
     )
-    if asks and not any(
-        value is other or (type(value) is type(other) and value == other)
-        for other in argument.accepted
-    ):
-        raise ConfigError(
-            f"this trainer does not support TRL's argument {name}: {argument.remark}",
-            field=name,
-            value=shorten(value),
-            remedy="leave it out" + (f", or set {argument.ours}" if argument.ours else ""),
-        )
 
 
 def translated(
-    given: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]
+    arguments: Mapping[str, Any], fields: Mapping[str, FieldInfo], betas: tuple[float, float]
 ) -> Values:
     """Returns the fields of TrainerConfig for arguments with its own or TRL's names. Raises
     ConfigError if refused.
@@ -355,73 +469,83 @@ def translated(
     Unknown arguments stay as they are. If only one of AdamW's betas is given, `betas` provides the
     other.
     """
-    found, settings = Values(), Values()
-    given = {
-        name: value for name, value in given.items() if value is not None or name not in ARGUMENTS
-    }
-    given = {
-        name: value.value if isinstance(value, Enum) else value for name, value in given.items()
-    }
-    if {"adam_beta1", "adam_beta2"} & given.keys():
-        settings["trainer.adam_betas"] = (
-            given.pop("adam_beta1", betas[0]),
-            given.pop("adam_beta2", betas[1]),
-        )
+    given: Values = {}
+    for name, value in arguments.items():
+        if value is not None or name not in ARGUMENTS:
+            given[name] = value.value if isinstance(value, Enum) else value
+
+    made: Values = {}
+    if "adam_beta1" in given or "adam_beta2" in given:
+        beta1 = given.pop("adam_beta1", betas[0])
+        beta2 = given.pop("adam_beta2", betas[1])
+        made["trainer.adam_betas"] = (beta1, beta2)
     if not given.get("report_to") or given["report_to"] == "none":
         given.pop("project", None)
-    if given.get("beta", given.get("kl_coef", fields["kl_coef"].default)) == 0:
+    kl_coef = given.get("beta", given.get("kl_coef", fields["kl_coef"].default))
+    if kl_coef == 0:
         given.pop("use_bias_correction_kl", None)
     _cispo(given)
     _overridden(given)
+
     for name, value in given.items():
-        argument = ARGUMENTS.get(name) or Argument(_OTHERS.get(name, name))
-        if not argument.ours or argument.accepted:
-            refuse(name, argument, value)
-            made: Values = {}
-        elif argument.convert is not None or argument.choices is not None:
-            made = _converted(name, argument, value)
-        else:
-            made = {argument.ours: value}
-        for key, wish in made.items():
-            if key != name and key in given and given[key] != wish and name != "generation_kwargs":
-                remedy = f"leave one of them out: {name} sets {key}"
+        for key, setting in _translated(name, value).items():
+            conflicts = key != name and key in given and given[key] != setting
+            if conflicts and name != "generation_kwargs":
                 raise ConfigError(
-                    f"{key} has another value", field=name, value=shorten(value), remedy=remedy
+                    f"{key} has another value",
+                    field=name,
+                    value=shorten(value),
+                    remedy=f"leave one of them out: {name} sets {key}",
                 )
-            (settings if "." in key else found)[key] = wish
-    for key, wish in _generation(found.get("generation_kwargs")).items():
-        (settings if "." in key else found)[key] = wish
+            made[key] = setting
+    made |= _generation(made.get("generation_kwargs"))
+
+    found: Values = {}
+    settings: Values = {}
+    for key, setting in made.items():
+        (settings if "." in key else found)[key] = setting
     own = found.get("settings") or {}
     if settings and isinstance(own, Mapping):
         found["settings"] = settings | dict(own)
     loss = found.get("loss_type")
-    if (
-        isinstance(loss, str)
-        and loss in RECIPES
-        and loss not in LOSSES
-        and "trainer_type" not in found
-    ):
+    is_recipe = isinstance(loss, str) and loss in RECIPES and loss not in LOSSES
+    if is_recipe and "trainer_type" not in found:
         found["trainer_type"] = loss
     return found
+
+
+def _translated(name: str, value: Any) -> Values:
+    """Returns the fields and settings for one argument. Raises ConfigError if it is refused."""
+    argument = ARGUMENTS.get(name) or Argument(_OTHERS.get(name, name))
+    if not argument.ours or argument.accepted:
+        refuse(name, argument, value)
+        return {}
+    if argument.convert is not None or argument.choices is not None:
+        return _converted(name, argument, value)
+    return {argument.ours: value}
 
 
 def _converted(name: str, argument: Argument, value: Any) -> Values:
     """Returns the fields and settings for a value. Raises ConfigError."""
     if argument.choices is not None:
-        found = next((made for choice, made in argument.choices.items() if choice == value), None)
-        if found is None:
-            remedy = f"use one of {', '.join(map(repr, argument.choices))}"
-            raise ConfigError(
-                "this trainer has no such option", field=name, value=shorten(value), remedy=remedy
-            )
-        return found
+        for choice, made in argument.choices.items():
+            if choice == value:
+                return made
+        raise ConfigError(
+            "this trainer has no such option",
+            field=name,
+            value=shorten(value),
+            remedy=f"use one of {', '.join(map(repr, argument.choices))}",
+        )
     assert argument.convert is not None
     try:
         return argument.convert(value)
     except (TypeError, ValueError):
-        remedy = "give a value of the type that it has in TRL"
         raise ConfigError(
-            "this is no value for it", field=name, value=shorten(value), remedy=remedy
+            "this is no value for it",
+            field=name,
+            value=shorten(value),
+            remedy="give a value of the type that it has in TRL",
         ) from None
 
 
@@ -433,14 +557,14 @@ def _overridden(given: Values) -> None:
     if given.get("eval_strategy") == "steps" and not given.get("eval_steps"):
         given["eval_steps"] = given.get("logging_steps", 10)
         if not given["eval_steps"]:
-            reason = "this and logging_steps are 0, and eval_strategy is steps"
             raise ConfigError(
-                reason, field="eval_steps", value=0, remedy="set it above 0, or eval_strategy to no"
+                "this and logging_steps are 0, and eval_strategy is steps",
+                field="eval_steps",
+                value=0,
+                remedy="set it above 0, or eval_strategy to no",
             )
-    if (
-        given.get("multi_objective_aggregation") == "normalize_then_sum"
-        and given.get("scale_rewards") in _SCALES
-    ):
+    normalises_first = given.get("multi_objective_aggregation") == "normalize_then_sum"
+    if normalises_first and given.get("scale_rewards") in _SCALES:
         given.pop("scale_rewards")
 
 
@@ -449,15 +573,16 @@ def _cispo(given: Values) -> None:
     if given.get("loss_type") != "cispo":
         return
     if "epsilon" in given:
-        reason = "TRL's cispo does not read epsilon: only epsilon_high bounds the ratio"
-        raise ConfigError(reason, field="epsilon", value=given["epsilon"], remedy="leave it out")
+        raise ConfigError(
+            "TRL's cispo does not read epsilon: only epsilon_high bounds the ratio",
+            field="epsilon",
+            value=given["epsilon"],
+            remedy="leave it out",
+        )
     if given.get("epsilon_high") is not None:
         if given["epsilon_high"] <= 1:
-            reason = (
-                "epsilon_high bounds the ratio itself, and at 1 or below clips nearly every token"
-            )
             raise ConfigError(
-                reason,
+                "epsilon_high bounds the ratio itself, and at 1 or below clips nearly every token",
                 field="epsilon_high",
                 value=given["epsilon_high"],
                 remedy="set it above 1; ScaleRL recommends 5.0",
@@ -477,9 +602,9 @@ def table(arguments: Mapping[str, Argument]) -> str:
         if not argument.ours:
             reasons.setdefault(argument.remark, []).append(f"`{name}`")
     rows += ["", "| refused | why |", "|---|---|"]
-    return "\n".join(
-        [*rows, *(f"| {', '.join(names)} | {reason} |" for reason, names in reasons.items())]
-    )
+    for reason, names in reasons.items():
+        rows.append(f"| {', '.join(names)} | {reason} |")
+    return "\n".join(rows)
 
 
 assert {name for name in _GENERATION.values() if "." in name} <= {

@@ -20,7 +20,11 @@ from common.settings.sources import is_list
 from common.wire.schemas import Prompt
 from services.data.loaders import loader_of
 
-DATASETS = "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a file or directory"
+DATASETS = (
+    "gsm8k or math (from the Hugging Face hub), tiny (generated on the spot), or the path of a "
+    "file or directory"
+)
+"""What `--dataset` accepts, for the help."""
 
 
 def add_fields(
@@ -35,25 +39,26 @@ def add_fields(
         flags: flags by field, where they differ from the field's name.
     """
     for name, field in fields.items():
-        flag, default = flags.get(name, f"--{name.replace('_', '-')}"), field.get_default()
+        flag = flags.get(name, f"--{name.replace('_', '-')}")
+        default = field.get_default()
         text = " ".join((field.description or "").split())
-        shown = "" if default in (None, "", False) else f" (default {default})"
+        if default not in (None, "", False):
+            text += f" (default {default})"
         options: dict[str, Any] = {
             "dest": name,
             "default": argparse.SUPPRESS,
-            "help": (text + shown).replace("%", "%%"),
+            "help": text.replace("%", "%%"),
         }
-        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] or [
-            field.annotation
-        ]
+        # The types of a union, or the values of a Literal; a plain type has no arguments.
+        kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+        kinds = kinds or [field.annotation]
         if kinds == [bool]:
-            options |= (
-                {"action": argparse.BooleanOptionalAction} if default else {"action": "store_true"}
-            )
+            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
         elif all(isinstance(kind, str) for kind in kinds):
             options["choices"] = kinds
         else:
-            options |= {"type": kinds[0], "metavar": flag.rpartition("-")[2].upper()}
+            options["type"] = kinds[0]
+            options["metavar"] = flag.rpartition("-")[2].upper()
         parser.add_argument(flag, **options)
 
 
@@ -75,8 +80,10 @@ def setting(text: str) -> tuple[str, Any]:
     known = names().get(name)
     if known is not None and known.annotation is str:
         return name, value
-    split = known is not None and is_list(known) and not isinstance(read, list)
-    return name, [part.strip() for part in value.split(",")] if split else read
+    with_commas = known is not None and is_list(known) and not isinstance(read, list)
+    if with_commas:
+        return name, [part.strip() for part in value.split(",")]
+    return name, read
 
 
 def problems(
@@ -98,7 +105,7 @@ def problems(
 
     Raises ConfigError when the data set does not load.
     """
-    found = loader_of(data).load(split, num_samples, seed, shuffle)
+    found = loader_of(data).load(split, num_samples, seed=seed, shuffle=shuffle)
     check_prompts(data.prompt_template, found)
     return found if num_samples else found[:at_most]
 
@@ -122,25 +129,33 @@ def own_words(flags: Mapping[str, str]) -> Iterator[None]:
     known = re.compile(rf"(?<![\w.-])(?:TrainerConfig\.)?({names})(?![\w-])(?:=(True|'\w+'))?")
 
     def argument(found: re.Match[str]) -> str:
-        if found[1].isalpha() and found[2] is None:  # such as `seed`, which is also an English word
+        name = found[1]
+        value = found[2]
+        if name.isalpha() and value is None:  # such as `seed`, which is also an English word
             return found[0]
-        return flags[found[1]] + (
-            "" if found[2] in (None, "True") else f" {found[2].strip(chr(39))}"
-        )
+        if value in (None, "True"):
+            return flags[name]
+        return f"{flags[name]} {value.strip(chr(39))}"
 
-    def of_data(found: re.Match[str]) -> str:
-        return flags.get(found[2], f"{'give ' if found[1] else ''}--set {found[2]}=NAME")
+    def data_argument(found: re.Match[str]) -> str:
+        verb = "give " if found[1] else ""
+        return flags.get(found[2], f"{verb}--set {found[2]}=NAME")
 
     try:
         yield
     except ServiceError as error:
-        field = error.field and flags.get(
-            error.field, f"--set {error.field}" if "." in error.field else error.field
-        )
-        message = known.sub(argument, error.message)
-        remedy = error.remedy and dotted.sub(of_data, known.sub(argument, error.remedy))
+        field = error.field
+        if field:
+            field = flags.get(field, f"--set {field}" if "." in field else field)
+        remedy = error.remedy
+        if remedy:
+            remedy = dotted.sub(data_argument, known.sub(argument, remedy))
         kind = ConfigError if isinstance(error, ConfigError) else ServiceError
-        code, status = error.code, error.status
         raise kind(
-            message, field=field, value=error.value, remedy=remedy, code=code, status=status
+            known.sub(argument, error.message),
+            field=field,
+            value=error.value,
+            remedy=remedy,
+            code=error.code,
+            status=error.status,
         ) from None

@@ -17,21 +17,32 @@ from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
 
 if TYPE_CHECKING:
-    from trainer.api.evaluator import EvaluationResults
-    from trainer.api.uncertainty import PairedDifference
+    from trainer.evaluation.results import EvaluationResults
+    from trainer.evaluation.statistics import PairedDifference
 
 _EPILOG = """\
 examples:
   python -m trainer.evaluate_model --model outputs/my_model --num-samples 50
-  python -m trainer.evaluate_model --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct --k 8 --output-file r.json
+  python -m trainer.evaluate_model --model outputs/my_model --compare Qwen/Qwen2.5-0.5B-Instruct \
+--k 8 --output-file r.json
   python -m trainer.evaluate_model --model http://localhost:8000/v1 --dataset math
-  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny   # offline
+  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base \
+--dataset tiny   # offline
 
-A comparison is paired: both models answer the same problems, and only those on which they differ count. When the
+A comparison is paired: both models answer the same problems, and only those on which they differ \
+count. When the
 interval does not contain 0, the difference is more than chance.
 """
 _SHOWN = 10
-_WORDS = {
+"""Problems that are shown of those that only one model has right."""
+_OWN_ARGUMENTS = (
+    "sampling.group_size",
+    "sampling.max_new_tokens",
+    "sampling.temperature",
+    "sampling.system_prompt",
+)
+"""Settings of `sampling` that have arguments of their own, or no meaning here."""
+_ARGUMENTS = {
     "model": "--model",
     "api_key": "--api-key-env",
     "model_id": "--model-id",
@@ -47,7 +58,10 @@ _WORDS = {
 
 def parser() -> CommandParser:
     """Returns the command line."""
-    usage = "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] [--output-file FILE] …"
+    usage = (
+        "--model MODEL [--compare OTHER] [--dataset NAME] [--num-samples N] [--k K] "
+        "[--output-file FILE] …"
+    )
     made = CommandParser("trainer.evaluate_model", __doc__ or "", usage, _EPILOG)
     made.add_argument(
         "--model",
@@ -68,9 +82,14 @@ def parser() -> CommandParser:
         metavar="N",
         help="use the first N problems (default: up to 50)",
     )
-    text = "a setting of data, sampling or chat template, such as data.prompt_field=question or sampling.top_p=0.95"
     data.add_argument(
-        "--set", type=setting, action="append", default=[], metavar="NAME=VALUE", help=text
+        "--set",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of data, sampling or chat template, such as data.prompt_field=question or "
+        "sampling.top_p=0.95",
     )
     answers = made.add_argument_group("answers")
     answers.add_argument(
@@ -139,69 +158,84 @@ def parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     """Evaluates, compares and prints. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
-    with own_words(_WORDS):
+    with own_words(_ARGUMENTS):
         _compare(arguments)
 
 
 def _compare(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        problem = "this is a directory" if output.is_dir() else "there is no such directory"
-        raise ConfigError(
-            problem,
-            field="--output-file",
-            value=str(output),
-            remedy="name a file in an existing directory",
-        )
     if output is not None:
-        make_directory(output.parent, "--output-file")
+        _check_output(output)
     if arguments["temperature"] <= 0:
-        remedy = "give a number above 0; every evaluation has greedy answers too"
         raise ConfigError(
             "this number is too small",
             field="--temperature",
             value=arguments["temperature"],
-            remedy=remedy,
+            remedy="give a number above 0; every evaluation has greedy answers too",
         )
-    local = [
-        flag
-        for flag in ("--model", "--compare")
-        if arguments[flag[2:]] and not _served(arguments[flag[2:]])
-    ]
-    if arguments["compare"] is None and local:
-        for flag in ("--tokenizer", "--model-id", "--api-key-env"):
-            if (given := arguments[flag[2:].replace("-", "_")]) is not None:
-                remedy = "leave it out, or give the URL of a server as --model"
-                raise ConfigError(
-                    "this argument is only for a server, and the model is local",
-                    field=flag,
-                    value=given,
-                    remedy=remedy,
-                )
-    for flag in [*local, *(["--tokenizer"] if arguments["tokenizer"] else [])]:
-        check_model(arguments[flag[2:]], flag)
-    given = dict(arguments["set"])
-    data = data_section(
-        arguments["dataset"],
-        {name: given.pop(name) for name in [*given] if name.startswith("data.")},
-    )
-    arguments["settings"] = _of_generation(given, data)
+    _check_models(arguments)
+
+    settings: dict[str, Any] = {}
+    data_settings: dict[str, Any] = {}
+    for name, value in dict(arguments["set"]).items():
+        (data_settings if name.startswith("data.") else settings)[name] = value
+    data = data_section(arguments["dataset"], data_settings)
+    arguments["settings"] = _generation_settings(settings, data)
     dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
     first = _evaluate(arguments["model"], dataset, arguments)
     report: dict[str, Any] = {**first}
     texts = [_summary(first)]
     if arguments["compare"]:
-        from trainer.api.evaluator import compare_evaluations
+        from trainer.evaluation.results import compare_evaluations
 
         second = _evaluate(arguments["compare"], dataset, arguments)
         difference = compare_evaluations(first, second)
-        texts += [_summary(second), _comparison(difference, first, second)]
-        report |= {"compare": {**second}, "comparison": asdict(difference)}
+        texts.append(_summary(second))
+        texts.append(_comparison(difference, first, second))
+        report["compare"] = {**second}
+        report["comparison"] = asdict(difference)
     if output is not None:
         output.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         texts.append(f"written to {output}")
     print("\n\n".join(texts))
+
+
+def _check_output(path: Path) -> None:
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigError(
+            "this is a directory" if path.is_dir() else "there is no such directory",
+            field="--output-file",
+            value=str(path),
+            remedy="name a file in an existing directory",
+        )
+    make_directory(path.parent, "--output-file")
+
+
+def _check_models(arguments: dict[str, Any]) -> None:
+    """Checks that local models exist, and that nothing is given which needs a server."""
+    local = {}
+    for flag, model in (("--model", arguments["model"]), ("--compare", arguments["compare"])):
+        if model and not _served(model):
+            local[flag] = model
+    if local and arguments["compare"] is None:
+        of_server = {
+            "--tokenizer": arguments["tokenizer"],
+            "--model-id": arguments["model_id"],
+            "--api-key-env": arguments["api_key_env"],
+        }
+        for flag, value in of_server.items():
+            if value is not None:
+                raise ConfigError(
+                    "this argument is only for a server, and the model is local",
+                    field=flag,
+                    value=value,
+                    remedy="leave it out, or give the URL of a server as --model",
+                )
+    if arguments["tokenizer"]:
+        local["--tokenizer"] = arguments["tokenizer"]
+    for flag, model in local.items():
+        check_model(model, flag)
 
 
 def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "EvaluationResults":
@@ -209,48 +243,43 @@ def _evaluate(model: str, dataset: list[Any], arguments: dict[str, Any]) -> "Eva
         from services.reward.functions import MathRewardFunction
         from trainer.api.evaluator import ModelEvaluator
 
-    names = (
-        "system_prompt",
-        "max_new_tokens",
-        "temperature",
-        "seed",
-        "concurrency",
-        "device",
-        "dtype",
-        "settings",
+    served = _served(model)
+    evaluator = ModelEvaluator(
+        model,
+        system_prompt=arguments["system_prompt"],
+        max_new_tokens=arguments["max_new_tokens"],
+        temperature=arguments["temperature"],
+        seed=arguments["seed"],
+        concurrency=arguments["concurrency"],
+        device=arguments["device"],
+        dtype=arguments["dtype"],
+        tokenizer=arguments["tokenizer"] if served else None,
+        model_id=arguments["model_id"] if served else None,
+        api_key=_key(arguments["api_key_env"]) if served else None,
+        settings=arguments["settings"],
     )
-    options: dict[str, Any] = {name: arguments[name] for name in names}
-    if _served(model):
-        options |= {name: arguments[name] for name in ("tokenizer", "model_id")} | {
-            "api_key": _key(arguments["api_key_env"])
-        }
     with closing(MathRewardFunction()) as reward:
-        return ModelEvaluator(model, **options).evaluate(dataset, reward, arguments["k"])
+        return evaluator.evaluate(dataset, reward, arguments["k"])
 
 
-def _of_generation(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
+def _generation_settings(settings: dict[str, Any], data: DataSection) -> dict[str, Any]:
     """Returns the settings of prompts and sampling. Raises ConfigError for any other setting or a
     wrong value.
     """
-    own = (
-        "sampling.group_size",
-        "sampling.max_new_tokens",
-        "sampling.temperature",
-        "sampling.system_prompt",
-    )
+    read = ("sampling.", "model.chat_template", "model.trust_remote_code")
     for name, value in settings.items():
-        if (
-            not name.startswith(("sampling.", "model.chat_template", "model.trust_remote_code"))
-            or name in own
-        ):
-            remedy = "give a setting of data, sampling or the chat template, such as data.prompt_field=question"
+        if name in _OWN_ARGUMENTS or not name.startswith(read):
             raise ConfigError(
-                "an evaluation does not read this setting", field=name, value=value, remedy=remedy
+                "an evaluation does not read this setting",
+                field=name,
+                value=value,
+                remedy="give a setting of data, sampling or the chat template, such as "
+                "data.prompt_field=question",
             )
     from_mapping({"rollout.engine": "embedded", **settings})
-    return settings | (
-        {"data.prompt_template": data.prompt_template} if data.prompt_template else {}
-    )
+    if data.prompt_template:
+        return settings | {"data.prompt_template": data.prompt_template}
+    return settings
 
 
 def _served(model: str) -> bool:
@@ -260,7 +289,8 @@ def _served(model: str) -> bool:
 def _key(variable: str | None) -> str | None:
     if variable is None:
         return None
-    if not (key := os.environ.get(variable)):
+    key = os.environ.get(variable)
+    if not key:
         raise ConfigError(
             "there is no such environment variable, or it is empty",
             field="--api-key-env",
@@ -271,28 +301,28 @@ def _key(variable: str | None) -> str | None:
 
 
 def _summary(results: "EvaluationResults") -> str:
-    low, high = results["confidence_interval"] or (
-        0.0,
-        1.0,
-    )  # always there: MathRewardFunction verifies
+    assert results["confidence_interval"] is not None, "MathRewardFunction verifies"
+    low, high = results["confidence_interval"]
     lines = [
         results["model"],
-        f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   95 % interval {low:.3f} to {high:.3f}   "
-        f"{results['num_samples']} problems, greedy",
+        f"  accuracy     {results['accuracy']:.3f} ± {results['standard_error']:.3f}   "
+        f"95 % interval {low:.3f} to {high:.3f}   {results['num_samples']} problems, greedy",
         f"  mean reward  {results['mean_reward']:.3f}",
     ]
-    k = results["k"]
-    for name, value in (
-        ("pass", results["pass_at_k"]),
-        ("avg", results["avg_at_k"]),
-        ("maj", results["maj_at_k"]),
-    ):
+    figures = {
+        f"pass@{results['k']}": results["pass_at_k"],
+        f"avg@{results['k']}": results["avg_at_k"],
+        f"maj@{results['k']}": results["maj_at_k"],
+    }
+    for name, value in figures.items():
         if value is not None:
-            lines.append(f"  {f'{name}@{k}':<11}  {value:.3f}")
-    if lengths := results["lengths"]:
+            lines.append(f"  {name:<11}  {value:.3f}")
+    lengths = results["lengths"]
+    if lengths:
         lines.append(
-            f"  tokens       mean {lengths['mean']:.1f}, median {lengths['median']:.0f}, 95th percentile {lengths['p95']:.0f}, "
-            f"longest {lengths['longest']:.0f}, {lengths['truncated']:.1%} cut"
+            f"  tokens       mean {lengths['mean']:.1f}, median {lengths['median']:.0f}, "
+            f"95th percentile {lengths['p95']:.0f}, longest {lengths['longest']:.0f}, "
+            f"{lengths['truncated']:.1%} cut"
         )
     if results["num_ungraded"]:
         lines.append(f"  {results['num_ungraded']} answers could not be graded and do not count")
@@ -303,26 +333,28 @@ def _comparison(
     found: "PairedDifference", first: "EvaluationResults", second: "EvaluationResults"
 ) -> str:
     judgement = "more than chance" if found.low > 0 or found.high < 0 else "may be chance"
+    alike = found.num_samples - len(found.gained) - len(found.lost)
     lines = [
-        f"difference  {found.difference:+.3f}   95 % interval {found.low:+.3f} to {found.high:+.3f}   "
+        f"difference  {found.difference:+.3f}   "
+        f"95 % interval {found.low:+.3f} to {found.high:+.3f}   "
         f"p = {found.p_value:.2g} (McNemar, exact): {judgement}",
-        f"{len(found.gained)} problems only the first has right, {len(found.lost)} only the second, "
-        f"{found.num_samples - len(found.gained) - len(found.lost)} alike",
+        f"{len(found.gained)} problems only the first has right, {len(found.lost)} only the "
+        f"second, {alike} alike",
     ]
-
-    for title, changed in (
-        ("right by the first only:", found.gained),
-        ("right by the second only:", found.lost),
-    ):
-        lines += ["", title] if changed else []
-        for i in changed[:_SHOWN]:
-            lines.append(
-                f"  {_one_line(first['prompts'][i])}  (answer {_one_line(first['ground_truths'][i], 40)})"
-            )
-            lines.append(
-                f"    first:  {_one_line(first['responses'][i])}\n    second: {_one_line(second['responses'][i])}"
-            )
-        lines += [f"… and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+    changed = {
+        "right by the first only:": found.gained,
+        "right by the second only:": found.lost,
+    }
+    for title, problems_changed in changed.items():
+        if problems_changed:
+            lines += ["", title]
+        for i in problems_changed[:_SHOWN]:
+            answer = _one_line(first["ground_truths"][i], 40)
+            lines.append(f"  {_one_line(first['prompts'][i])}  (answer {answer})")
+            lines.append(f"    first:  {_one_line(first['responses'][i])}")
+            lines.append(f"    second: {_one_line(second['responses'][i])}")
+        if len(problems_changed) > _SHOWN:
+            lines.append(f"… and {len(problems_changed) - _SHOWN} more")
     return "\n".join(lines)
 
 

@@ -34,11 +34,12 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser().parse_args(argv)
     directory: Path = arguments.directory
     if directory.exists() and not (directory / "config.json").exists():
-        problem, remedy = (
+        raise ConfigError(
             "this exists and is not a model directory",
-            "remove it, or name another directory",
+            field="DIRECTORY",
+            value=str(directory),
+            remedy="remove it, or name another directory",
         )
-        raise ConfigError(problem, field="DIRECTORY", value=str(directory), remedy=remedy)
     make_directory(directory.parent, "DIRECTORY")
     with heavy_imports():
         from trainer.cli.tiny_base import build

@@ -23,17 +23,22 @@ examples:
 
   # the built-in task: two cores, no GPU, no network, a minute
   python -m trainer.tiny_model .cache/tiny-base
-  python -m trainer.train_math --model .cache/tiny-base --dataset tiny --num-samples 640 --max-new-tokens 24 \\
-    --learning-rate 5e-4 --per-device-train-batch-size 64 --num-generations 8 --output-dir outputs/tiny
+  python -m trainer.train_math --model .cache/tiny-base --dataset tiny --num-samples 640 \
+--max-new-tokens 24 \\
+    --learning-rate 5e-4 --per-device-train-batch-size 64 --num-generations 8 \
+--output-dir outputs/tiny
 
-  # your own problems (columns question and answer), a preset, and a setting that has no argument of its own
-  python -m trainer.train_math --preset rloo_math --dataset problems.jsonl --set algorithm.entropy_coef=0.001
+  # your own problems (columns question and answer), a preset, and a setting that has no argument \
+of its own
+  python -m trainer.train_math --preset rloo_math --dataset problems.jsonl \
+--set algorithm.entropy_coef=0.001
 
   # the hardest problems of MATH
   python -m trainer.train_math --dataset math --set data.levels=4,5
 
 how good is it now?
-  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base --dataset tiny
+  python -m trainer.evaluate_model --model outputs/tiny/final --compare .cache/tiny-base \
+--dataset tiny
 """
 _FLAGS = {
     "model_name_or_path": "--model",
@@ -42,11 +47,11 @@ _FLAGS = {
 }
 _NOT_HERE = ("settings", "verbose", "reward_weights", "generation_kwargs", "hub_token")
 """Fields that have other arguments, concern several reward functions, or are secret."""
-_WORDS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in TrainerConfig.model_fields
-    if name not in _NOT_HERE
-} | {
+_FIELDS = {
+    name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE
+}
+_ARGUMENTS = {
+    **{name: f"--{name.replace('_', '-')}" for name in _FIELDS},
     **_FLAGS,
     "resume_from_checkpoint": "--resume",
     "train_dataset": "--dataset",
@@ -59,7 +64,10 @@ _WORDS = {
 
 def parser() -> CommandParser:
     """Returns the command line: every field of TrainerConfig, and the data."""
-    usage = "[--model MODEL] [--trainer grpo|rloo|ppo|…] [--dataset NAME] [--num-samples N] [--use-gpu] …"
+    usage = (
+        "[--model MODEL] [--trainer grpo|rloo|ppo|…] [--dataset NAME] [--num-samples N] "
+        "[--use-gpu] …"
+    )
     description = f"{__doc__} The arguments under `training` are fields of TrainerConfig."
     made = CommandParser("trainer.train_math", description, usage, _EPILOG)
     data = made.add_argument_group("data")
@@ -77,7 +85,8 @@ def parser() -> CommandParser:
         type=count,
         default=50,
         metavar="N",
-        help="maximum number of held-out problems to answer before and after training; 0: none (default 50)",
+        help="maximum number of held-out problems to answer before and after training; 0: none "
+        "(default 50)",
     )
     running = made.add_argument_group("run")
     running.add_argument(
@@ -101,47 +110,43 @@ def parser() -> CommandParser:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other setting of the system, such as algorithm.entropy_coef=0.001 or data.levels=4,5; `python -m trainer "
-        "--help-all` lists them",
+        help="any other setting of the system, such as algorithm.entropy_coef=0.001 or "
+        "data.levels=4,5; `python -m trainer --help-all` lists them",
     )
-    fields = {
-        name: field for name, field in TrainerConfig.model_fields.items() if name not in _NOT_HERE
-    }
-    add_fields(made.add_argument_group("training"), fields, _FLAGS)
+    add_fields(made.add_argument_group("training"), _FIELDS, _FLAGS)
     return made
 
 
 def main(argv: list[str] | None = None) -> None:
     """Trains and saves a model. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
-    with own_words(_WORDS):
+    with own_words(_ARGUMENTS):
         _train(arguments)
 
 
 def _train(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then trains."""
-    chosen: dict[str, Any] = {
-        name: arguments[name] for name in TrainerConfig.model_fields if name in arguments
-    }
-    settings = dict(arguments["set"])
-    of_data = {
-        name: settings.pop(name)
-        for name in [*settings]
-        if name.startswith("data.") and name != "data.curriculum"
-    }
-    if "data.prompt_template" in of_data:
-        settings["data.prompt_template"] = of_data["data.prompt_template"]
-    chosen |= {"settings": settings, "verbose": not arguments["quiet"]}
-    if arguments["resume"] and chosen.get("output_dir") is None:
+    settings: dict[str, Any] = {}
+    data_settings: dict[str, Any] = {}
+    for name, value in dict(arguments["set"]).items():
+        is_data = name.startswith("data.") and name != "data.curriculum"
+        (data_settings if is_data else settings)[name] = value
+    if "data.prompt_template" in data_settings:
+        settings["data.prompt_template"] = data_settings["data.prompt_template"]
+    fields = {name: arguments[name] for name in _FIELDS if name in arguments}
+    fields["settings"] = settings
+    fields["verbose"] = not arguments["quiet"]
+    if arguments["resume"] and fields.get("output_dir") is None:
         raise ConfigError(
             "--resume needs the directory of the run",
             field="--resume",
             value=True,
             remedy="name it with --output-dir",
         )
-    preset, save_to = arguments["preset"], arguments["save_to"]
-    config = TrainerConfig.preset(preset, **chosen) if preset else TrainerConfig(**chosen)
-    data = data_section(arguments["dataset"], of_data)
+    preset = arguments["preset"]
+    save_to = arguments["save_to"]
+    config = TrainerConfig.preset(preset, **fields) if preset else TrainerConfig(**fields)
+    data = data_section(arguments["dataset"], data_settings)
     if config.output_dir is not None:
         check_output(config.output_dir, arguments["resume"] or config.overwrite_output_dir)
     if save_to is not None:
@@ -171,8 +176,9 @@ def _train(arguments: dict[str, Any]) -> None:
     print(f"model:      {saved}")
     if config.verbose:
         print(
-            f"evaluate:   python -m trainer.evaluate_model --model {saved} --compare {config.model_name_or_path} "
-            f"--dataset {arguments['dataset']} --max-new-tokens {config.max_new_tokens}"
+            f"evaluate:   python -m trainer.evaluate_model --model {saved} "
+            f"--compare {config.model_name_or_path} --dataset {arguments['dataset']} "
+            f"--max-new-tokens {config.max_new_tokens}"
         )
 
 
@@ -180,5 +186,6 @@ if __name__ == "__main__":
     with prompt_exit():
         run(
             main,
-            "; the same command with --resume and --output-dir continues from the newest checkpoint",
+            "; the same command with --resume and --output-dir continues from the newest "
+            "checkpoint",
         )

@@ -15,10 +15,11 @@ from trainer.dashboard.run_list import RunList
 _EPILOG = """\
 examples:
   python -m trainer.dashboard runs/my-run
-  python -m trainer.dashboard runs                                    # all runs below, to choose from
-  python -m trainer.dashboard runs/first runs/second --port 9000      # overlaid
+  python -m trainer.dashboard runs                                # all runs below, to choose from
+  python -m trainer.dashboard runs/first runs/second --port 9000  # overlaid
 
-A running trainer serves the same page itself, with the health of all services: http://ITS-NODE:8004/dashboard/.
+A running trainer serves the same page itself, with the health of all services: \
+http://ITS-NODE:8004/dashboard/.
 With API_TOKEN in the environment the page asks for it.
 """
 

@@ -23,21 +23,20 @@ from trainer.dashboard.runs import RunReader, RunSummary
 
 STATIC = Path(__file__).parent / "static"
 _FILES = {file.name: file for file in sorted(STATIC.iterdir()) if file.is_file()}
-PAGES = frozenset(
-    {"/", "/dashboard", "/dashboard/", *(f"/dashboard/static/{name}" for name in _FILES)}
-)
+_STATIC_PATHS = [f"/dashboard/static/{name}" for name in _FILES]
+PAGES = frozenset({"/", "/dashboard", "/dashboard/", *_STATIC_PATHS})
 """Paths that need no token: the page holds no data of a run."""
 _HEADERS = {
-    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
 MAX_POINTS = 5000
 _Step = Annotated[int, Query(ge=0, lt=2**53)]
-mimetypes.add_type(
-    "text/javascript", ".js"
-)  # some systems map it to text/plain, and browsers refuse such a module
+# Some systems map it to text/plain, and browsers refuse such a module.
+mimetypes.add_type("text/javascript", ".js")
 
 
 class ServicesHealth(BaseModel):
@@ -77,14 +76,14 @@ def add_dashboard(
     _add_page(app)
     add_groups(app, runs, replay)
 
-    async def chosen(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
+    async def run_of(run: Annotated[int, Query(ge=0, lt=2**31)] = 0) -> RunReader:
         if run >= len(runs):
             raise NotFound(
                 "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
             )
         return runs[run]
 
-    Chosen = Annotated[RunReader, Depends(chosen)]
+    AskedRun = Annotated[RunReader, Depends(run_of)]
     answers = described(answer=OBJECT, fails=(404,))
 
     @app.get("/dashboard/api/runs")
@@ -93,13 +92,13 @@ def add_dashboard(
         return [run.summary(i) for i, run in enumerate(runs)]
 
     @app.get("/dashboard/api/facts", **answers)
-    def facts(run: Chosen) -> Response:
+    def facts(run: AskedRun) -> Response:
         """Returns the run's configuration, the limits of its alarms, and the stages of a step."""
         return _json(run.facts())
 
     @app.get("/dashboard/api/series", **answers)
     def series(
-        run: Chosen,
+        run: AskedRun,
         after: _Step = 0,
         generation: Annotated[int, Query(ge=-1, lt=2**31)] = -1,
         evaluations: Annotated[int, Query(ge=0, lt=2**31)] = 0,
@@ -110,10 +109,11 @@ def add_dashboard(
         """Returns all numbers of the steps after `after`, or of all steps, merged to at most
         `points` points.
         """
-        return _json(run.series(after, generation, evaluations, points, first, last))
+        found = run.series(after, generation, evaluations, points=points, first=first, last=last)
+        return _json(found)
 
     @app.get("/dashboard/api/steps/{step}", **answers)
-    def one_step(run: Chosen, step: Annotated[int, PathParameter(ge=0, lt=2**53)]) -> Response:
+    def one_step(run: AskedRun, step: Annotated[int, PathParameter(ge=0, lt=2**53)]) -> Response:
         """Returns the numbers and notes of one step."""
         return _json(run.step(step))
 
@@ -121,18 +121,18 @@ def add_dashboard(
         "/dashboard/api/csv",
         **described(answer={"type": "string"}, writes=("text/csv",), fails=(404,)),
     )
-    def csv(run: Chosen) -> Response:
+    def csv(run: AskedRun) -> Response:
         """Returns all numbers of all steps as CSV."""
         return Response(run.csv(), media_type="text/csv", headers={"cache-control": "no-store"})
 
     @app.put("/dashboard/api/note", responses=errors(404))
-    def keep_note(run: Chosen, note: Note) -> Note:
+    def keep_note(run: AskedRun, note: Note) -> Note:
         """Saves the user's note about a run in `notes.md` of its directory."""
         write_note(run.directory, note.text)
         return note
 
     @app.get("/dashboard/api/health", responses=errors(404))
-    async def services(run: Chosen) -> ServicesHealth:
+    async def services(run: AskedRun) -> ServicesHealth:
         """Asks every service and rollout node for its health."""
         if health is None or not run.live:
             return ServicesHealth(asked=False, services=[])

@@ -25,20 +25,22 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, dict) and name not in ("alarms", "hints"):
-            found |= {
-                f"{name}.{part}": float(item) for part, item in value.items() if _is_number(item)
-            }
+            for part, item in value.items():
+                if _is_number(item):
+                    found[f"{name}.{part}"] = float(item)
         elif _is_number(value) and name != "step":
             found[name] = float(value)
     for total in ("seconds", "dropped"):
         if isinstance(line.get(total), dict):
-            found[total] = sum(
-                value for name, value in found.items() if name.startswith(f"{total}.")
-            )
+            parts = [value for name, value in found.items() if name.startswith(f"{total}.")]
+            found[total] = sum(parts)
     if found.get("seconds", 0.0) > 0 and "update.trained_tokens" in found:
         found["tokens_per_s"] = found["update.trained_tokens"] / found["seconds"]
-    if isinstance(alarms := line.get("alarms"), dict):
-        found |= {"alarms": float(len(alarms)), **{f"alarm.{name}": 1.0 for name in alarms}}
+    alarms = line.get("alarms")
+    if isinstance(alarms, dict):
+        found["alarms"] = float(len(alarms))
+        for name in alarms:
+            found[f"alarm.{name}"] = 1.0
     return found
 
 
@@ -47,13 +49,11 @@ def notes(line: Mapping[str, Any]) -> list[dict[str, str]]:
     found = []
     for kind in ("alarm", "hint"):
         content = line.get(f"{kind}s")
-        texts = (
-            content.values()
-            if isinstance(content, dict)
-            else content
-            if isinstance(content, list)
-            else ()
-        )
+        texts: list[Any] = []
+        if isinstance(content, dict):
+            texts = list(content.values())
+        elif isinstance(content, list):
+            texts = content
         found += [{"kind": kind, "text": text} for text in texts if isinstance(text, str)]
     return found
 
@@ -117,18 +117,9 @@ class Columns:
         names = sorted(self._columns)
         lines = [",".join(["step", *(_quoted(name) for name in names)])]
         columns = [self._columns[name] for name in names]
-        for row, step in enumerate(self.steps):
-            lines.append(
-                ",".join(
-                    [
-                        str(step),
-                        *(
-                            "" if math.isnan(column[row]) else repr(column[row])
-                            for column in columns
-                        ),
-                    ]
-                )
-            )
+        for step, *values in zip(self.steps, *columns, strict=True):
+            cells = ["" if math.isnan(value) else repr(value) for value in values]
+            lines.append(",".join([str(step), *cells]))
         return "\r\n".join(lines) + "\r\n"
 
     def rows(self, first: int, last: int) -> slice:
@@ -144,7 +135,8 @@ class Columns:
         """
         steps = np.array(self.steps[rows], np.int64)
         edges = np.linspace(0, len(steps), min(points, len(steps)) + 1).astype(np.int64)
-        starts, ends = edges[:-1], edges[1:] - 1
+        starts = edges[:-1]
+        ends = edges[1:] - 1
         merged = len(starts) < len(steps)
         result: dict[str, Any] = {
             "steps": steps[ends],
@@ -160,17 +152,17 @@ class Columns:
             if not merged:
                 result["columns"][name] = values.astype(np.float32)
                 continue
-            there = ~np.isnan(values)
+            known = ~np.isnan(values)
+            sums = np.add.reduceat(np.where(known, values, 0.0), starts)
+            counts = np.add.reduceat(known.astype(float), starts)
             with np.errstate(invalid="ignore"):
-                means = np.add.reduceat(np.where(there, values, 0.0), starts) / np.add.reduceat(
-                    there.astype(float), starts
-                )
-            for key, column in (
-                ("columns", values[ends] if name == TOKENS else means),
-                ("low", np.fmin.reduceat(values, starts)),
-                ("high", np.fmax.reduceat(values, starts)),
-            ):
-                result[key][name] = column.astype(np.float32)
+                means = sums / counts
+            shown = values[ends] if name == TOKENS else means
+            low = np.fmin.reduceat(values, starts)
+            high = np.fmax.reduceat(values, starts)
+            result["columns"][name] = shown.astype(np.float32)
+            result["low"][name] = low.astype(np.float32)
+            result["high"][name] = high.astype(np.float32)
         return result
 
 

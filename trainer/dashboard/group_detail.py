@@ -22,31 +22,32 @@ def group_detail(
     content, why = _from_run(run_dir, row)
     source = "run"
     if content is None:
-        source, content = "replay", _from_replay(row, replay, why)
+        source = "replay"
+        content = _from_replay(row, replay, why)
         missing.append(f"advantages and the trainer's log-probabilities: {why}")
-    elif not row["reason"] and any(
-        completion["trainer_logprobs"] is None for completion in content["completions"]
-    ):
-        missing.append(
-            "the trainer's log-probabilities of some completions: not needed without an advantage"
-        )
+    elif not row["reason"]:
+        scored = [item["trainer_logprobs"] is not None for item in content["completions"]]
+        if not all(scored):
+            missing.append(
+                "the trainer's log-probabilities of some completions: not needed without an "
+                "advantage"
+            )
     known = texts if isinstance(texts, TokenTexts) else None
     if isinstance(texts, ServiceError):
         missing.append(f"the texts of tokens: {texts.message}")
     return {
-        **{
-            name: content[name]
-            for name in (
-                "id",
-                "prompt_id",
-                "prompt",
-                "ground_truth",
-                "epoch",
-                "position",
-                "metadata",
-            )
-        },
-        **{name: row[name] for name in ("step", "reused", "reason", "detail", "marks")},
+        "id": content["id"],
+        "prompt_id": content["prompt_id"],
+        "prompt": content["prompt"],
+        "ground_truth": content["ground_truth"],
+        "epoch": content["epoch"],
+        "position": content["position"],
+        "metadata": content["metadata"],
+        "step": row["step"],
+        "reused": row["reused"],
+        "reason": row["reason"],
+        "detail": row["detail"],
+        "marks": row["marks"],
         "source": source,
         "missing": missing,
         "created_at": content["created_at"] or None,
@@ -61,11 +62,15 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
     advantages = _trained(item.get("advantages"), mask)
     same = not advantages or all(number == advantages[0] for number in advantages)
     graded = item["reward"] is not None
+    prompt_tokens = None
+    if texts is not None and item.get("prompt_ids") is not None:
+        prompt_tokens = texts.texts(item["prompt_ids"])
     return {
-        **{
-            name: item[name]
-            for name in ("text", "token_ids", "reward", "finish_reason", "weight_versions")
-        },
+        "text": item["text"],
+        "token_ids": item["token_ids"],
+        "reward": item["reward"],
+        "finish_reason": item["finish_reason"],
+        "weight_versions": item["weight_versions"],
         "logprobs": _shown(item["logprobs"], mask),
         "tokens": None if texts is None else texts.texts(item["token_ids"]),
         "special": [] if texts is None else texts.special(item["token_ids"]),
@@ -79,19 +84,15 @@ def _completion(item: dict[str, Any], texts: TokenTexts | None) -> dict[str, Any
         "mask": mask,
         "turns": [[turn["start"], turn["end"]] for turn in item.get("turns") or []],
         "episode": item.get("episode"),
-        "prompt_tokens": None
-        if texts is None or item.get("prompt_ids") is None
-        else texts.texts(item["prompt_ids"]),
+        "prompt_tokens": prompt_tokens,
     }
 
 
 def _trained(numbers: list[float] | None, mask: list[int] | None) -> list[float] | None:
     """Returns the numbers of tokens that are trained."""
-    return (
-        numbers
-        if numbers is None or mask is None
-        else [each for each, kept in zip(numbers, mask, strict=True) if kept]
-    )
+    if numbers is None or mask is None:
+        return numbers
+    return [each for each, kept in zip(numbers, mask, strict=True) if kept]
 
 
 def _shown(numbers: list[float] | None, mask: list[int] | None) -> list[float | None] | None:
@@ -127,26 +128,34 @@ def _from_replay(row: dict[str, Any], replay: Replay | None, why: str) -> dict[s
     """
     there = "the group has left the replay-buffer, or no replay-buffer is running"
     try:
-        if replay and (group := replay.group(row["id"])) is not None:
+        group = replay.group(row["id"]) if replay else None
+        if group is not None:
             return group_json(group)
     except ServiceError as error:
         there = error.message
-    remedy = "raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups while the run is going on"
     raise NotFound(
         f"the group is known, but its content is not: {why}; {there}",
         code="evicted",
         field="id",
         value=row["id"],
-        remedy=remedy,
+        remedy="raise trainer.keep_groups_mb and replay.capacity for later runs; look at groups "
+        "while the run is going on",
     )
 
 
 def _why_not_here(run_dir: Path, step: int) -> str:
     steps = recorded_steps(run_dir)
     if not steps:
-        return "the run directory has no complete groups (trainer.keep_groups_mb is 0, or an older version wrote the run)"
-    if step < min(steps):
-        return f"the groups of step {step} were removed (trainer.keep_groups_mb); the oldest left are of step {min(steps)}"
+        return (
+            "the run directory has no complete groups (trainer.keep_groups_mb is 0, or an older "
+            "version wrote the run)"
+        )
+    oldest = min(steps)
+    if step < oldest:
+        return (
+            f"the groups of step {step} were removed (trainer.keep_groups_mb); the oldest left are "
+            f"of step {oldest}"
+        )
     if step > max(steps):
         return f"the groups of step {step} are not written yet, or the run ended before they were"
     return f"the file of step {step} is missing"

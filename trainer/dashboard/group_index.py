@@ -27,20 +27,41 @@ _NEWEST_BYTES = 256 << 10
 """Bytes at the end of a long file that are read first: a page starts with the newest groups."""
 _SCHEMA = """
 CREATE TABLE groups (
-    step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER, oldest INTEGER, newest INTEGER,
-    reward REAL, rewards TEXT, correct INTEGER, completions INTEGER, tokens INTEGER, lengths TEXT, advantage REAL, delta REAL,
+    step INTEGER, place INTEGER, id TEXT NOT NULL, prompt_id TEXT, position INTEGER,
+    oldest INTEGER, newest INTEGER, reward REAL, rewards TEXT, correct INTEGER,
+    completions INTEGER, tokens INTEGER, lengths TEXT, advantage REAL, delta REAL,
     marks TEXT NOT NULL, reused INTEGER, reason TEXT, detail TEXT
 );
 CREATE INDEX by_id ON groups (id, step);
 CREATE INDEX by_prompt ON groups (prompt_id, step);
 CREATE TABLE hits (step INTEGER, place INTEGER, PRIMARY KEY (step, place)) WITHOUT ROWID;
-CREATE TABLE prompts (prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE prompts (
+    prompt_id TEXT PRIMARY KEY, excerpt TEXT NOT NULL, folded TEXT NOT NULL
+) WITHOUT ROWID;
 """
-_INSERT = f"INSERT INTO groups VALUES ({', '.join('?' * 19)})"  # noqa: S608
-_SHOWN = (
-    "step, place, id, prompt_id, excerpt AS prompt, position, oldest, newest, reward, rewards, correct, completions, tokens, "
-    "lengths, advantage, delta, marks, reused, reason, detail"
+_COLUMNS = (
+    "step",
+    "place",
+    "id",
+    "prompt_id",
+    "position",
+    "oldest",
+    "newest",
+    "reward",
+    "rewards",
+    "correct",
+    "completions",
+    "tokens",
+    "lengths",
+    "advantage",
+    "delta",
+    "marks",
+    "reused",
+    "reason",
+    "detail",
 )
+_INSERT = f"INSERT INTO groups VALUES ({', '.join(f':{name}' for name in _COLUMNS)})"  # noqa: S608
+_SHOWN = ", ".join(_COLUMNS).replace("prompt_id", "prompt_id, excerpt AS prompt")
 _FROM = "FROM groups LEFT JOIN prompts USING (prompt_id)"
 _ENDINGS = (
     "unparsable",
@@ -66,6 +87,8 @@ _MARKS = (
 """Reasons of drops (each also `dropped`), and marks of other groups; `waiting` ones are in the
 replay-buffer."""
 Whole = Annotated[int, Field(ge=0, lt=2**53)]
+_Row = dict[str, Any]
+"""A row of the table `groups`, by `_COLUMNS`."""
 
 
 class Query(BaseModel):
@@ -95,7 +118,9 @@ class GroupIndex:
     """
 
     def __init__(self, run_dir: Path, replay: Replay | None = None) -> None:
-        self._replay, self._lock, self._run_dir = replay, threading.Lock(), run_dir
+        self._replay = replay
+        self._lock = threading.Lock()
+        self._run_dir = run_dir
         self._lines = JsonlReader(run_dir / LINES)
         self._db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -103,9 +128,9 @@ class GroupIndex:
         self._prompts: set[str] = set()
         """Ids of the prompts whose text is stored."""
         self._left: dict[str, int] | None = None
-        self._asked = -_REPLAY_EVERY_S
-        self._stored: list[tuple[Any, ...]] = []
-        """A row for each waiting group."""
+        self._asked_at = -_REPLAY_EVERY_S
+        self._waiting: list[_Row] = []
+        """A row for each group that waits in the replay-buffer."""
         self._replay_problem = ""
 
     def search(
@@ -126,24 +151,23 @@ class GroupIndex:
         """
         where, values = _where(query)
         source = _FROM if query.text else "FROM groups"
-        column, down = (
-            query.sort.removeprefix("-").replace("length", "tokens"),
-            query.sort.startswith("-"),
-        )
-        nulls = (
-            "FIRST" if query.sort == "-step" else "LAST"
-        )  # groups that wait have no step: they are the newest
-        order = f"{column} {'DESC' if down else 'ASC'} NULLS {nulls}, step DESC, place"
+        column = query.sort.removeprefix("-").replace("length", "tokens")
+        direction = "DESC" if query.sort.startswith("-") else "ASC"
+        # Groups that wait have no step: they are the newest.
+        nulls = "FIRST" if query.sort == "-step" else "LAST"
+        order = f"{column} {direction} NULLS {nulls}, step DESC, place"
         with self._lock:
             self._refresh(patience_s)
             if query.text:
                 self._db.execute("DELETE FROM hits")
                 self._db.executemany("INSERT INTO hits VALUES (?, ?)", hits)
-            (total,) = self._db.execute(
-                f"SELECT COUNT(*) {source} WHERE {where}", values
-            ).fetchone()
+            count = f"SELECT COUNT(*) {source} WHERE {where}"
+            (total,) = self._db.execute(count, values).fetchone()
             if around is not None:
-                numbered = f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number {source} WHERE {where}"
+                numbered = (
+                    f"SELECT id, step, ROW_NUMBER() OVER (ORDER BY {order}) AS number "
+                    f"{source} WHERE {where}"
+                )
                 find = f"SELECT number FROM ({numbered}) WHERE id = ? AND step IS ?"  # noqa: S608
                 place = self._db.execute(find, [*values, *around]).fetchone()
                 offset = (place[0] - 1) // limit * limit if place else offset
@@ -156,14 +180,20 @@ class GroupIndex:
         """Returns the group as of the newest step, or `step`, that trained on it or dropped it;
         None if none did.
         """
-        query = f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) ORDER BY step DESC LIMIT 1"
+        query = (
+            f"SELECT {_SHOWN} {_FROM} WHERE id = ?1 AND (step = ?2 OR ?2 IS NULL) "
+            "ORDER BY step DESC LIMIT 1"
+        )
         with self._lock:
             self._refresh()
             row = self._db.execute(query, (group_id, step)).fetchone()
         return None if row is None else _shown(row)
 
     def of_prompt(self, prompt_id: str, limit: int) -> list[dict[str, Any]]:
-        query = f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
+        query = (
+            f"SELECT {_SHOWN} {_FROM} WHERE prompt_id = ? "
+            "ORDER BY step DESC NULLS FIRST, place DESC LIMIT ?"
+        )
         with self._lock:
             self._refresh()
             rows = self._db.execute(query, (prompt_id, limit)).fetchall()
@@ -172,17 +202,12 @@ class GroupIndex:
     def problems(self) -> list[str]:
         """Returns a sentence for each missing or damaged part."""
         with self._lock:
-            lines = self._lines
-            missing = (
-                []
-                if lines.path.exists()
-                else [f"{LINES} is missing: which groups a step trained on is not known"]
-            )
-            return (
-                lines.problems()
-                + missing
-                + ([self._replay_problem] if self._replay_problem else [])
-            )
+            found = self._lines.problems()
+            if not self._lines.path.exists():
+                found.append(f"{LINES} is missing: which groups a step trained on is not known")
+            if self._replay_problem:
+                found.append(self._replay_problem)
+            return found
 
     def left(self) -> dict[str, int] | None:
         """Returns how many bytes of `groups.jsonl` are read (`done`) of the total (`of`); None when
@@ -195,9 +220,10 @@ class GroupIndex:
         end = time.monotonic() + patience_s
         with self._db:
             self._db.execute("BEGIN")
-            if replaced := self._lines.replaced():
+            replaced = self._lines.replaced()
+            if replaced:
                 self._db.execute("DELETE FROM groups")
-            rows: list[tuple[Any, ...]] = []
+            rows: list[_Row] = []
             prompts: dict[str, str] = {}
             self._left = None
             for _, line in self._lines.read(_NEWEST_BYTES):
@@ -206,7 +232,8 @@ class GroupIndex:
                     prompts |= prompt
                 if len(rows) >= _ROWS_AT_ONCE:
                     self._insert(rows, prompts)
-                    rows, prompts = [], {}
+                    rows = []
+                    prompts = {}
                     if time.monotonic() > end:
                         self._left = {
                             "done": self._lines.done,
@@ -216,17 +243,14 @@ class GroupIndex:
             self._insert(rows, prompts)
             if self._read_replay() or replaced:
                 self._db.execute("DELETE FROM groups WHERE step IS NULL")
-                known = "SELECT 1 FROM groups WHERE id = ?"
-                new = [
-                    row for row in self._stored if not self._db.execute(known, (row[2],)).fetchone()
-                ]
-                self._db.executemany(_INSERT, new)
+                for row in self._waiting:
+                    known = self._db.execute("SELECT 1 FROM groups WHERE id = :id", row)
+                    if not known.fetchone():
+                        self._db.execute(_INSERT, row)
 
-    def _insert(self, rows: list[tuple[Any, ...]], prompts: dict[str, str]) -> None:
-        if self._stored:
-            self._db.executemany(
-                "DELETE FROM groups WHERE id = ? AND step IS NULL", [(row[2],) for row in rows]
-            )
+    def _insert(self, rows: list["_Row"], prompts: dict[str, str]) -> None:
+        if self._waiting:
+            self._db.executemany("DELETE FROM groups WHERE id = :id AND step IS NULL", rows)
         self._db.executemany(_INSERT, rows)
         new = [
             (key, text[:_EXCERPT_CHARS], text.casefold())
@@ -238,128 +262,130 @@ class GroupIndex:
 
     def _read_replay(self) -> bool:
         """Queries the replay-buffer at most every few seconds; returns whether it did."""
-        if self._replay is None or time.monotonic() - self._asked < _REPLAY_EVERY_S:
+        if self._replay is None or time.monotonic() - self._asked_at < _REPLAY_EVERY_S:
             return False
+        problem = ""
+        listing: list[dict[str, Any]] = []
+        prefixes: tuple[str, ...] = ()
         try:
             listing = self._replay.listing()
-            own = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir)) if listing else ()
-            problem = (
-                ""
-                if own or not listing
-                else f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
-            )
-        except (ServiceError, OSError) as error:
-            listing, own, problem = (
-                [],
-                (),
-                error.message if isinstance(error, ServiceError) else str(error),
-            )
-        self._replay_problem = problem and f"waiting groups are not shown: {problem}"
-        self._asked = time.monotonic()
-        self._stored = [
-            _stored_row(row) for row in listing if row["id"].startswith(own)
-        ]  # a shared store has other runs' too
+            if listing:
+                prefixes = tuple(f"{run_id}-" for run_id in run_ids(self._run_dir))
+            if listing and not prefixes:
+                problem = (
+                    f"{ATTEMPTS} is missing, so it is not known which of them belong to this run"
+                )
+        except ServiceError as error:
+            listing = []
+            problem = error.message
+        except OSError as error:
+            listing = []
+            problem = str(error)
+        self._replay_problem = f"waiting groups are not shown: {problem}" if problem else ""
+        self._asked_at = time.monotonic()
+        # A shared store has the groups of other runs too.
+        own = [row for row in listing if row["id"].startswith(prefixes)]
+        self._waiting = list(map(_waiting_row, own))
         return True
 
 
 def _where(query: Query) -> tuple[str, list[Any]]:
     terms = ["1"]
     values: list[Any] = []
-    for column, least, most in (
-        ("step", query.step_from, query.step_to),
-        ("reward", query.reward_min, query.reward_max),
-        ("tokens", query.length_min, query.length_max),
-    ):
-        bounds = {f"{column} >= ?": least, f"{column} <= ?": most}
-        terms += [term for term, value in bounds.items() if value is not None]
-        values += [value for value in bounds.values() if value is not None]
+    bounds = {
+        "step >= ?": query.step_from,
+        "step <= ?": query.step_to,
+        "reward >= ?": query.reward_min,
+        "reward <= ?": query.reward_max,
+        "tokens >= ?": query.length_min,
+        "tokens <= ?": query.length_max,
+    }
+    for term, bound in bounds.items():
+        if bound is not None:
+            terms.append(term)
+            values.append(bound)
     if query.text:
         terms.append(
-            "(instr(folded, ?) OR prompt_id = ? OR id = ? OR (step, place) IN (SELECT step, place FROM hits))"
+            "(instr(folded, ?) OR prompt_id = ? OR id = ? "
+            "OR (step, place) IN (SELECT step, place FROM hits))"
         )
         values += [query.text.casefold(), query.text, query.text]
     if query.error == "none":
         terms.append("marks IN ('|', '|reused|')")
     elif query.error == "any":
-        terms.append(
-            "(reason IS NOT NULL OR "
-            + " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
-            + ")"
-        )
+        endings = " OR ".join(f"instr(marks, '|{mark}|')" for mark in _ENDINGS)
+        terms.append(f"(reason IS NOT NULL OR {endings})")
     elif query.error:
         terms.append("instr(marks, ?)")
         values.append(f"|{query.error}|")
     return " AND ".join(terms), values
 
 
-def _line_rows(line: dict[str, Any]) -> Iterator[tuple[tuple[Any, ...], dict[str, str]]]:
+def _line_rows(line: dict[str, Any]) -> Iterator[tuple[_Row, dict[str, str]]]:
     """Yields the rows of a line, each with its prompt by id; skips malformed entries."""
-    step, place = _whole(line.get("step")), 0
+    step = _whole(line.get("step"))
     if step is None:
         return
-    for key in ("groups", "dropped"):
-        for entry in line[key] if isinstance(line.get(key), list) else ():
-            if isinstance(entry, dict) and isinstance(entry.get("id"), str):
-                prompt_id, prompt = _text(entry.get("prompt_id")), _text(entry.get("prompt"))
-                prompts = {} if prompt_id is None or prompt is None else {prompt_id: prompt}
-                yield _line_row(step, place, entry, prompt_id), prompts
-            place += 1
+    entries = [*_items(line.get("groups")), *_items(line.get("dropped"))]
+    for place, entry in enumerate(entries):
+        if isinstance(entry, dict) and isinstance(entry.get("id"), str):
+            prompt_id = _text(entry.get("prompt_id"))
+            prompt = _text(entry.get("prompt"))
+            prompts = {} if prompt_id is None or prompt is None else {prompt_id: prompt}
+            yield _line_row(step, place, entry), prompts
 
 
-def _line_row(
-    step: int, place: int, entry: dict[str, Any], prompt_id: str | None
-) -> tuple[Any, ...]:
-    versions, lengths, rewards = (
-        _items(entry.get(name)) for name in ("versions", "tokens", "rewards")
-    )
-    numbers = [number for item in lengths if (number := _whole(item)) is not None]
-    cause, reused = _text(entry.get("reason")), bool(entry.get("reused"))
-    marks = [mark for item in _items(entry.get("marks")) if (mark := _text(item))]
-    marks += ["reused"] * reused + (["dropped", cause] if cause else [])
-    return (
-        *(step, place, entry["id"], prompt_id, _whole(entry.get("position"))),
-        *((_whole(versions[0]), _whole(versions[-1])) if versions else (None, None)),
-        *(
-            _number(entry.get("reward")),
-            _packed([_number(item) for item in rewards]),
-            _whole(entry.get("correct")),
-        ),
-        *(
-            len(lengths) if "tokens" in entry else None,
-            max(numbers, default=None),
-            _packed(numbers),
-        ),
-        *(_number(entry.get("advantage")), _number(entry.get("delta")), _marked(marks), reused),
-        *(cause or None, _text(entry.get("detail")) or None),
-    )
+def _line_row(step: int, place: int, entry: dict[str, Any]) -> _Row:
+    versions = _items(entry.get("versions"))
+    lengths = list(map(_whole, _items(entry.get("tokens"))))
+    known_lengths = [length for length in lengths if length is not None]
+    rewards = list(map(_number, _items(entry.get("rewards"))))
+    cause = _text(entry.get("reason"))
+    reused = bool(entry.get("reused"))
+
+    marks = list(filter(None, map(_text, _items(entry.get("marks")))))
+    if reused:
+        marks.append("reused")
+    if cause:
+        marks += ["dropped", cause]
+    return {
+        "step": step,
+        "place": place,
+        "id": entry["id"],
+        "prompt_id": _text(entry.get("prompt_id")),
+        "position": _whole(entry.get("position")),
+        "oldest": _whole(versions[0]) if versions else None,
+        "newest": _whole(versions[-1]) if versions else None,
+        "reward": _number(entry.get("reward")),
+        "rewards": _packed(rewards),
+        "correct": _whole(entry.get("correct")),
+        "completions": len(lengths) if "tokens" in entry else None,
+        "tokens": max(known_lengths, default=None),
+        "lengths": _packed(known_lengths),
+        "advantage": _number(entry.get("advantage")),
+        "delta": _number(entry.get("delta")),
+        "marks": _marked(marks),
+        "reused": reused,
+        "reason": cause or None,
+        "detail": _text(entry.get("detail")) or None,
+    }
 
 
-def _stored_row(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        *(
-            None,
-            None,
-            row["id"],
-            row["prompt_id"],
-            row["position"],
-            row["version"],
-            None,
-            row["mean_reward"],
-            "[]",
-        ),
-        *(
-            row["correct"],
-            row["completions"],
-            None,
-            "[]",
-            None,
-            None,
-            _marked(["waiting"]),
-            False,
-            None,
-            None,
-        ),
-    )
+def _waiting_row(group: dict[str, Any]) -> _Row:
+    """Returns the row of a group in the replay-buffer's listing."""
+    row: _Row = dict.fromkeys(_COLUMNS)
+    row["id"] = group["id"]
+    row["prompt_id"] = group["prompt_id"]
+    row["position"] = group["position"]
+    row["oldest"] = group["version"]
+    row["reward"] = group["mean_reward"]
+    row["rewards"] = "[]"
+    row["correct"] = group["correct"]
+    row["completions"] = group["completions"]
+    row["lengths"] = "[]"
+    row["marks"] = _marked(["waiting"])
+    row["reused"] = False
+    return row
 
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:
@@ -389,16 +415,12 @@ def _text(value: object) -> str | None:
 
 
 def _number(value: object) -> float | None:
-    return (
-        float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-        else None
-    )
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) < 1e300 else None
 
 
 def _whole(value: object) -> int | None:
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-        else None
-    )
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if abs(value) < 2**53 else None

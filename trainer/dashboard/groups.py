@@ -16,7 +16,7 @@ from trainer.dashboard.group_detail import group_detail
 from trainer.dashboard.group_index import GroupIndex, Query, Whole
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
-from trainer.dashboard.texts import Texts
+from trainer.dashboard.texts import Place, Texts
 from trainer.dashboard.tokens import TokenTexts
 
 _AT_ONCE_S = 0.3
@@ -29,8 +29,9 @@ class RunGroups:
 
     def __init__(self, run: RunReader, live: Replay | None) -> None:
         self.directory = run.directory
+        self.index = GroupIndex(run.directory, live)
         self._replay = live
-        self.index, self._texts = GroupIndex(run.directory, self._replay), Texts(run.directory)
+        self._texts = Texts(run.directory)
         self._lock = threading.Lock()
         self._token_texts: TokenTexts | None = None
         self._asked = False
@@ -39,32 +40,43 @@ class RunGroups:
         """Returns a page of groups, each with an excerpt of its first completion, or of one with
         the searched text.
         """
-        hits, searching = self._texts.search(asked.text) if asked.text else ({}, None)
-        around = None if asked.around is None else (asked.around, asked.around_step)
-        patience_s = math.inf if around is not None else _AT_ONCE_S if self._asked else 0.0
+        hits: dict[Place, dict[str, Any]] = {}
+        searching = None
+        if asked.text:
+            hits, searching = self._texts.search(asked.text)
+        around = None
+        patience_s = _AT_ONCE_S if self._asked else 0.0
+        if asked.around is not None:
+            around = (asked.around, asked.around_step)
+            patience_s = math.inf
         self._asked = True
         total, offset, rows = self.index.search(
-            asked, asked.limit, asked.offset, hits, around, patience_s
+            asked, asked.limit, asked.offset, hits=hits, around=around, patience_s=patience_s
         )
-        self._texts.begin(rows)
+        self._texts.add_excerpts(rows)
         for row in rows:
             hit = hits.get((row["step"], row["place"]))
             if hit is not None and hit["id"] == row["id"]:
                 row["completion"] = {name: value for name, value in hit.items() if name != "id"}
-        found = {
+        return {
             "total": total,
             "offset": offset,
             "groups": rows,
             "problems": self.index.problems(),
+            "searching": searching,
+            "reading": self.index.left(),
         }
-        return found | {"searching": searching, "reading": self.index.left()}
 
     def detail(self, group_id: str, step: int | None) -> dict[str, Any]:
         row = self.index.find(group_id, step)
         if row is None:
-            remedy = "list the groups with /dashboard/api/groups"
-            message = "this run has no such group" + ("" if step is None else f" in step {step}")
-            raise NotFound(message, field="id", value=group_id, remedy=remedy)
+            place = "" if step is None else f" in step {step}"
+            raise NotFound(
+                f"this run has no such group{place}",
+                field="id",
+                value=group_id,
+                remedy="list the groups with /dashboard/api/groups",
+            )
         return group_detail(self.directory, row, self._replay, self._read_tokenizer())
 
     def _read_tokenizer(self) -> TokenTexts | ServiceError:
@@ -98,9 +110,9 @@ def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = No
                 "there is no such run", field="run", value=run, remedy=f"use 0 to {len(runs) - 1}"
             )
         with lock:
-            return known.setdefault(
-                run, known.get(run) or RunGroups(runs[run], None if run else live)
-            )
+            if run not in known:
+                known[run] = RunGroups(runs[run], live if run == 0 else None)
+            return known[run]
 
     answers = described(answer=OBJECT, fails=(404,))
 
@@ -128,17 +140,15 @@ def add_groups(app: FastAPI, runs: Sequence[RunReader], live: Replay | None = No
         """Lists the newest groups of one prompt, by step."""
         rows = groups_of(run).index.of_prompt(prompt_id, limit)
         if not rows:
-            remedy = "/dashboard/api/groups lists groups with the ids of their prompts"
             raise NotFound(
                 "this run has no group of such a prompt",
                 field="prompt_id",
                 value=prompt_id,
-                remedy=remedy,
+                remedy="/dashboard/api/groups lists groups with the ids of their prompts",
             )
         return _answer({"prompt_id": prompt_id, "prompt": rows[0]["prompt"], "groups": rows})
 
 
 def _answer(content: dict[str, Any]) -> Response:
-    return Response(
-        orjson.dumps(content), media_type=JSON
-    )  # a number that is not finite becomes null
+    body = orjson.dumps(content)  # a number that is not finite becomes null
+    return Response(body, media_type=JSON)

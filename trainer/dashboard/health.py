@@ -83,7 +83,10 @@ class Health:
         nodes: Callable[[], int],
         version: Callable[[], int | None],
     ) -> None:
-        self._config, self._topology, self._nodes, self._version = config, topology, nodes, version
+        self._config = config
+        self._topology = topology
+        self._nodes = nodes
+        self._version = version
         self._rollout: list[_Target] = []
         self._others: list[_Target] = []
         self._environments = 0
@@ -96,16 +99,14 @@ class Health:
         """Creates the targets for the block; closes their connections at the end."""
         config = self._config
         self._others = [
-            self._target(
-                "router", ROLLOUT, config.rollout.router_port, _service("/workers", _router)
-            ),
-            self._target(DATA, DATA, config.data.port, _service("/stats", _data)),
-            self._target(REWARD, REWARD, config.reward.port, _service("/stats", _reward)),
-            self._target(REPLAY, REPLAY, config.replay.port, _service("/stats", _replay)),
+            self._target("router", ROLLOUT, config.rollout.router_port, check=_check_router),
+            self._target(DATA, DATA, config.data.port, check=_check_data),
+            self._target(REWARD, REWARD, config.reward.port, check=_check_reward),
+            self._target(REPLAY, REPLAY, config.replay.port, check=_check_replay),
         ]
         if config.algorithm.needs_critic and config.critic.location == "server":
-            critic = _service("/status", lambda status: {"version": status["step"]})
-            self._others.append(self._target(CRITIC, CRITIC, config.critic.port, critic))
+            critic = self._target(CRITIC, CRITIC, config.critic.port, check=_check_critic)
+            self._others.append(critic)
         self._environments = 0
         if config.environment.name:
             self._add_environments(1)
@@ -116,15 +117,15 @@ class Health:
                 for client in (target.client, target.engine):
                     if client is not None:
                         await client.close()
-            self._rollout, self._others = [], []
+            self._rollout = []
+            self._others = []
 
     async def ask(self) -> list[ServiceHealth]:
         """Returns the health of the trainer, the rollout nodes and the services, in this order."""
         async with self._lock:
             if time.monotonic() - self._answer[0] >= _FRESH_S:
-                for node in range(
-                    len(self._rollout), self._nodes()
-                ):  # a node once seen is checked forever
+                # A node once seen is checked forever.
+                for node in range(len(self._rollout), self._nodes()):
                     self._rollout.append(self._node(node))
                 found = await asyncio.gather(*map(_check, (*self._rollout, *self._others)))
                 self._answer = (time.monotonic(), [self._trainer(), *found])
@@ -134,13 +135,11 @@ class Health:
         return _Target(name, Client(name, self._topology.url(task, port)), check)
 
     def _node(self, node: int) -> _Target:
-        name, rollout = f"{ROLLOUT}-{node}", self._config.rollout
-        urls = (
-            self._topology.url(ROLLOUT, port, node)
-            for port in (rollout.agent_port, rollout.engine_port)
-        )
-        agent, engine = (Client(name, url) for url in urls)
-        return _Target(name, agent, _rollout_node, engine)
+        name = f"{ROLLOUT}-{node}"
+        rollout = self._config.rollout
+        agent = Client(name, self._topology.url(ROLLOUT, rollout.agent_port, node))
+        engine = Client(name, self._topology.url(ROLLOUT, rollout.engine_port, node))
+        return _Target(name, agent, check=_check_rollout_node, engine=engine)
 
     def _add_environments(self, count: int) -> None:
         """Adds the first `count` nodes of the environment-server; the first node reports how many
@@ -156,12 +155,13 @@ class Health:
     def _environment(self, stats: Any) -> dict[str, Any]:
         self._add_environments(int(stats["nodes"]))
         episodes = stats["episodes"]
-        failed = ", ".join(
-            f"{count:,} {status}" for status, count in episodes.items() if count and status != "ok"
-        )
-        hung, limit = stats["hung_calls"], stats["hung_calls_limit"]
-        text = f"{episodes['ok']:,} episodes" + (f", {failed}" if failed else "")
-        text += f"; {hung:,} calls are stuck, the limit is {limit:,}" if hung else ""
+        text = f"{episodes['ok']:,} episodes"
+        for status, count in episodes.items():
+            if count and status != "ok":
+                text += f", {count:,} {status}"
+        hung = stats["hung_calls"]
+        if hung:
+            text += f"; {hung:,} calls are stuck, the limit is {stats['hung_calls_limit']:,}"
         return {"text": text, "running": stats["running"]}
 
     def _trainer(self) -> ServiceHealth:
@@ -173,26 +173,22 @@ class Health:
 
 async def _check(target: _Target) -> ServiceHealth:
     """Returns the health of one target; one that does not answer properly is dead."""
+    found = ServiceHealth(name=target.name, state="dead")
     try:
         async with asyncio.timeout(PATIENCE_S):
             found = await target.check(target)
     except TimeoutError:
-        found = ServiceHealth(
-            name=target.name, state="dead", text=f"no answer within {PATIENCE_S:.0f} s"
-        )
+        found.text = f"no answer within {PATIENCE_S:.0f} s"
     except ServiceError as error:
-        found = ServiceHealth(name=target.name, state="dead", text=shorten(str(error)))
+        found.text = shorten(str(error))
     except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
         text = str(error).partition(" ssl:")[0]  # aiohttp appends the connection's TLS context
-        found = ServiceHealth(
-            name=target.name, state="dead", text=shorten(text or type(error).__name__)
-        )
+        found.text = shorten(text or type(error).__name__)
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        found = ServiceHealth(
-            name=target.name, state="dead", text=f"an unexpected answer: {error!r}"
-        )
+        found.text = f"an unexpected answer: {error!r}"
     if found.state != target.state:
-        target.state, target.since = found.state, time.monotonic()
+        target.state = found.state
+        target.since = time.monotonic()
     found.since_s = time.monotonic() - target.since
     return found
 
@@ -218,10 +214,8 @@ def _service(path: str, describe: Callable[[Any], dict[str, Any]]) -> Check:
     async def check(target: _Target) -> ServiceHealth:
         response = await target.client.http.get("/health", timeout=PATIENCE_S)
         if response.is_success:
-            return ServiceHealth(
-                name=target.name,
-                **{"state": "healthy", **describe(await _get(target.client, path))},
-            )
+            fields = {"state": "healthy"} | describe(await _get(target.client, path))
+            return ServiceHealth(name=target.name, **fields)
         if response.status_code == 401:
             raise ServiceError("it rejects the API_TOKEN of the trainer")
         try:
@@ -248,18 +242,22 @@ def _requests(stats: Any) -> int:
 
 
 def _data(stats: Any) -> dict[str, Any]:
-    text = f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of {stats['total_available']:,}"
+    text = (
+        f"epoch {stats['epoch']}, {stats['position']:,} prompts drawn of "
+        f"{stats['total_available']:,}"
+    )
     return {"text": text, "running": _requests(stats)}
 
 
 def _reward(stats: Any) -> dict[str, Any]:
     graded = stats["graded"]
-    failed = sum(
-        count
-        for status, count in graded.items()
-        if status not in ("ok", "unparsable", "unevaluated", "inapplicable")
-    )
-    text = f"{sum(graded.values()):,} answers graded" + (f", {failed:,} failed" if failed else "")
+    total = sum(graded.values())
+    failed = total
+    for status in ("ok", "unparsable", "unevaluated", "inapplicable"):
+        failed -= graded.get(status, 0)
+    text = f"{total:,} answers graded"
+    if failed:
+        text += f", {failed:,} failed"
     return {"text": text, "running": _requests(stats), "waiting": stats["unfinished"]}
 
 
@@ -268,19 +266,31 @@ def _replay(stats: Any) -> dict[str, Any]:
     return {"text": text, "running": _requests(stats), "waiting": stats["fresh"]}
 
 
-async def _rollout_node(target: _Target) -> ServiceHealth:
+_check_router = _service("/workers", _router)
+_check_data = _service("/stats", _data)
+_check_reward = _service("/stats", _reward)
+_check_replay = _service("/stats", _replay)
+_check_critic = _service("/status", lambda status: {"version": status["step"]})
+
+
+async def _check_rollout_node(target: _Target) -> ServiceHealth:
     """Asks the agent for state and version, and the engine for its load."""
     status = await _get(target.client, "/status")
-    report, state = status["report"], str(status["report"]["state"])
-    serving = state in ("ready", "updating")  # an update is a part of every step
+    report = status["report"]
+    state = str(report["state"])
     found = ServiceHealth(
         name=target.name,
-        state="dead" if state == "failed" else "healthy" if serving else "warning",
+        state="warning",
         text=": ".join(filter(None, (state, report["detail"]))),
         version=report["version"],
     )
+    if state == "failed":
+        found.state = "dead"
+    elif state in ("ready", "updating"):  # an update is a part of every step
+        found.state = "healthy"
     if state == "ready" and not status["registered"]:
-        found.state, found.text = "warning", "ready, but the router does not list it"
+        found.state = "warning"
+        found.text = "ready, but the router does not list it"
     if state == "ready" and target.engine is not None:  # while loading weights it may answer late
         try:
             async with asyncio.timeout(_ENGINE_PATIENCE_S):
@@ -289,8 +299,8 @@ async def _rollout_node(target: _Target) -> ServiceHealth:
                 found.waiting = sum(part["num_waiting_reqs"] for part in load)
                 found.tokens_per_s = sum(part["gen_throughput"] for part in load)
         except TimeoutError:
-            found.state, found.text = (
-                "warning",
-                f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s",
+            found.state = "warning"
+            found.text = (
+                f"ready, but its engine did not report its load within {_ENGINE_PATIENCE_S:.0f} s"
             )
     return found

@@ -35,10 +35,16 @@ class JsonlReader:
         self.path = path
         self.unreadable = ""
         """Why the file cannot be read at all; empty when it can."""
+        self._start_over()
+
+    def _start_over(self) -> None:
         self.damaged: dict[int, str] = {}
         """Reason by line number."""
-        self._offset = self._count = 0
+        self._offset = 0
+        self._count = 0
+        """Lines read, without those of the tail."""
         self._last = b""
+        """The line that ends at the offset."""
         self._tail: _Tail | None = None
 
     @property
@@ -49,24 +55,25 @@ class JsonlReader:
     def problems(self) -> list[str]:
         """Returns a sentence for each problem with the file; a missing file is no problem."""
         name = self.path.name
-        found = [f"{name} cannot be read: {self.unreadable}"] if self.unreadable else []
-        damaged = [
-            f"line {number} of {name} is damaged and left out: {reason}"
-            for number, reason in self.damaged.items()
-        ]
-        found += damaged[:_SHOWN_DAMAGE]
-        return found + (
-            [f"{more} more lines of {name} are damaged"]
-            if (more := len(damaged) - _SHOWN_DAMAGE) > 0
-            else []
-        )
+        found = []
+        if self.unreadable:
+            found.append(f"{name} cannot be read: {self.unreadable}")
+        for number, reason in list(self.damaged.items())[:_SHOWN_DAMAGE]:
+            found.append(f"line {number} of {name} is damaged and left out: {reason}")
+        more = len(self.damaged) - _SHOWN_DAMAGE
+        if more > 0:
+            found.append(f"{more} more lines of {name} are damaged")
+        return found
 
     def replaced(self) -> bool:
         """Returns whether lines already read are gone, as after a resume from an earlier step; if
         so, starts over.
         """
-        ends = [(self._offset, self._last)] if self._offset else []
-        ends += [(self._tail.end, self._tail.last)] if self._tail else []
+        ends = []
+        if self._offset:
+            ends.append((self._offset, self._last))
+        if self._tail:
+            ends.append((self._tail.end, self._tail.last))
         try:
             same = not ends or self._has(ends)
         except FileNotFoundError:
@@ -74,7 +81,7 @@ class JsonlReader:
         except OSError:
             same = True
         if not same:
-            self.damaged, self._offset, self._count, self._last, self._tail = {}, 0, 0, b"", None
+            self._start_over()
         return not same
 
     def _has(self, ends: list[tuple[int, bytes]]) -> bool:
@@ -99,7 +106,9 @@ class JsonlReader:
                     yield from self._read_tail(file, newest_bytes)
                 file.seek(self._offset)
                 while (line := file.readline()).endswith(b"\n"):
-                    start, self._offset, self._last = self._offset, self._offset + len(line), line
+                    start = self._offset
+                    self._offset += len(line)
+                    self._last = line
                     self._count += 1
                     content = _parsed(line, self.damaged, self._count)
                     if self._tail is not None and self._offset >= self._tail.start:
@@ -121,18 +130,24 @@ class JsonlReader:
         lines = [line for line in file if line.endswith(b"\n")]
         if not lines:
             return []
-        self._tail = tail = _Tail(start, start + sum(map(len, lines)), lines[-1], len(lines))
+        end = start + sum(map(len, lines))
+        tail = _Tail(start, end, last=lines[-1], count=len(lines))
+        self._tail = tail
         found = []
         for number, line in enumerate(lines, 1):
-            if (content := _parsed(line, tail.damaged, number)) is not None:
+            content = _parsed(line, tail.damaged, number)
+            if content is not None:
                 found.append((offset, content))
             offset += len(line)
         return found
 
     def _pass_tail(self, tail: _Tail) -> int:
         """Continues after the tail, which was read before; returns the offset."""
-        self.damaged |= {self._count + number: reason for number, reason in tail.damaged.items()}
-        self._offset, self._last, self._tail = tail.end, tail.last, None
+        for number, reason in tail.damaged.items():
+            self.damaged[self._count + number] = reason
+        self._offset = tail.end
+        self._last = tail.last
+        self._tail = None
         self._count += tail.count
         return tail.end
 

@@ -28,14 +28,14 @@ class LiveReplay:
     """The replay-buffer of the run that this process trains."""
 
     def __init__(self, client: ReplayClient, loop: LoopThread) -> None:
-        self._client, self._loop = client, loop
+        self._client = client
+        self._loop = loop
 
     def listing(self) -> list[dict[str, Any]]:
-        return [
-            row
-            for state in _WAITING
-            for row in self._loop.call(self._client.listing(state, deadline_s=_PATIENCE_S))
-        ]
+        rows = []
+        for state in _WAITING:
+            rows += self._loop.call(self._client.listing(state, deadline_s=_PATIENCE_S))
+        return rows
 
     def group(self, group_id: str) -> Group | None:
         try:

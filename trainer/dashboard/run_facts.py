@@ -18,11 +18,11 @@ def flat(config: dict[str, Any]) -> dict[str, Any]:
     """Returns settings by their full name: `{"trainer": {"port": 1}}` becomes `trainer.port`."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        found |= (
-            {f"{name}.{part}": item for part, item in value.items()}
-            if isinstance(value, dict)
-            else {name: value}
-        )
+        if isinstance(value, dict):
+            for part, item in value.items():
+                found[f"{name}.{part}"] = item
+        else:
+            found[name] = value
     return found
 
 
@@ -36,11 +36,11 @@ def changed_settings(config: dict[str, Any] | None) -> dict[str, Any]:
     if config is None:
         return {}
     defaults = _defaults()
-    return {
-        name: value
-        for name, value in flat(config).items()
-        if name not in _PLACES and defaults.get(name, value) != value
-    }
+    changed = {}
+    for name, value in flat(config).items():
+        if name not in _PLACES and defaults.get(name, value) != value:
+            changed[name] = value
+    return changed
 
 
 def read_note(directory: Path) -> str:

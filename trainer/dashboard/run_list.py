@@ -28,18 +28,22 @@ class RunList(Sequence[RunReader]):
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        self._lock, self._looked = threading.Lock(), time.monotonic()
+        self._lock = threading.Lock()
+        self._looked_at = time.monotonic()
         self._runs: list[RunReader] = []
         self._roots = [directory for directory in directories if not is_run(directory)]
         for directory in directories:
             found = [(directory, "")] if is_run(directory) else list(_below(directory))
             if not found:
-                message = "this is not a run directory, and contains none"
+                message = "there is no such run directory"
+                if directory.is_dir():
+                    message = "this is not a run directory, and contains none"
                 raise ConfigError(
-                    message if directory.is_dir() else "there is no such run directory",
+                    message,
                     field="RUN_DIR",
                     value=str(directory),
-                    remedy="name the directory of a run, such as runs/NAME (it has a config.json), or one above several",
+                    remedy="name the directory of a run, such as runs/NAME (it has a config.json), "
+                    "or one above several",
                 )
             for path, name in found:
                 self._add(path, name)
@@ -47,25 +51,25 @@ class RunList(Sequence[RunReader]):
     def _add(self, directory: Path, name: str) -> None:
         if any(run.directory.resolve() == directory.resolve() for run in self._runs):
             return
-        name = name or directory.resolve().name
-        if any(run.name == name for run in self._runs):
-            name = "/".join(directory.resolve().parts[-2:])
         taken = {run.name for run in self._runs}
-        unique = next(
-            each
-            for each in (name, *(f"{name} ({n})" for n in range(2, len(taken) + 3)))
-            if each not in taken
-        )
+        name = name or directory.resolve().name
+        if name in taken:
+            name = "/".join(directory.resolve().parts[-2:])
+        unique = name
+        number = 1
+        while unique in taken:
+            number += 1
+            unique = f"{name} ({number})"
         self._runs.append(RunReader(directory, name=unique))
 
     def _look(self) -> None:
         with self._lock:
-            if time.monotonic() - self._looked < _LOOK_EVERY_S:
+            if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
                 return
             for root in self._roots:
                 for directory, name in _below(root):
                     self._add(directory, name)
-            self._looked = time.monotonic()
+            self._looked_at = time.monotonic()
 
     def __len__(self) -> int:
         self._look()

@@ -75,16 +75,24 @@ class RunReader:
                 value=str(directory),
                 remedy="name the directory of a run, such as runs/NAME",
             )
-        self.directory, self.live, self.name = directory, live, name or directory.resolve().name
+        self.directory = directory
+        self.live = live
+        self.name = name or directory.resolve().name
         self._lock = threading.Lock()
-        self._metrics, self._evaluations = (
-            JsonlReader(directory / f"{name}.jsonl") for name in ("metrics", "evaluations")
-        )
-        self._columns, self._offsets = Columns(), array("q")
-        self._found: list[dict[str, Any]] = []
+        self._start_over()
         self._generation = 0
         """Increases when lines that were already read are gone."""
         self._config: tuple[float, dict[str, Any] | None, str] = (-1.0, None, "")
+        """Modification time, content, and what is wrong with the content."""
+
+    def _start_over(self) -> None:
+        self._metrics = JsonlReader(self.directory / "metrics.jsonl")
+        self._evaluations = JsonlReader(self.directory / "evaluations.jsonl")
+        self._columns = Columns()
+        self._offsets = array("q")
+        """Byte offset of each row's line in `metrics.jsonl`."""
+        self._evaluated: list[dict[str, Any]] = []
+        """The numbers of each evaluation."""
 
     @property
     def config(self) -> dict[str, Any] | None:
@@ -104,12 +112,10 @@ class RunReader:
         found = [problem] if problem else []
         with self._lock:
             if not self._columns.steps and not self._metrics.unreadable:
-                there = self._metrics.path.exists()
-                found.append(
-                    "metrics.jsonl has no step yet"
-                    if there
-                    else "metrics.jsonl is missing: no step was recorded"
-                )
+                if self._metrics.path.exists():
+                    found.append("metrics.jsonl has no step yet")
+                else:
+                    found.append("metrics.jsonl is missing: no step was recorded")
             return found + self._metrics.problems() + self._evaluations.problems()
 
     def summary(self, run: int = 0) -> RunSummary:
@@ -117,13 +123,16 @@ class RunReader:
         with self._lock:
             columns = self._columns
             newest = int(columns.steps[-1]) if columns.steps else None
-            total, moment, examples = (
-                columns.last(name) for name in ("total_steps", "time", "examples")
-            )
-            seconds, gpus = columns.column("seconds"), columns.column("gpus")
-            evaluation = self._found[-1] if self._found else {}
-            recent = {name: columns.last(name, _RECENT) for name in ("reward", "update.loss")}
-        name = self.setting("algorithm", "name")
+            total_steps = columns.last("total_steps")
+            newest_time = columns.last("time")
+            is_sft = columns.last("examples") is not None
+            reward = columns.last("reward", _RECENT)
+            loss = columns.last("update.loss", _RECENT)
+            seconds = columns.column("seconds")
+            gpus = columns.column("gpus")
+            evaluation = self._evaluated[-1] if self._evaluated else {}
+        recent_s = seconds[-20:]
+        seconds_per_step = float(np.nanmean(recent_s)) if np.isfinite(recent_s).any() else 0.0
         return RunSummary(
             run=run,
             name=self.name,
@@ -131,19 +140,14 @@ class RunReader:
             live=self.live,
             problems=problems,
             step=newest,
-            time=moment,
-            total_steps=None if total is None else int(total),
-            state=_state(
-                newest,
-                total,
-                moment,
-                float(np.nanmean(seconds[-20:])) if np.isfinite(seconds[-20:]).any() else 0.0,
-            ),
+            time=newest_time,
+            total_steps=None if total_steps is None else int(total_steps),
+            state=_state(newest, total_steps, newest_time, seconds_per_step=seconds_per_step),
             model=_text(self.setting("model", "name")),
             data=_text(self.setting("data", "source")),
-            recipe="sft" if examples is not None else _text(name),
-            reward=recent["reward"],
-            loss=recent["update.loss"],
+            recipe="sft" if is_sft else _text(self.setting("algorithm", "name")),
+            reward=reward,
+            loss=loss,
             accuracy=evaluation.get("accuracy"),
             standard_error=evaluation.get("standard_error"),
             hours=float(np.nansum(seconds)) / 3600,
@@ -158,25 +162,21 @@ class RunReader:
 
         `limits` are those of the alarms, by column; `stages` those of a step, in display order.
         """
-        old = bool(
-            self.setting("trainer", "max_staleness", 0) or self.setting("replay", "reuse_ratio", 0)
-        )
+        max_staleness = self.setting("trainer", "max_staleness", 0)
+        reuse_ratio = self.setting("replay", "reuse_ratio", 0)
+        shown_limits = {}
+        for name, limit in limits(bool(max_staleness or reuse_ratio)).items():
+            shown_limits[f"update.{limit.metric}"] = {
+                "alarm": name,
+                "value": limit.value,
+                "above": limit.above,
+            }
         return {
             "config": self.config,
             "changed": changed_settings(self.config),
-            "limits": {
-                f"update.{limit.metric}": {
-                    "alarm": name,
-                    "value": limit.value,
-                    "above": limit.above,
-                }
-                for name, limit in limits(old).items()
-            },
-            "stages": [
-                WAITING,
-                *STAGES[3:],
-                *STAGES[:3],
-            ],  # waiting first, then the trainer's own work
+            "limits": shown_limits,
+            # Waiting first, then the trainer's own work.
+            "stages": [WAITING, *STAGES[3:], *STAGES[:3]],
         }
 
     def steps(self) -> list[dict[str, Any]]:
@@ -232,47 +232,47 @@ class RunReader:
             whole = not known or after <= 0 or rows.stop - rows.start > points
             if whole:
                 rows = self._columns.rows(first, last)
-            reward, accuracy = (self._columns.column(name) for name in ("reward", "accuracy"))
-            rewarded = (
-                len(reward) == 0 or not np.isnan(reward).all()
-            )  # a run on worked answers has no rewards
+            reward = self._columns.column("reward")
+            accuracy = self._columns.column("accuracy")
+            judged: dict[str, Any] = {"level": "none", "text": ""}
+            # A run on worked answers has steps without rewards.
+            if len(reward) == 0 or not np.isnan(reward).all():
+                judged = verdict(reward, accuracy)
             return {
                 "generation": self._generation,
                 "whole": whole,
                 "newest": int(self._columns.steps[-1]) if self._columns.steps else None,
                 **self._columns.thinned(rows, points),
-                "evaluations": self._found[evaluations if known else 0 :],
-                "verdict": verdict(reward, accuracy) if rewarded else {"level": "none", "text": ""},
+                "evaluations": self._evaluated[evaluations if known else 0 :],
+                "verdict": judged,
             }
 
     def _refresh(self) -> None:
         with self._lock:
             # A resumed run truncates both files: read both again.
-            if any([self._metrics.replaced(), self._evaluations.replaced()]):
-                self._metrics, self._evaluations = (
-                    JsonlReader(file.path) for file in (self._metrics, self._evaluations)
-                )
-                self._columns, self._offsets, self._found = Columns(), array("q"), []
+            metrics_replaced = self._metrics.replaced()
+            evaluations_replaced = self._evaluations.replaced()
+            if metrics_replaced or evaluations_replaced:
+                self._start_over()
                 self._generation += 1
             for offset, line in self._metrics.read():
-                if not isinstance(step := line.get("step"), int) or abs(step) > 2**53:
+                step = line.get("step")
+                if not isinstance(step, int) or abs(step) > 2**53:
                     continue
                 row = numbers(line)
-                row[TOKENS] = (self._columns.before(step, TOKENS) or 0.0) + row.get(
-                    "update.trained_tokens", 0.0
-                )
+                tokens_before = self._columns.before(step, TOKENS) or 0.0
+                row[TOKENS] = tokens_before + row.get("update.trained_tokens", 0.0)
                 if self._columns.append(step, row):
                     self._generation += 1
                     del self._offsets[len(self._columns) - 1 :]
                 self._offsets.append(offset)
             for _, line in self._evaluations.read():
-                self._found.append(
-                    {
-                        name: value
-                        for name, value in line.items()
-                        if isinstance(value, int | float | None)
-                    }
-                )
+                single = {
+                    name: value
+                    for name, value in line.items()
+                    if isinstance(value, int | float | None)
+                }
+                self._evaluated.append(single)
 
     def _read_config(self) -> tuple[dict[str, Any] | None, str]:
         """Returns the configuration, and what is wrong with it or an empty text."""
@@ -297,14 +297,20 @@ class RunReader:
             return self._columns.csv()
 
 
-def _state(step: int | None, total: float | None, moment: float | None, seconds: float) -> str:
+def _state(
+    step: int | None,
+    total_steps: float | None,
+    newest_time: float | None,
+    seconds_per_step: float,
+) -> str:
     if step is None:
         return "empty"
-    if total is not None and step >= total:
+    if total_steps is not None and step >= total_steps:
         return "finished"
-    return (
-        "running" if moment is not None and time.time() - moment < 60 + 5 * seconds else "stopped"
-    )
+    patience_s = 60 + 5 * seconds_per_step
+    if newest_time is not None and time.time() - newest_time < patience_s:
+        return "running"
+    return "stopped"
 
 
 def _gpu_hours(seconds: NDArray[np.float64], gpus: NDArray[np.float64]) -> float | None:

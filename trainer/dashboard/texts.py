@@ -35,9 +35,11 @@ class Texts:
     """Reads the texts of one run directory. Thread-safe."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir, self._lock = run_dir, threading.Lock()
+        self._run_dir = run_dir
+        self._lock = threading.Lock()
         self._searches: OrderedDict[str, _Search] = OrderedDict()
-        self._begins: OrderedDict[tuple[str, int | None], dict[str, Any]] = OrderedDict()
+        self._excerpts: OrderedDict[tuple[str, int | None], dict[str, Any]] = OrderedDict()
+        """Excerpt of a group's first completion, by the group's id and step."""
 
     def search(self, text: str) -> tuple[dict[Place, dict[str, Any]], dict[str, int] | None]:
         """Returns an excerpt of each group with a completion that contains `text` in any case, and
@@ -53,32 +55,28 @@ class Texts:
             while len(self._searches) > _KEPT_SEARCHES:
                 self._searches.popitem(last=False)
             files = {step: _changed(path) for step, path in recorded_steps(self._run_dir).items()}
-            left = sorted(
-                (step for step, changed in files.items() if search.done.get(step) != changed),
-                reverse=True,
-            )
+            left = [step for step, changed in files.items() if search.done.get(step) != changed]
             end = time.monotonic() + _AT_ONCE_S
-            for count, step in enumerate(left):
+            for count, step in enumerate(sorted(left, reverse=True)):
                 if count and time.monotonic() > end:
-                    return dict(search.hits), {
-                        "done": len(files) - len(left) + count,
-                        "of": len(files),
-                    }
-                search.hits = {
-                    place: hit
-                    for place, hit in search.hits.items()
-                    if place[0] != step or step not in search.done
-                }
-                for place, group in read_texts(self._run_dir, step).items():
-                    if (number := _first(group, wanted)) is not None:
-                        search.hits[step, place] = {
-                            "id": group.id,
-                            **_excerpt(group, number, wanted),
-                        }
+                    done = len(files) - len(left) + count
+                    return dict(search.hits), {"done": done, "of": len(files)}
+                self._search_step(search, step)
                 search.done[step] = files[step]
             return dict(search.hits), None
 
-    def begin(self, rows: Sequence[dict[str, Any]]) -> None:
+    def _search_step(self, search: _Search, step: int) -> None:
+        """Replaces the matches of a step."""
+        if step in search.done:
+            for place in [place for place in search.hits if place[0] == step]:
+                del search.hits[place]
+        for index, group in read_texts(self._run_dir, step).items():
+            number = _first(group, search.text)
+            if number is not None:
+                excerpt = _excerpt(group, number, search.text)
+                search.hits[step, index] = {"id": group.id, **excerpt}
+
+    def add_excerpts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Adds `completion` to rows of the index: number, excerpt, reward and verdict of the first;
         None if unknown.
 
@@ -87,7 +85,7 @@ class Texts:
         steps: dict[int, list[dict[str, Any]]] = {}
         with self._lock:
             for row in rows:
-                row["completion"] = self._begins.get((row["id"], row["step"]))
+                row["completion"] = self._excerpts.get((row["id"], row["step"]))
                 if row["completion"] is None and row["step"] is not None:
                     steps.setdefault(row["step"], []).append(row)
             end = time.monotonic() + _AT_ONCE_S
@@ -97,9 +95,11 @@ class Texts:
                         return
                     group = read_texts(self._run_dir, step, [row["place"]]).get(row["place"])
                     if group is not None and group.id == row["id"] and group.completions:
-                        row["completion"] = self._begins[row["id"], step] = _excerpt(group, 0, "")
-            while len(self._begins) > _KEPT_EXCERPTS:
-                self._begins.popitem(last=False)
+                        excerpt = _excerpt(group, 0, "")
+                        self._excerpts[row["id"], step] = excerpt
+                        row["completion"] = excerpt
+            while len(self._excerpts) > _KEPT_EXCERPTS:
+                self._excerpts.popitem(last=False)
 
 
 def _changed(path: Path) -> int:
@@ -110,21 +110,25 @@ def _changed(path: Path) -> int:
 
 
 def _first(group: GroupTexts, wanted: str) -> int | None:
-    return next(
-        (
-            i
-            for i, completion in enumerate(group.completions)
-            if wanted in completion.text.casefold()
-        ),
-        None,
-    )
+    """Returns the index of the first completion that contains the text."""
+    for i, completion in enumerate(group.completions):
+        if wanted in completion.text.casefold():
+            return i
+    return None
 
 
 def _excerpt(group: GroupTexts, number: int, wanted: str) -> dict[str, Any]:
+    """Returns the part of a completion around the searched text, or its beginning."""
     completion = group.completions[number]
-    text = re.sub(r"\s+", " ", completion.text[: None if wanted else 2 * _EXCERPT_CHARS]).strip()
+    whole = completion.text if wanted else completion.text[: 2 * _EXCERPT_CHARS]
+    text = re.sub(r"\s+", " ", whole).strip()
     at = text.casefold().find(re.sub(r"\s+", " ", wanted)) if wanted else 0
     start = max(0, at - _BEFORE_CHARS)
-    verdict = completion.correct if completion.verified and completion.reward is not None else None
-    shown = ("… " if start else "") + text[start : start + _EXCERPT_CHARS]
-    return {"number": number + 1, "text": shown, "reward": completion.reward, "correct": verdict}
+    shown = text[start : start + _EXCERPT_CHARS]
+    has_verdict = completion.verified and completion.reward is not None
+    return {
+        "number": number + 1,
+        "text": f"… {shown}" if start else shown,
+        "reward": completion.reward,
+        "correct": completion.correct if has_verdict else None,
+    }

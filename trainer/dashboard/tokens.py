@@ -18,9 +18,8 @@ class TokenTexts:
 
     def __init__(self, path: Path) -> None:
         try:
-            from tokenizers import (
-                Tokenizer,
-            )  # slow to import, and only the detail of a group needs it
+            # Slow to import, and only the detail of a group needs it.
+            from tokenizers import Tokenizer
 
             self._tokenizer: Any = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
@@ -57,15 +56,14 @@ class TokenTexts:
     def _read(self, token: int) -> bytes:
         text = self._added.get(token) or self._tokenizer.id_to_token(token)
         if text is None:
-            return (
-                f"⟨{token}⟩".encode()
-            )  # a model may have more outputs than its tokenizer has tokens
+            # A model may have more outputs than its tokenizer has tokens.
+            return f"⟨{token}⟩".encode()
         if token in self._added:
             return str(text).encode()
         if self._byte_level and all(character in _ALPHABET for character in text):
             return bytes(_ALPHABET[character] for character in text)
         if match := _BYTE.fullmatch(text):
-            return bytes([int(match[1], 16)])
+            return bytes.fromhex(match[1])
         return str(text).replace("▁", " ").encode()
 
 
@@ -74,10 +72,11 @@ def _alphabet() -> dict[str, int]:
     others follow from 256 on.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + i): byte for i, byte in enumerate(others)
-    }
+    for i, byte in enumerate(others):
+        alphabet[chr(256 + i)] = byte
+    return alphabet
 
 
 _ALPHABET = _alphabet()

@@ -22,7 +22,8 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[
     With enough steps also `start` and `end`, the mean rewards of the oldest and the newest `window`
     steps.
     """
-    reward, accuracy = reward[~np.isnan(reward)], accuracy[~np.isnan(accuracy)]
+    reward = reward[~np.isnan(reward)]
+    accuracy = accuracy[~np.isnan(accuracy)]
     steps = len(reward)
     if steps < _FEWEST:
         return {
@@ -31,11 +32,16 @@ def verdict(reward: NDArray[np.float64], accuracy: NDArray[np.float64]) -> dict[
         }
     window = max(_FEWEST // 3, min(steps // 5, 100))
     parts = [reward[i : i + window] for i in range(0, steps - window + 1, window)]
-    start, end = reward[:window], reward[-window:]
+    start = reward[:window]
+    end = reward[-window:]
     best = max(parts, key=np.mean)
     means = {"start": float(start.mean()), "end": float(end.mean()), "window": window}
-    change = f"reward {start.mean():.3f} → {end.mean():.3f} (means of the first and the last {window} of {steps} steps)"
-    if _apart(best, end) > _SURE and best.mean() - end.mean() > (best.mean() - start.mean()) / 2:
+    change = (
+        f"reward {start.mean():.3f} → {end.mean():.3f} "
+        f"(means of the first and the last {window} of {steps} steps)"
+    )
+    lost_half_of_gain = best.mean() - end.mean() > (best.mean() - start.mean()) / 2
+    if lost_half_of_gain and _apart(best, end) > _SURE:
         fallen = f"Reward has fallen: {end.mean():.3f}, and it was {best.mean():.3f} at its best"
         return {"level": "bad", "text": f"{fallen} (means of {window} of {steps} steps)", **means}
     if _apart(end, start) > _SURE:
@@ -53,10 +59,6 @@ def _apart(high: NDArray[np.float64], low: NDArray[np.float64]) -> float:
     """Returns the difference of the means of `high` and `low` in standard errors."""
     error = math.sqrt(high.var(ddof=1) / len(high) + low.var(ddof=1) / len(low))
     difference = float(high.mean() - low.mean())
-    return (
-        difference / error
-        if error > 0
-        else math.copysign(math.inf, difference)
-        if difference
-        else 0.0
-    )
+    if error > 0:
+        return difference / error
+    return math.copysign(math.inf, difference) if difference else 0.0

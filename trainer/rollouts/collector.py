@@ -242,7 +242,9 @@ class Collector:
             epoch=epoch,
             position=position,
         )
-        if (least := self._config.sampling.min_new_tokens) and not self._config.sampling.truncation():
+        if (
+            least := self._config.sampling.min_new_tokens
+        ) and not self._config.sampling.truncation():
             group.min_new_tokens, group.barred = (
                 least,
                 np.array(self._prompter.stop_token_ids, np.int32),

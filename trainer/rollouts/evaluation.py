@@ -155,7 +155,10 @@ class TokenGenerator:
                 temperature=0.0 if greedy else settings.temperature,
                 stop_token_ids=self._prompter.stop_token_ids,
                 sampling_seed=sampling_seed(settings.seed, SEED_OFFSET + index),
-                parameters={**settings.sampling.stop_conditions(), **({} if greedy else settings.cuts)},
+                parameters={
+                    **settings.sampling.stop_conditions(),
+                    **({} if greedy else settings.cuts),
+                },
                 request_limits=self._prompter.request_limits(settings.sampling),
                 deadline_s=settings.timeout_s,
                 logprobs=False,
@@ -322,7 +325,14 @@ async def evaluate(
         own.max_new_tokens or sampling.max_new_tokens,
         own.temperature or sampling.temperature,
     )
-    limits = (longest, temperature, config.seed, sampling.request_timeout_s, own.truncation(), sampling)
+    limits = (
+        longest,
+        temperature,
+        config.seed,
+        sampling.request_timeout_s,
+        own.truncation(),
+        sampling,
+    )
     samples = [(0 if greedy else n) + (k if i < pass_samples else 0) for i in range(len(prompts))]
     if services.environment is None:
         generator = TokenGenerator(

@@ -24,18 +24,17 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config, topology, first = (
-            load(prog=program("trainer.sft"), subset=SFT_SETTINGS),
-            Topology.from_env(),
-            _first(),
-        )
+        config = load(prog=program("trainer.sft"), subset=SFT_SETTINGS)
+        topology = Topology.from_env()
+        is_rank_zero = os.environ.get("RANK", "0") == "0"
         check_model(config.model.name)
         assert config.trainer.run_dir is not None, "`load` sets it"
         make_directory(config.trainer.run_dir, "trainer.run_dir")
         from services.data.worked import load_examples
 
-        examples = load_examples(config) if first else None  # before torch, which takes seconds
-        if first and not wants_json():
+        # Before torch, whose import takes seconds.
+        examples = load_examples(config) if is_rank_zero else None
+        if is_rank_zero and not wants_json():
             print(f"rlhf-sft {VERSION}: loading torch and {config.model.name} …", flush=True)
         with heavy_imports():
             from trainer.sft.run import run
@@ -47,13 +46,10 @@ def main() -> None:
         fail(error, status=1)
     except KeyboardInterrupt:
         log_exit_reason(
-            "interrupted; start again with the same run directory to continue from its newest checkpoint"
+            "interrupted; start again with the same run directory to continue from its newest "
+            "checkpoint"
         )
         raise SystemExit(130) from None
-
-
-def _first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 if __name__ == "__main__":

@@ -43,41 +43,55 @@ class Learner:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._config, self._ranks = policy, policy.config, policy.ranks
+        self._policy = policy
+        self._config = policy.config
+        self._ranks = policy.ranks
 
     def learn(self, rows: Sequence[TrainingSequence]) -> Update:
-        """Makes one update. A collective. Raises NonFiniteGradients after too many skipped updates
-        in a row.
+        """Makes one update. A collective.
+
+        The loss is L = −Σ mₜ log π(aₜ | s, a₍<ₜ₎) / Σ mₜ over all tokens of the batch, where mₜ is
+        1 for the tokens of answers.
+
+        Args:
+            rows: the batch, the same on every rank.
+
+        Raises NonFiniteGradients after too many skipped updates in a row.
         """
-        policy, settings, ranks = self._policy, self._config.trainer, self._ranks
+        policy = self._policy
+        settings = self._config.trainer
+        ranks = self._ranks
         total = sum(float(row.learned.sum()) for row in rows)
         sums = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         policy.optimizer.zero_grad()
-        limits = (settings.micro_batch_tokens, settings.micro_batch_size)
-        for indices, counts in passes(
-            policy.scorer, ranks, self._sizes(rows), np.arange(len(rows)), *limits
-        ):
+        shares = passes(
+            policy.scorer,
+            ranks,
+            self._sizes(rows),
+            np.arange(len(rows)),
+            max_tokens=settings.micro_batch_tokens,
+            max_rows=settings.micro_batch_size,
+        )
+        for indices, counts in shares:
             scores, learned = self._score(rows, indices)
+            # A pass that only keeps the ranks in step adds nothing.
             weights = learned if counts else learned * 0
             loss = -(scores.logprobs * weights).sum()
             (loss / total).backward()
-            sums += torch.stack([loss.detach(), (scores.entropy.detach() * weights).sum()]).double()
+            entropy = (scores.entropy.detach() * weights).sum()
+            sums += torch.stack([loss.detach(), entropy]).double()
         ranks.sum_gradients(policy.model)
         rate = learning_rate(policy.step, policy.total_steps, settings)
         norm = policy.optimizer.step(rate)
         policy.step += 1
-        loss_sum, entropy = ranks.sum(sums).tolist()
+        loss_sum, entropy_sum = ranks.sum(sums).tolist()
         applied = math.isfinite(norm)
-        loss, mean_entropy, norm = (
-            value if math.isfinite(value) else 0.0
-            for value in (loss_sum / total, entropy / total, norm)
-        )
         return Update(
-            loss,
-            mean_entropy,
-            norm,
-            rate,
-            int(total),
+            loss=_finite(loss_sum / total),
+            entropy=_finite(entropy_sum / total),
+            grad_norm=_finite(norm),
+            learning_rate=rate,
+            trained_tokens=int(total),
             updates=int(applied),
             skipped=int(not applied),
         )
@@ -86,7 +100,8 @@ class Learner:
         """Returns the mean negative log-probability of the answers' tokens in nats, without
         learning. A collective.
         """
-        policy, settings = self._policy, self._config.trainer
+        policy = self._policy
+        settings = self._config.trainer
         policy.model.eval()
         with torch.no_grad():
             scored = score_shared(
@@ -94,42 +109,44 @@ class Learner:
                 self._ranks,
                 settings.micro_batch_tokens,
                 lambda indices: self._score(rows, indices)[0].logprobs,
-                settings.micro_batch_size,
+                max_rows=settings.micro_batch_size,
             )
         policy.model.train()
-        pairs = [
-            (logprobs.astype(np.float64), row.learned)
-            for logprobs, row in zip(scored, rows, strict=True)
-        ]
-        return -float(
-            sum((logprobs * learned).sum() for logprobs, learned in pairs)
-            / sum(part.sum() for _, part in pairs)
-        )
+        logprob_sum = 0.0
+        learned_tokens = 0.0
+        for logprobs, row in zip(scored, rows, strict=True):
+            logprob_sum += (logprobs.astype(np.float64) * row.learned).sum()
+            learned_tokens += row.learned.sum()
+        return -float(logprob_sum / learned_tokens)
 
     def _sizes(self, rows: Sequence[TrainingSequence]) -> Sizes:
-        prompts, completions = (
-            [row.prompt_ids for row in rows],
-            [row.completion_ids for row in rows],
-        )
+        prompts = [row.prompt_ids for row in rows]
+        completions = [row.completion_ids for row in rows]
         return Sizes.of(prompts, completions, self._policy.scorer.layout.shared)
 
     def _score(
         self, rows: Sequence[TrainingSequence], indices: Indices
     ) -> tuple[TokenScores, Tensor]:
-        """Scores the rows at `indices`; returns the scores and [C], 1 for learned tokens."""
-        chosen, device = [rows[i] for i in indices.tolist()], self._ranks.device
-        tokens: Layout = self._policy.scorer.layout.of(
-            [row.prompt_ids for row in chosen], [row.completion_ids for row in chosen]
-        )
-        targets = torch.from_numpy(
-            np.concatenate([row.completion_ids for row in chosen]).astype(np.int64)
-        )
-        learned = torch.from_numpy(np.concatenate([row.learned for row in chosen]))
+        """Scores the rows at `indices`; returns the scores of their C completion tokens, and [C],
+        1 for learned tokens.
+        """
+        device = self._ranks.device
+        own = [rows[i] for i in indices.tolist()]
+        prompts = [row.prompt_ids for row in own]
+        completions = [row.completion_ids for row in own]
+        tokens: Layout = self._policy.scorer.layout.of(prompts, completions)
+        targets = torch.from_numpy(np.concatenate(completions).astype(np.int64))
+        learned = torch.from_numpy(np.concatenate([row.learned for row in own]))
         scores = score_tokens(
             self._policy.scorer,
             moved(tokens, device),
             moved(targets, device),
-            self._config,
-            self._ranks,
+            config=self._config,
+            ranks=self._ranks,
         )
         return scores, moved(learned, device)
+
+
+def _finite(value: float) -> float:
+    """Returns the value, or 0 for one that JSON cannot hold: the update was skipped and counted."""
+    return value if math.isfinite(value) else 0.0

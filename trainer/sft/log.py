@@ -22,13 +22,11 @@ class SftLog:
     """Log of rank 0."""
 
     def __init__(self, recorder: Recorder, total_steps: int, gpus: int) -> None:
+        self.recorder = recorder
+        self.clock = StageClock()
+        self._cpu = CpuClock()
+        self._total_steps = total_steps
         self._gpus = gpus
-        self.recorder, self.clock, self._cpu, self._total = (
-            recorder,
-            StageClock(),
-            CpuClock(),
-            total_steps,
-        )
 
     def begin(self) -> None:
         """Starts the clocks."""
@@ -48,17 +46,21 @@ class SftLog:
             "gpus": self._gpus,
             "update": asdict(update),
         }
-        skipped = "  skipped: the gradient is not finite" if update.skipped else ""
         text = (
-            f"step {step:>4}/{self._total}  loss {update.loss:.4f}  tokens {update.trained_tokens}"
+            f"step {step:>4}/{self._total_steps}  loss {update.loss:.4f}  "
+            f"tokens {update.trained_tokens}  norm {update.grad_norm:.3g}  "
+            f"{sum(seconds.values()):.2f} s"
         )
-        self.recorder.measured(
-            record, f"{text}  norm {update.grad_norm:.3g}  {sum(seconds.values()):.2f} s{skipped}"
-        )
+        if update.skipped:
+            text += "  skipped: the gradient is not finite"
+        self.recorder.measured(record, text)
 
     def evaluation(self, found: HeldOut) -> None:
         """Records an evaluation."""
-        text = f"evaluation at step {found.step}: held-out loss {found.loss:.4f} ({found.num_samples} examples)"
+        text = (
+            f"evaluation at step {found.step}: held-out loss {found.loss:.4f} "
+            f"({found.num_samples} examples)"
+        )
         self.recorder.evaluated(asdict(found), text)
 
     def report(self, checkpoint: Path) -> None:

@@ -84,32 +84,33 @@ class Encoder:
         before, after = answered_text(asked, answer, self.prompter.style, self._tokenizer)
         prompt, both = text_ids([before, before + after], self.prompter.style, self._tokenizer)
         own = both[len(prompt) :]
-        if (
-            both[: len(prompt)] != prompt
-        ):  # generation never produces tokens across the end of the prompt
+        # Generation never produces a token across the end of the prompt.
+        if both[: len(prompt)] != prompt:
             own = self._tokenizer(after, add_special_tokens=False).input_ids
-        stops = set(self.prompter.stop_token_ids)
-        ends = [place for place, token in enumerate(own) if token in stops]
-        return prompt, own[: ends[-1] + 1] if ends else [*own, self._end()]
-
-    def _end(self) -> int:
-        own: int | None = self._tokenizer.eos_token_id
-        return self.prompter.stop_token_ids[0] if own is None else own
+        stop_ids = set(self.prompter.stop_token_ids)
+        ends = [place for place, token in enumerate(own) if token in stop_ids]
+        if ends:
+            return prompt, own[: ends[-1] + 1]
+        eos: int | None = self._tokenizer.eos_token_id
+        return prompt, [*own, self.prompter.stop_token_ids[0] if eos is None else eos]
 
     def _check(self, example: Prompt, tokens: list[int]) -> None:
         if not tokens or max(tokens) >= self.vocabulary:
             raise ConfigError(
-                f"{example.id} has the token {max(tokens, default=-1)}, but the model has only {self.vocabulary} tokens",
+                f"{example.id} has the token {max(tokens, default=-1)}, but the model has only "
+                f"{self.vocabulary} tokens",
                 field="model.name",
                 value=self._tokenizer.name_or_path,
                 remedy="use the tokenizer that belongs to the model",
             )
         if self.context is not None and len(tokens) > self.context:
             raise ConfigError(
-                f"{example.id} has {len(tokens)} tokens with its answer, and the model's context has only {self.context}",
+                f"{example.id} has {len(tokens)} tokens with its answer, and the model's context "
+                f"has only {self.context}",
                 field="data.source",
                 value=example.prompt,
-                remedy="shorten it or leave it out (data.map), or use a model with a longer context",
+                remedy="shorten it or leave it out (data.map), or use a model with a longer "
+                "context",
             )
 
 
@@ -119,13 +120,12 @@ def _int32(tokens: Sequence[int]) -> Int32:
 
 def pack(rows: Sequence[TrainingSequence]) -> bytes:
     """Serialises rows to send them to other ranks."""
-    sizes = [[len(row.prompt_ids), len(row.completion_ids)] for row in rows]
-    parts = [
-        part
-        for row in rows
-        for part in (row.prompt_ids, row.completion_ids, row.learned.astype(np.int32))
-    ]
-    return np.concatenate([[len(rows)], *sizes, *parts]).astype(np.int32).tobytes()
+    sizes = [len(rows)]
+    parts = []
+    for row in rows:
+        sizes += [len(row.prompt_ids), len(row.completion_ids)]
+        parts += [row.prompt_ids, row.completion_ids, row.learned.astype(np.int32)]
+    return np.concatenate([sizes, *parts]).astype(np.int32).tobytes()
 
 
 def unpack(body: bytes) -> list[TrainingSequence]:
@@ -149,8 +149,12 @@ class Batches:
     def __init__(
         self, examples: Sequence[Sequence[TrainingSequence]], size: int, seed: int
     ) -> None:
-        self._examples, self._size, self._seed = examples, size, seed
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+        self._examples = examples
+        self._size = size
+        self._seed = seed
+        self._epoch = -1
+        self._order = np.zeros(0, np.int64)
+        """Order of the examples in this epoch."""
 
     def __len__(self) -> int:
         """Returns the number of examples in an epoch."""
@@ -160,14 +164,15 @@ class Batches:
         """Returns the rows of the batch after `step` steps; the stream ends before the position
         `last`.
         """
-        places = range(step * self._size, min((step + 1) * self._size, last))
-        return [row for place in places for row in self._at(place)]
+        rows: list[TrainingSequence] = []
+        for place in range(step * self._size, min((step + 1) * self._size, last)):
+            rows += self._at(place)
+        return rows
 
     def _at(self, place: int) -> Sequence[TrainingSequence]:
         epoch, within = divmod(place, len(self._examples))
-        if self._order[0] != epoch:
-            self._order = (
-                epoch,
-                np.random.default_rng([self._seed, epoch]).permutation(len(self._examples)),
-            )
-        return self._examples[self._order[1][within]]
+        if self._epoch != epoch:
+            self._epoch = epoch
+            generator = np.random.default_rng([self._seed, epoch])
+            self._order = generator.permutation(len(self._examples))
+        return self._examples[self._order[within]]

@@ -11,46 +11,56 @@ _UNREAD = (
     "data.columns",
     "data.task_field",
 )
-_TRAINER = (
-    *(
-        "device",
-        "num_epochs",
-        "batch_size",
-        "max_steps",
-        "learning_rate",
-        "adam_betas",
-        "weight_decay",
-        "warmup_steps",
-    ),
-    *(
-        "lr_schedule",
-        "max_grad_norm",
-        "micro_batch_tokens",
-        "micro_batch_size",
-        "packing",
-        "shard_size",
-    ),
-    *(
-        "activation_checkpointing",
-        "compile",
-        "offload_optimizer",
-        "eval_every",
-        "eval_samples",
-        "checkpoint_every",
-    ),
-    *("keep_checkpoints", "resume", "run_dir", "lost_after_s", "num_threads"),
+_READ = (
+    "seed",
+    "state_dir",
+    "sampling.system_prompt",
+    "sampling.chat_template_kwargs",
+    "sampling.prefill",
+    "sampling.stop_token_ids",
 )
+_TRAINER = (
+    "device",
+    "num_epochs",
+    "batch_size",
+    "max_steps",
+    "learning_rate",
+    "adam_betas",
+    "weight_decay",
+    "warmup_steps",
+    "lr_schedule",
+    "max_grad_norm",
+    "micro_batch_tokens",
+    "micro_batch_size",
+    "packing",
+    "shard_size",
+    "activation_checkpointing",
+    "compile",
+    "offload_optimizer",
+    "eval_every",
+    "eval_samples",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "resume",
+    "run_dir",
+    "lost_after_s",
+    "num_threads",
+)
+"""Settings of `trainer` that it reads."""
+
+
+def _in_sections(name: str) -> bool:
+    return name.partition(".")[0] in _SECTIONS and name not in _UNREAD
+
+
 SFT_SETTINGS = SettingsSubset(
-    about="Trains a model on worked answers (supervised fine-tuning): data.answer_field, or the assistant's messages of "
-    "data.messages_field. trainer.batch_size counts examples, trainer.eval_samples held-out ones.",
+    about="Trains a model on worked answers (supervised fine-tuning): data.answer_field, or the "
+    "assistant's messages of data.messages_field. trainer.batch_size counts examples, "
+    "trainer.eval_samples held-out ones.",
     does="rlhf-sft learns from given answers and generates none",
     reads=[
-        *("seed", "state_dir"),
-        *(
-            f"sampling.{name}"
-            for name in ("system_prompt", "chat_template_kwargs", "prefill", "stop_token_ids")
-        ),
-        *(name for name in names() if name.partition(".")[0] in _SECTIONS and name not in _UNREAD),
+        *_READ,
+        *filter(_in_sections, names()),
         *(f"trainer.{name}" for name in _TRAINER),
     ],
     defaults={

@@ -84,16 +84,21 @@ def check(settings: TrackersSection) -> None:
     """Raises ConfigError for a tracker whose library or key is missing."""
     for name in settings.names:
         if name in LIBRARIES and find_spec(name) is None:
-            remedy = f"install it with .venv/bin/pip install -c constraints.txt -e '.[{name}]', or leave it out"
             raise ConfigError(
                 f"the library {name} is not installed",
                 field="trackers.names",
                 value=name,
-                remedy=remedy,
+                remedy="install it with .venv/bin/pip install -c constraints.txt -e "
+                f"'.[{name}]', or leave it out",
             )
-    if "wandb" in settings.names and not wandb_offline() and not os.environ.get(_WANDB_KEY):
-        remedy = "set it in the environment of the trainer (as a secret of the job group), or set WANDB_MODE=offline"
-        raise ConfigError("wandb needs a key to send anything", field=_WANDB_KEY, remedy=remedy)
+    sends_to_wandb = "wandb" in settings.names and not wandb_offline()
+    if sends_to_wandb and not os.environ.get(_WANDB_KEY):
+        raise ConfigError(
+            "wandb needs a key to send anything",
+            field=_WANDB_KEY,
+            remedy="set it in the environment of the trainer (as a secret of the job group), or "
+            "set WANDB_MODE=offline",
+        )
 
 
 def flatten(

@@ -36,11 +36,19 @@ class TrackerThread:
         count: Callable[[str], None],
         limit: int = QUEUE,
     ) -> None:
-        self.name, self._say, self._count, self._limit = name, say, count, limit
-        self.written = self.lost = self._given = 0
+        self.name = name
+        self._say = say
+        self._count = count
+        self._limit = limit
+        self.written = 0
+        self.lost = 0
+        self._received = 0
+        """Records so far; each ends as written or lost."""
         self._queue = queue.SimpleQueue[tuple[str, dict[str, Any]] | None]()
         self._lock = threading.Lock()
-        self._over, self._reported, self._finished = False, False, False
+        self._closed = False
+        self._reported = False
+        self._run_finished = False
         # A daemon: a tracker that hangs must not keep the interpreter from ending.
         self._thread = threading.Thread(
             target=self._run, args=(run,), name=f"{_PREFIX}{name}", daemon=True
@@ -49,18 +57,18 @@ class TrackerThread:
 
     def put(self, call: str, **arguments: Any) -> None:
         """Queues a record and returns at once."""
-        self._given += 1
-        if self._over:
-            self._finish("lost")
+        self._received += 1
+        if self._closed:
+            self._record("lost")
         elif self._queue.qsize() >= self._limit:
-            self._finish("lost")
+            self._record("lost")
             self._report(f"it is too slow: {self._limit} records are already waiting for it")
         else:
             self._queue.put((call, arguments))
 
     def end(self, finished: bool) -> None:
         """Ends the queue; `wait` waits for the queued records."""
-        self._finished = finished
+        self._run_finished = finished
         self._queue.put(None)
 
     def wait(self, deadline: float) -> None:
@@ -73,52 +81,54 @@ class TrackerThread:
             self._say(f"tracker {self.name} did not accept the remaining records in time")
         self._drop_rest()
         if self.lost:
-            self._say(f"tracker {self.name}: {self.lost} of {self._given} records are lost")
+            self._say(f"tracker {self.name}: {self.lost} of {self._received} records are lost")
 
     def _run(self, run: RunInfo) -> None:
         try:
             tracker = load(self.name)(run)
             self._say(f"tracker {self.name}: {tracker.where}")
-            while (record := self._queue.get()) is not None and not self._over:
+            while (record := self._queue.get()) is not None and not self._closed:
                 call, arguments = record
                 try:
                     getattr(tracker, call)(**arguments)
                 except Exception as error:
-                    self._finish("lost")
+                    self._record("lost")
                     self._report_error(error)
                 else:
-                    self._finish("written")
-            if not self._over:
-                tracker.close(self._finished)
+                    self._record("written")
+            if not self._closed:
+                tracker.close(self._run_finished)
         except (Exception, SystemExit) as error:  # a library's sys.exit ends only this thread
             self._report_error(error)
         self._drop_rest()
 
-    def _finish(self, result: str) -> None:
+    def _record(self, result: str) -> None:
+        """Counts the end of one record. What a tracker writes after it was closed is lost."""
         with self._lock:
-            if result == "written" and not self._over:
+            if result == "written" and not self._closed:
                 self.written += 1
                 self._count(result)
-            elif self.written + self.lost < self._given:
+            elif self.written + self.lost < self._received:
                 self.lost += 1
                 self._count("lost")
 
     def _drop_rest(self) -> None:
-        self._over = True
-        for _ in range(self._given - self.written - self.lost):
-            self._finish("lost")
+        self._closed = True
+        for _ in range(self._received - self.written - self.lost):
+            self._record("lost")
 
     def _report_error(self, error: BaseException) -> None:
         log.debug("tracker %s", self.name, exc_info=error)
-        self._report(
-            SecretRedactor().redact(" ".join(f"{type(error).__name__}: {error}"[:500].split()))
-        )
+        reason = f"{type(error).__name__}: {error}"[:500]
+        one_line = " ".join(reason.split())
+        self._report(SecretRedactor().redact(one_line))
 
     def _report(self, reason: str) -> None:
         if not self._reported:
             self._reported = True
             self._say(
-                f"tracker {self.name}: {reason}. The run continues; records that it does not accept are lost and counted"
+                f"tracker {self.name}: {reason}. The run continues; records that it does not "
+                "accept are lost and counted"
             )
 
 
@@ -132,7 +142,8 @@ def prompt_exit() -> Iterator[None]:
         yield
     finally:
         if any(thread.name.startswith(_PREFIX) for thread in threading.enumerate()):
-            error, status = sys.exc_info()[1], 0
+            error = sys.exc_info()[1]
+            status = 0
             if isinstance(error, SystemExit):
                 status = error.code if isinstance(error.code, int) else int(error.code is not None)
             elif error is not None:

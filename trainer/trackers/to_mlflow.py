@@ -16,33 +16,40 @@ class MlflowTracker:
     """An MLflow run, found again by its tag."""
 
     def __init__(self, run: RunInfo) -> None:
-        given = os.environ.get("MLFLOW_TRACKING_URI", "")
-        uri = given or f"sqlite:///{run.directory / 'mlflow.db'}"
-        artifacts = None if given else (run.directory / "mlflow").as_uri()
+        server = os.environ.get("MLFLOW_TRACKING_URI", "")
+        uri = server or f"sqlite:///{run.directory / 'mlflow.db'}"
+        artifacts = None if server else (run.directory / "mlflow").as_uri()
         self._client = MlflowClient(tracking_uri=uri)
-        experiment = self._client.get_experiment_by_name(run.project)
-        number = (
-            experiment.experiment_id
-            if experiment
-            else self._client.create_experiment(run.project, artifacts)
-        )
-        found = self._client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
-        one = (
-            found[0]
-            if found
-            else self._client.create_run(number, tags={_TAG: run.id}, run_name=run.name)
-        )
-        self._id = one.info.run_id
+        experiment_id = self._experiment(run.project, artifacts)
+        own_runs = f"tags.`{_TAG}` = '{run.id}'"
+        found = self._client.search_runs([experiment_id], own_runs, max_results=1)
+        if found:
+            logged = found[0]
+        else:
+            tags = {_TAG: run.id}
+            logged = self._client.create_run(experiment_id, tags=tags, run_name=run.name)
+        self._id = logged.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        # MLflow parameters are immutable: a value that a resumed run has changed gets a new name.
-        parameters = [
-            Param(name if name not in one.data.params else f"{name}.after_step_{run.step}", value)
-            for name, each in run.parameters.items()
-            if one.data.params.get(name) != (value := str(each)[:_MAX_VALUE])
-        ]
+
+        parameters = []
+        for name, setting in run.parameters.items():
+            value = str(setting)[:_MAX_VALUE]
+            if logged.data.params.get(name) == value:
+                continue
+            # MLflow parameters are immutable: a value that a resumed run has changed gets a new
+            # name.
+            is_new = name not in logged.data.params
+            parameters.append(Param(name if is_new else f"{name}.after_step_{run.step}", value))
         for i in range(0, len(parameters), 100):
             self._client.log_batch(self._id, params=parameters[i : i + 100])
         self.where = f"{uri}, experiment {run.project}, run {self._id}"
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        """Returns the id of an experiment, which is created when there is none of this name."""
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment:
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name, artifacts))
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
@@ -51,9 +58,9 @@ class MlflowTracker:
         )
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
-        data = {"step": [step] * len(rows)} | {
-            column: [row[i] for row in rows] for i, column in enumerate(columns)
-        }
+        data: dict[str, list[Cell]] = {"step": [step] * len(rows)}
+        for i, column in enumerate(columns):
+            data[column] = [row[i] for row in rows]
         self._client.log_table(self._id, data, f"{name}.json")
 
     def close(self, finished: bool) -> None:

@@ -15,13 +15,12 @@ class TensorBoardTracker:
     def __init__(self, run: RunInfo) -> None:
         directory = run.directory / "tensorboard" / run.id
         self.where = f"tensorboard --logdir {directory}"
-        self._writer = SummaryWriter(
-            str(directory), purge_step=run.step + 1
-        )  # hides later steps of an interrupted attempt
-        self._writer.file_writer.add_summary(hparams_pb(run.parameters, trial_id=run.id), run.step)
-        self._writer.add_text(
-            "config", f"```json\n{json.dumps(run.config, indent=1)}\n```", run.step
-        )
+        # Hides later steps of an interrupted attempt.
+        self._writer = SummaryWriter(str(directory), purge_step=run.step + 1)
+        parameters = hparams_pb(run.parameters, trial_id=run.id)
+        self._writer.file_writer.add_summary(parameters, run.step)
+        config = json.dumps(run.config, indent=1)
+        self._writer.add_text("config", f"```json\n{config}\n```", run.step)
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -30,9 +29,8 @@ class TensorBoardTracker:
 
     def table(self, step: int, name: str, columns: list[str], rows: list[list[Cell]]) -> None:
         lines: list[Sequence[Cell]] = [columns, ["---"] * len(columns), *rows]
-        self._writer.add_text(
-            name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step
-        )
+        markdown = [f"| {' | '.join(map(_cell, line))} |" for line in lines]
+        self._writer.add_text(name, "\n".join(markdown), step)
         self._writer.flush()
 
     def close(self, finished: bool) -> None:

@@ -9,13 +9,13 @@ class TrackioTracker:
     """A Trackio run, found again by its name, which contains the run's id."""
 
     def __init__(self, run: RunInfo) -> None:
-        directory = os.environ.setdefault(
-            "TRACKIO_DIR", str(run.directory / "trackio")
-        )  # read when trackio is imported
+        # Trackio reads the variable when it is imported.
+        directory = os.environ.setdefault("TRACKIO_DIR", str(run.directory / "trackio"))
         import pandas
         import trackio
 
-        self._trackio, self._pandas = trackio, pandas
+        self._trackio = trackio
+        self._pandas = pandas
         name = f"{run.name}-{run.id[:6]}"
         trackio.init(project=run.project, name=name, config=run.config, resume="allow", embed=False)
         self.where = f"TRACKIO_DIR={directory} trackio show --project {run.project}"

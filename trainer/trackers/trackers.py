@@ -28,7 +28,8 @@ _NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
 """Default environment variables that switch off the libraries' telemetry."""
-_MAX_TEXT, _MAX_ROWS = 4000, 64
+_MAX_TEXT = 4000
+_MAX_ROWS = 64
 _SAMPLES = [
     "prompt",
     "ground_truth",
@@ -60,7 +61,8 @@ class Trackers:
         say: Callable[[str], None],
         counted: Counter | None = None,
     ) -> None:
-        self._settings, self._threads = config.trackers, list[TrackerThread]()
+        self._settings = config.trackers
+        self._threads: list[TrackerThread] = []
         check(config.trackers)
         directory = (run_dir / "trackers").absolute()
         if not config.trackers.names:
@@ -83,29 +85,31 @@ class Trackers:
             if counted:
                 counted.labels(name, result).inc()
 
-        self._threads = [
-            TrackerThread(name, run, say, partial(count, name)) for name in config.trackers.names
-        ]
+        for name in config.trackers.names:
+            thread = TrackerThread(name, run, say, count=partial(count, name))
+            self._threads.append(thread)
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
         """Records the numbers of a step, and every `trackers.sample_every` steps the completions of
         `group`, if any.
         """
-        step, every = record["step"], self._settings.sample_every
+        step = record["step"]
         values = _numbers(record)
         del values["step"]
         self._put("metrics", step=step, values=values)
-        if group is not None and every and step % every == 0:
+        sample_every = self._settings.sample_every
+        if group is not None and sample_every and step % sample_every == 0:
             self._put("table", step=step, name="samples", columns=_SAMPLES, rows=_samples(group))
 
     def evaluation(self, summary: Mapping[str, Any], answers: Sequence[Answer]) -> None:
         """Records the numbers and the first answers of an evaluation, if it has any."""
         step = summary["step"]
         self._put("metrics", step=step, values=_numbers({"evaluation": summary}))
-        shown = answers[:_MAX_ROWS]
-        rows: list[list[Cell]] = [
-            [_text(a.prompt), a.ground_truth, _text(a.response), a.correct] for a in shown
-        ]
+        rows: list[list[Cell]] = []
+        for answer in answers[:_MAX_ROWS]:
+            prompt = _text(answer.prompt)
+            response = _text(answer.response)
+            rows.append([prompt, answer.ground_truth, response, answer.correct])
         if rows:
             self._put("table", step=step, name="evaluation/answers", columns=_ANSWERS, rows=rows)
 
@@ -134,26 +138,32 @@ def _own_id(path: Path, new: bool) -> str:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value) for name, value in flatten(record, "/") if isinstance(value, int | float)
-    }
+    """Returns the numbers of a record, named `group/name`."""
+    numbers = {}
+    for name, value in flatten(record, "/"):
+        if isinstance(value, int | float):
+            numbers[name] = float(value)
+    return numbers
 
 
 def _samples(group: Group) -> list[list[Cell]]:
-    return [
-        [
-            _text(group.prompt),
-            group.ground_truth,
-            _text(completion.text),
-            float(completion.reward),
-            completion.correct if completion.verified else None,
-            completion.extracted_answer,
-            completion.status,
-            len(completion.token_ids),
-            completion.finish_reason,
-        ]
-        for completion in group.completions
-    ]
+    """Returns a row of `_SAMPLES` for every completion."""
+    rows: list[list[Cell]] = []
+    for completion in group.completions:
+        rows.append(
+            [
+                _text(group.prompt),
+                group.ground_truth,
+                _text(completion.text),
+                float(completion.reward),
+                completion.correct if completion.verified else None,
+                completion.extracted_answer,
+                completion.status,
+                len(completion.token_ids),
+                completion.finish_reason,
+            ]
+        )
+    return rows
 
 
 def _text(text: str) -> str:

@@ -41,7 +41,11 @@ async def test_embedded_slices_in_time_are_as_one_request(
 ) -> None:
     whole = (await client.generate(PROMPT, **GREEDY, parameters={"ignore_eos": True}))[0]
     limits = RequestLimits(model.tokenizer, timeout_s=1e6)
-    parts = (await client.generate(PROMPT, **GREEDY, parameters={"ignore_eos": True}, request_limits=limits))[0]
+    parts = (
+        await client.generate(
+            PROMPT, **GREEDY, parameters={"ignore_eos": True}, request_limits=limits
+        )
+    )[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
     assert (parts.text, parts.finish_reason, parts.weight_versions) == (
         whole.text,
@@ -73,7 +77,10 @@ async def test_embedded_a_stop_text_over_the_border_of_two_requests_ends_it(
     whole = (await client.generate(PROMPT, **GREEDY, parameters=shape))[0]
     parts = (
         await client.generate(
-            PROMPT, **GREEDY, parameters=shape, request_limits=RequestLimits(model.tokenizer, timeout_s=1e6)
+            PROMPT,
+            **GREEDY,
+            parameters=shape,
+            request_limits=RequestLimits(model.tokenizer, timeout_s=1e6),
         )
     )[0]
     assert parts.token_ids.tolist() == whole.token_ids.tolist()
@@ -91,7 +98,10 @@ async def test_embedded_a_thought_is_ended_after_its_budget(
     end = model.tokenizer("\n</think>\n\n").input_ids
     options = GREEDY | {"n": 2, "temperature": 1.0, "max_new_tokens": 60, "sampling_seed": 4}
     for completion in await client.generate(
-        prompt, **options, parameters=shape, request_limits=RequestLimits(model.tokenizer, thinking_tokens=10)
+        prompt,
+        **options,
+        parameters=shape,
+        request_limits=RequestLimits(model.tokenizer, thinking_tokens=10),
     ):
         ids = completion.token_ids.tolist()
         assert ids[10 : 10 + len(end)] == end
@@ -103,6 +113,9 @@ async def test_embedded_a_thought_is_ended_after_its_budget(
         assert ((completion.kept_counts > 0).all()) == ("top_k" in shape)
     closed = model.tokenizer("2 + 3?<think></think>").input_ids
     for completion in await client.generate(
-        closed, **options, parameters=shape, request_limits=RequestLimits(model.tokenizer, thinking_tokens=10)
+        closed,
+        **options,
+        parameters=shape,
+        request_limits=RequestLimits(model.tokenizer, thinking_tokens=10),
     ):
         assert completion.token_ids.tolist()[10 : 10 + len(end)] != end

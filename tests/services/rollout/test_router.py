@@ -25,7 +25,7 @@ from tests.support.engines import ROUTERS, engine_process, routed, router_proces
 from tests.support.forks import Forked
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.recording_engines import recorders
-from trainer.api.generators import ChatGenerator
+from trainer.evaluation.generators import ChatGenerator
 from trainer.rollouts.evaluation import GenerationSettings
 
 CONTROL = [

@@ -23,8 +23,8 @@ from services.data.tiny import problems
 from tests.support.engines import engine_process
 from tests.support.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
-from trainer.api.evaluator import _vote
-from trainer.api.uncertainty import maj_at_k
+from trainer.evaluation.results import normalised_answer
+from trainer.evaluation.statistics import maj_at_k
 
 pytestmark = pytest.mark.integration
 
@@ -257,7 +257,7 @@ def test_a_busy_server_is_asked_again(test_data: list[Prompt], reward: MathRewar
 def test_a_server_that_does_not_answer_is_named(
     test_data: list[Prompt], monkeypatch: pytest.MonkeyPatch, reward: MathRewardFunction
 ) -> None:
-    monkeypatch.setattr("trainer.api.generators._FIRST_ANSWER_S", 0.5)
+    monkeypatch.setattr("trainer.evaluation.generators._FIRST_ANSWER_S", 0.5)
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(
         Unreachable,
@@ -405,7 +405,9 @@ def test_a_model_of_the_hub(
 )
 def test_answers_vote_by_their_numbers(answers: list[str], right: str, accuracy: float) -> None:
     assert (
-        maj_at_k([_vote(answer) for answer in answers], [digit == "1" for digit in right])
+        maj_at_k(
+            [normalised_answer(answer) for answer in answers], [digit == "1" for digit in right]
+        )
         == accuracy
     )
 

@@ -11,7 +11,7 @@ import pytest
 from common.errors import ConfigError
 from services.reward.functions.base import DetailedRewardFunction, Message, RewardFunction, Score
 from trainer import OnlineRLTrainer, TrainerConfig
-from trainer.api.evaluator import compare_evaluations
+from trainer.evaluation.results import compare_evaluations
 from trainer.observe.run_dir import read_lines
 
 pytestmark = pytest.mark.integration

@@ -12,7 +12,7 @@ from common.settings.algorithm import RECIPES
 from common.settings.sections import DataSection
 from tests.support.paths import ROOT
 from trainer.api.grpo import GRPOConfig, RLOOConfig
-from trainer.api.objects import of_optimizers, of_peft
+from trainer.api.objects import lora_settings, optimizer_settings
 from trainer.api.settings import TrainerConfig
 from trainer.api.trl import ARGUMENTS, LOSSES, TRAINER, table
 
@@ -291,7 +291,7 @@ def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
     given = LoraConfig(
         r=8, lora_alpha=16, lora_dropout=0.1, target_modules=targets, task_type="CAUSAL_LM"
     )
-    settings = of_peft(given)
+    settings = lora_settings(given)
     names = ["q_proj", "v_proj"]
     assert settings == {
         "lora.rank": 8,
@@ -300,7 +300,9 @@ def test_a_lora_config_becomes_the_settings_of_an_adapter() -> None:
         "lora.target_modules": names,
     }
     assert mapped(settings=settings).lora.rank == 8
-    stable = of_peft(LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear"))
+    stable = lora_settings(
+        LoraConfig(r=16, lora_alpha=8, use_rslora=True, target_modules="all-linear")
+    )
     assert (stable["lora.alpha"], stable["lora.target_modules"]) == (
         32,
         [],
@@ -325,14 +327,14 @@ def test_unsupported_adapters_are_refused(fields: dict[str, Any], named: str) ->
     from peft import LoraConfig
 
     with pytest.raises(ConfigError, match=rf"field: peft_config\.{named}"):
-        of_peft(LoraConfig(**{"target_modules": ["q_proj"]} | fields))
+        lora_settings(LoraConfig(**{"target_modules": ["q_proj"]} | fields))
 
 
 def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
     import torch
 
     weight = [torch.nn.Parameter(torch.zeros(1))]
-    found = of_optimizers(
+    found = optimizer_settings(
         (torch.optim.AdamW(weight, lr=3e-4, betas=(0.8, 0.9), weight_decay=0.5), None)
     )
     assert found == {
@@ -340,7 +342,7 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
         "weight_decay": 0.5,
         "settings": {"trainer.adam_betas": (0.8, 0.9)},
     }
-    assert of_optimizers((None, None)) == {}
+    assert optimizer_settings((None, None)) == {}
     schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.AdamW(weight), lambda step: 1.0)
     for optimizers, message in [
         ((torch.optim.SGD(weight), None), "supports only AdamW"),
@@ -348,7 +350,7 @@ def test_an_adamw_gives_its_settings_and_others_are_refused() -> None:
         ((None, schedule), "the learning rate is a function of the step"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            of_optimizers(optimizers)
+            optimizer_settings(optimizers)
 
 
 def test_the_table_of_verl_names_settings_that_exist() -> None:

@@ -21,6 +21,7 @@ from tests.support.reward_process import reward_server
 from tests.support.rollout_nodes import GROUP, Node, environment, names
 from tests.support.run_files import make_run
 from trainer.dashboard.health import Health
+from trainer.dashboard.live import LiveDashboard
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.publisher import WeightBoard, write_version
 
@@ -67,7 +68,8 @@ def running(run_dir: Path, base_model: Path, tmp_path: Path) -> Iterator[Group]:
         }
         topology = replace(Topology.from_env(environment(0, 1, tmp_path, model)), local_hosts=hosts)
         health = Health(config, topology, board.num_nodes, lambda: 30)
-        app = create_trainer_app(board, Metrics("ppo_trainer"), health=health)
+        dashboard = LiveDashboard(board.directory.parent, health)
+        app = create_trainer_app(board, Metrics("ppo_trainer"), dashboard)
         trainer = stack.enter_context(BackgroundServer(app, *topology.bind(TRAINER, 8004)))
         stack.callback(board.close)
         node = Node(0, 1, tmp_path, model)

@@ -26,8 +26,8 @@ from services.data.tiny import problems
 from tests.support.groups import known, off_policy_groups, prepared, with_algorithm
 from tests.support.paths import ROOT
 from trainer import ModelEvaluator, OnlineRLTrainer, RewardFunction, TrainerConfig, train_in_process
-from trainer.cli.export import export
 from trainer.observe.run_dir import read_lines
+from trainer.policy.export import export
 from trainer.policy.lora import adapter_tensors, merged_tensors
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference, score_batch

@@ -248,7 +248,9 @@ def test_its_own_defaults_have_the_lowest_precedence(tmp_path: Path) -> None:
     assert load([], {"BATCH_SIZE": "7"}, subset=SFT_SETTINGS).trainer.batch_size == 7
     (tmp_path / "own.yaml").write_text("trainer: {learning_rate: 3.0e-5}")
     assert (
-        load(["--config", str(tmp_path / "own.yaml")], {}, subset=SFT_SETTINGS).trainer.learning_rate
+        load(
+            ["--config", str(tmp_path / "own.yaml")], {}, subset=SFT_SETTINGS
+        ).trainer.learning_rate
         == 3e-5
     )
     assert load([], {}).trainer.learning_rate == 1e-6

@@ -21,7 +21,8 @@ def wilson_interval(successes: int, count: int) -> tuple[float, float]:
     """Returns the 95 % interval of a share (Wilson 1927, doi:10.1080/01621459.1927.10502953), wide
     even at 0 and 1.
     """
-    share, z2 = successes / count, Z95**2
+    share = successes / count
+    z2 = Z95**2
     centre = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = Z95 / (1 + z2 / count) * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -48,9 +49,10 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
-    first = [list(answers).index(answer) for answer, count in votes.items() if count == most]
-    return sum(correct[i] for i in first) / len(first)
+    most_votes = max(votes.values())
+    # Equal answers have equal verdicts: that of the first counts for each winner.
+    winners = [list(answers).index(answer) for answer, n in votes.items() if n == most_votes]
+    return sum(correct[i] for i in winners) / len(winners)
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class Lengths:
         """Returns the statistics of at least one answer."""
         median, p95 = np.quantile(tokens, [0.5, 0.95])
         return cls(
-            float(np.mean(tokens)),
-            float(median),
-            float(p95),
-            max(tokens),
-            sum(truncated) / len(truncated),
+            mean=float(np.mean(tokens)),
+            median=float(median),
+            p95=float(p95),
+            longest=max(tokens),
+            truncated=sum(truncated) / len(truncated),
         )
 
 
@@ -114,17 +116,25 @@ def paired_difference(
         raise ValueError("no problem was graded for both")
     gained = [i for i in graded if first[i] and not second[i]]
     lost = [i for i in graded if second[i] and not first[i]]
-    count, b, c = len(graded), len(gained), len(lost)
-    wide, up, down = count + 2, b + 0.5, c + 0.5
-    centre = (up - down) / wide
-    half = Z95 * math.sqrt(up + down - (up - down) ** 2 / wide) / wide
+    count = len(graded)
+    b = len(gained)
+    c = len(lost)
+
+    # Half an observation more in each of the four cells: two more problems in all.
+    adjusted_count = count + 2
+    adjusted_b = b + 0.5
+    adjusted_c = c + 0.5
+    centre = (adjusted_b - adjusted_c) / adjusted_count
+    variance = adjusted_b + adjusted_c - (adjusted_b - adjusted_c) ** 2 / adjusted_count
+    half = Z95 * math.sqrt(variance) / adjusted_count
+
     tail = sum(math.comb(b + c, i) for i in range(min(b, c) + 1)) / 2 ** (b + c)
     return PairedDifference(
-        (b - c) / count,
-        max(-1.0, centre - half),
-        min(1.0, centre + half),
-        min(1.0, 2 * tail),
-        gained,
-        lost,
-        count,
+        difference=(b - c) / count,
+        low=max(-1.0, centre - half),
+        high=min(1.0, centre + half),
+        p_value=min(1.0, 2 * tail),
+        gained=gained,
+        lost=lost,
+        num_samples=count,
     )

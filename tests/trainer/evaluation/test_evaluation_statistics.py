@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.api.uncertainty import (
+from trainer.evaluation.statistics import (
     Lengths,
     avg_at_k,
     maj_at_k,

@@ -9,36 +9,39 @@ from services.rollout.engine_client import engine_command
 from trainer.api.settings import OWN_SGLANG, TrainerConfig
 
 
-def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str]:
+def choose_engine(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str]:
     """Returns `embedded`, `sglang` or a list of URLs. Raises ConfigError when engine and settings
     conflict.
     """
     if engine != "sglang":
         for name in OWN_SGLANG:
-            if (setting := f"rollout.{name}") in config.settings:
-                value, remedy = (
-                    {setting: config.settings[setting]},
-                    "leave it out, or give engine='sglang'",
-                )
+            setting = f"rollout.{name}"
+            if setting in config.settings:
                 raise ConfigError(
                     "this setting needs an SGLang that the trainer starts",
                     field="settings",
-                    value=value,
-                    remedy=remedy,
+                    value={setting: config.settings[setting]},
+                    remedy="leave it out, or give engine='sglang'",
                 )
     if engine == "embedded":
         return "embedded"
     if engine == "sglang":
-        system = config.to_config(
-            config.problems_per_step, 0, config.output_dir or Path("outputs"), engine="sglang"
-        )
+        output_dir = config.output_dir or Path("outputs")
+        system = config.to_config(config.problems_per_step, 0, output_dir, engine="sglang")
         engine_command(system, Topology(), system.model.name, "0")
         return "sglang"
-    urls = [url.rstrip("/") for url in ([engine] if isinstance(engine, str) else engine)]
+
+    named = [engine] if isinstance(engine, str) else engine
+    urls = [url.rstrip("/") for url in named]
     for url in urls or [""]:
         if not url.startswith(("http://", "https://")):
-            remedy = "give embedded, sglang, or the URLs of SGLang servers that have the model, such as http://127.0.0.1:30000"
-            raise ConfigError("this is not an engine", field="engine", value=url, remedy=remedy)
+            raise ConfigError(
+                "this is not an engine",
+                field="engine",
+                value=url,
+                remedy="give embedded, sglang, or the URLs of SGLang servers that have the model, "
+                "such as http://127.0.0.1:30000",
+            )
         if urls.count(url) > 1:
             raise ConfigError(
                 "this server is named twice",
@@ -47,7 +50,11 @@ def chosen(engine: str | Sequence[str], config: TrainerConfig) -> str | list[str
                 remedy="name every server only once",
             )
     if config.settings.get("lora.rank") and config.settings.get("lora.publish") != "merged":
-        reason = "a server that this trainer did not start may not accept adapters"
-        remedy = "set settings={'lora.publish': 'merged'}: it then receives the whole model with the adapter merged"
-        raise ConfigError(reason, field="engine", value=urls[0], remedy=remedy)
+        raise ConfigError(
+            "a server that this trainer did not start may not accept adapters",
+            field="engine",
+            value=urls[0],
+            remedy="set settings={'lora.publish': 'merged'}: it then receives the whole model with "
+            "the adapter merged",
+        )
     return urls

@@ -43,7 +43,9 @@ class ChatGenerator:
     """
 
     def __init__(self, client: Client, model_id: str, settings: GenerationSettings) -> None:
-        self._client, self._model_id, self._settings = client, model_id, settings
+        self._client = client
+        self._model_id = model_id
+        self._settings = settings
 
     async def generate(
         self, prompt: Prompt, index: int, n: int, greedy: bool
@@ -55,50 +57,47 @@ class ChatGenerator:
 
     async def _one(self, prompt: Prompt, seed: int, greedy: bool) -> GeneratedAnswer:
         settings = self._settings
-        style, ends = (
-            settings.style,
-            {
-                _OPENAI_NAMES.get(name, name): value
-                for name, value in settings.sampling.stop_conditions().items()
-            },
-        )
+        style = settings.style
+        is_chat = style.chat is not False
         body: dict[str, Any] = {
             "model": self._model_id,
             "max_tokens": settings.max_new_tokens,
             "temperature": 0.0 if greedy else settings.temperature,
-            **ends,
         }
-        if further := settings.sampling.stop_token_ids:
-            body["stop_token_ids"] = list(further)
+        for name, value in settings.sampling.stop_conditions().items():
+            body[_OPENAI_NAMES.get(name, name)] = value
+        if settings.sampling.stop_token_ids:
+            body["stop_token_ids"] = list(settings.sampling.stop_token_ids)
         if not greedy:
-            body |= {"seed": seed, **settings.cuts}
-        if chat := style.chat is not False:
-            body["messages"] = conversation(
-                prompt, style.system_prompt, filled(style.template, prompt)
-            )
+            body["seed"] = seed
+            body.update(settings.cuts)
+
+        question = filled(style.template, prompt)
+        if is_chat:
+            path = "/v1/chat/completions"
+            body["messages"] = conversation(prompt, style.system_prompt, question)
             if style.chat_template_kwargs:
                 body["chat_template_kwargs"] = dict(style.chat_template_kwargs)
         else:
-            body["prompt"] = filled(style.template, prompt) + style.prefill
+            path = "/v1/completions"
+            body["prompt"] = question + style.prefill
+
         async with settings.slots:
-            path = "/v1/chat/completions" if chat else "/v1/completions"
             response = await self._client.request(
                 "POST", path, json=body, deadline_s=settings.timeout_s
             )
         try:
             content = response.json()
             (choice,) = content["choices"]
-            text, finish = (
-                choice["message"]["content"] if chat else style.prefill + choice["text"],
-                choice["finish_reason"],
-            )
+            text = choice["message"]["content"] if is_chat else style.prefill + choice["text"]
+            finish = choice["finish_reason"]
             tokens = (content.get("usage") or {}).get("completion_tokens")
         except (ValueError, KeyError, TypeError) as error:
             raise GenerationFailed(
-                f"this is not the answer of a {'chat ' * chat}completion: {error!r}",
+                f"this is not the answer of a {'chat ' * is_chat}completion: {error!r}",
                 value=response.text,
             ) from None
-        return finished(prompt, text, finish, tokens)
+        return finished(prompt, text, finish, tokens=tokens)
 
 
 @asynccontextmanager
@@ -113,21 +112,24 @@ async def local_generator(
     not load.
     """
     with tempfile.TemporaryDirectory(prefix="rlhf-math-") as temporary:
-        loaded, tokenizer = await asyncio.to_thread(
-            _load, section, Path(temporary), prompts, settings, device, dtype
-        )
+
+        def load() -> tuple[Model, Any]:
+            return _load(
+                section, Path(temporary), prompts, settings=settings, device=device, dtype=dtype
+            )
+
+        loaded, tokenizer = await asyncio.to_thread(load)
         engine = Engine(loaded, seed=settings.seed)
         app = make_app(engine)
-        prompter = Prompter(
-            tokenizer, settings.style, sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids})
-        )
+        stop_token_ids = sorted({*loaded.eos_ids, *settings.sampling.stop_token_ids})
+        prompter = Prompter(tokenizer, settings.style, stop_token_ids)
         async with (
             app.router.lifespan_context(app),
             RolloutClient(
                 "engine", "http://in-process", transport=httpx.ASGITransport(app)
             ) as client,
         ):
-            yield TokenGenerator(client, prompter, settings, loaded.max_context_tokens)
+            yield TokenGenerator(client, prompter, settings, context=loaded.max_context_tokens)
 
 
 def _load(
@@ -148,10 +150,12 @@ def _load(
     directory = Path(section.name)
     if not (directory / "config.json").is_file():
         loaded: Any = load_model(section)
-        loaded.save_pretrained(directory := temporary)
+        directory = temporary
+        loaded.save_pretrained(directory)
         prompter.tokenizer.save_pretrained(directory)
     quiet()
-    return Model(directory, longest + settings.max_new_tokens, device, dtype), prompter.tokenizer
+    model = Model(directory, longest + settings.max_new_tokens, device, dtype)
+    return model, prompter.tokenizer
 
 
 @asynccontextmanager
@@ -164,7 +168,7 @@ async def sglang_generator(
     )
     async with RolloutClient("the server", _root(url), headers=_bearer(api_key)) as client:
         await _ask(client, "/get_model_info")  # needs the key, unlike /health
-        yield TokenGenerator(client, prompter, settings, None)
+        yield TokenGenerator(client, prompter, settings, context=None)
 
 
 @asynccontextmanager
@@ -195,9 +199,11 @@ async def _ask(client: Client, path: str) -> httpx.Response | None:
     try:
         return await client.request("GET", path, deadline_s=_FIRST_ANSWER_S)
     except Unreachable as error:
-        remedy = "check that the server is ready, and that address and port are right"
         raise Unreachable(
-            error.message, field="model", value=client.base_url, remedy=remedy
+            error.message,
+            field="model",
+            value=client.base_url,
+            remedy="check that the server is ready, and that address and port are right",
         ) from None
     except ServiceError as error:
         if error.status in (401, 403):
@@ -213,11 +219,9 @@ def _only_model(listed: httpx.Response | None, url: str) -> str:
     except (ValueError, KeyError, TypeError):
         ids = []
     if len(ids) != 1:
+        message = "the server does not say which model it has"
+        if ids:
+            message = f"the server has the models {', '.join(ids)}"
         remedy = "name one of its models (model_id)"
-        message = (
-            f"the server has the models {', '.join(ids)}"
-            if ids
-            else "the server does not say which model it has"
-        )
         raise ConfigError(message, field="model_id", value=url, remedy=remedy)
     return ids[0]

@@ -1,0 +1,215 @@
+"""The figures of an evaluation, and the comparison of two."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import mean
+from typing import Any, TypedDict
+
+from common.clients.rollout import GenerationFailed
+from common.errors import ConfigError
+from common.wire.schemas import Prompt, RewardResult
+from services.reward.answers.exact import quantity
+from services.reward.answers.extract import extract_answer
+from services.reward.answers.notation import texts_of, tokens
+from trainer.evaluation.statistics import (
+    Lengths,
+    PairedDifference,
+    avg_at_k,
+    maj_at_k,
+    paired_difference,
+    standard_error,
+    wilson_interval,
+)
+from trainer.rollouts.evaluation import GeneratedAnswer, pass_at_k
+
+GradedAnswer = tuple[GeneratedAnswer, RewardResult]
+
+
+class EvaluationResults(TypedDict):
+    """Result of `ModelEvaluator.evaluate`, ready for JSON. Lists are in the order of the data
+    set.
+    """
+
+    model: str
+    accuracy: float | None
+    """Share of right answers among the graded greedy ones. None, like all figures that count right
+    answers, if a reward is not a verdict: no function verified the answer, and the reward is
+    neither 0 nor 1."""
+    standard_error: float | None
+    """Standard error of the accuracy."""
+    confidence_interval: tuple[float, float] | None
+    """95 % interval of the accuracy."""
+    num_samples: int
+    """Number of problems."""
+    num_ungraded: int
+    """Answers that could not be graded (the grader timed out); excluded from every figure."""
+    mean_reward: float
+    lengths: dict[str, float] | None
+    """Lengths of the greedy answers in tokens (`Lengths`); None when the server does not report
+    them."""
+    k: int
+    pass_at_k: float | None
+    """Probability that one of k sampled answers is right; this and the next three are None for k =
+    1."""
+    avg_at_k: float | None
+    """Mean accuracy of the k sampled answers."""
+    maj_at_k: float | None
+    """Accuracy of the majority vote over k samples."""
+    pass_at: dict[int, float] | None
+    """pass@1, pass@2, pass@4, … up to k."""
+    prompts: list[str]
+    prompt_ids: list[str]
+    ground_truths: list[str]
+    responses: list[str]
+    """Greedy answers."""
+    extracted_answers: list[str | None]
+    rewards: list[float | None]
+    """Rewards of the greedy answers; None for one that could not be graded."""
+    correct: list[bool | None]
+    samples: list[list[dict[str, Any]]]
+    """The k sampled answers to each problem: `response`, `reward`, `correct`."""
+
+
+def results_of(
+    model: str, prompts: Sequence[Prompt], answers: Sequence[Sequence[GradedAnswer]], k: int
+) -> EvaluationResults:
+    """Returns the figures of an evaluation.
+
+    Args:
+        model: name of the model, for the results.
+        prompts: [problems]
+        answers: [problems][1 or 1 + k] the greedy answer to each problem, then its k samples.
+        k: samples of each problem; 1 when only the greedy answers were generated.
+
+    Raises GenerationFailed when no greedy answer could be graded.
+    """
+    greedy = [of_problem[0] for of_problem in answers]
+    everything = [each for of_problem in answers for each in of_problem]
+    graded = [result for _, result in greedy if result.reward is not None]
+    if not graded:
+        first = greedy[0][1]
+        raise GenerationFailed(
+            f"no answer could be graded; the first: {first.reason or first.status}",
+            field="prompt_id",
+            value=prompts[0].id,
+            remedy="check the reward functions; the log above may say more",
+            code="not_graded",
+        )
+
+    verified = all(result.verified for _, result in everything if result.reward is not None)
+    right = sum(result.correct for result in graded)
+    accuracy = right / len(graded)
+    results = EvaluationResults(
+        model=model,
+        accuracy=accuracy if verified else None,
+        standard_error=standard_error(accuracy, len(graded)) if verified else None,
+        confidence_interval=wilson_interval(right, len(graded)) if verified else None,
+        num_samples=len(prompts),
+        num_ungraded=sum(result.reward is None for _, result in everything),
+        mean_reward=mean(result.reward for result in graded if result.reward is not None),
+        lengths=_lengths(greedy),
+        k=k,
+        pass_at_k=None,
+        avg_at_k=None,
+        maj_at_k=None,
+        pass_at=None,
+        prompts=[],
+        prompt_ids=[],
+        ground_truths=[],
+        responses=[],
+        extracted_answers=[],
+        rewards=[],
+        correct=[],
+        samples=[],
+    )
+    for prompt, (answer, result) in zip(prompts, greedy, strict=True):
+        results["prompts"].append(prompt.prompt)
+        results["prompt_ids"].append(prompt.id)
+        results["ground_truths"].append(prompt.ground_truth)
+        results["responses"].append(answer.text)
+        results["extracted_answers"].append(result.extracted_answer)
+        results["rewards"].append(result.reward)
+        results["correct"].append(_verdict(result))
+    for of_problem in answers:
+        results["samples"].append([_sample(*sampled) for sampled in of_problem[1:]])
+
+    if verified:
+        _add_figures_at_k(results, answers)
+    return results
+
+
+def _add_figures_at_k(
+    results: EvaluationResults, answers: Sequence[Sequence[GradedAnswer]]
+) -> None:
+    """Sets the figures of the samples, from the problems of which every sample was graded."""
+    k = results["k"]
+    verdicts: list[list[bool]] = []
+    majorities: list[float] = []
+    for of_problem in answers:
+        sampled = of_problem[1:]
+        if not sampled or any(result.reward is None for _, result in sampled):
+            continue
+        correct = [result.correct for _, result in sampled]
+        votes = [normalised_answer(answer.text) for answer, _ in sampled]
+        verdicts.append(correct)
+        majorities.append(maj_at_k(votes, correct))
+    if not verdicts:
+        return
+
+    def mean_pass_at(tries: int) -> float:
+        return mean(pass_at_k(k, sum(correct), tries) for correct in verdicts)
+
+    powers_of_two = {1 << power for power in range(k.bit_length())}
+    results["pass_at_k"] = mean_pass_at(k)
+    results["avg_at_k"] = mean(map(avg_at_k, verdicts))
+    results["maj_at_k"] = mean(majorities)
+    results["pass_at"] = {tries: mean_pass_at(tries) for tries in sorted({k, *powers_of_two})}
+
+
+def _lengths(greedy: Sequence[GradedAnswer]) -> dict[str, float] | None:
+    known = [answer.tokens for answer, _ in greedy if answer.tokens is not None]
+    if len(known) < len(greedy):
+        return None
+    truncated = [answer.finish_reason == "length" for answer, _ in greedy]
+    return asdict(Lengths.of(known, truncated))
+
+
+def _sample(answer: GeneratedAnswer, result: RewardResult) -> dict[str, Any]:
+    return {"response": answer.text, "reward": result.reward, "correct": _verdict(result)}
+
+
+def _verdict(result: RewardResult) -> bool | None:
+    return result.correct if result.verified and result.reward is not None else None
+
+
+def normalised_answer(text: str) -> str | None:
+    """Returns a response's normalised answer for a majority vote: 1,080 equals $1080, and x+1
+    equals x + 1. None without an answer.
+    """
+    answer = extract_answer(text)
+    if answer is None:
+        return None
+    number = quantity(answer)
+    return str(number[0]) if number else " ".join(texts_of(tokens(answer)))
+
+
+def compare_evaluations(first: EvaluationResults, second: EvaluationResults) -> PairedDifference:
+    """Compares the accuracy of `first` with that of `second`, problem by problem.
+
+    Raises ConfigError when they are not about the same problems, or one has no accuracy.
+    """
+    for name, results in (("first", first), ("second", second)):
+        if results["accuracy"] is None:
+            raise ConfigError(
+                "its rewards do not tell whether an answer is right",
+                field=name,
+                value=results["model"],
+                remedy="evaluate with a reward that verifies answers",
+            )
+    if first["prompts"] != second["prompts"]:
+        raise ConfigError(
+            "the two evaluations have different problems",
+            field="second",
+            remedy="use the same data set for both",
+        )
+    return paired_difference(first["correct"], second["correct"])

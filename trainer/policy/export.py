@@ -1,0 +1,61 @@
+"""A checkpoint as a plain Hugging Face directory; a LoRA adapter is merged into its model."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError
+from common.models.hub import check_model
+from common.process.imports import heavy_imports
+from common.process.storage import make_directory
+
+DTYPES = ("float32", "bfloat16", "float16")
+"""Types in which weights can be written."""
+
+
+def export(
+    checkpoint: Path, out: Path, dtype: str = "float32", trust_remote_code: bool = False
+) -> Path:
+    """Writes the model of `checkpoint` and its tokenizer to `out`, atomically, and returns that
+    path.
+
+    Args:
+        checkpoint: directory of a model or of a LoRA adapter, which is merged into its model.
+        out: directory that does not exist yet.
+        dtype: type of the written weights, one of `DTYPES`.
+        trust_remote_code: run Python code that comes with the model.
+
+    Raises ConfigError when `out` exists or the checkpoint cannot be loaded.
+    """
+    if out.exists():
+        raise ConfigError(
+            "this directory already exists",
+            field="OUT",
+            value=str(out),
+            remedy="name a directory that does not exist yet",
+        )
+    if not checkpoint.is_dir():
+        raise ConfigError(
+            "there is no such directory",
+            field="CHECKPOINT",
+            value=str(checkpoint),
+            remedy="name a checkpoint",
+        )
+    check_model(str(checkpoint), "CHECKPOINT")
+    make_directory(out.parent, "OUT")
+    with heavy_imports():
+        import torch
+
+        from common.settings.sections import ModelSection
+        from trainer.policy.scorer import load_model, load_tokenizer
+
+    section = ModelSection(name=str(checkpoint), trust_remote_code=trust_remote_code)
+    weights_type = getattr(torch, dtype)
+    model: Any = load_model(section).to(weights_type)
+
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    load_tokenizer(section).save_pretrained(partial)
+    partial.rename(out)
+    return out
