@@ -96,7 +96,7 @@ def role(process: Process) -> str:
     elif "-m" in words[:4] and "-S" not in words:
         name = words[words.index("-m") + 1].removeprefix("services.")
     else:
-        name = "starter" if "-S" in words else "torchrun"
+        name = "starter" if "-S" in words else Path(words[0]).name
     return f"{process.node} {name}"
 
 

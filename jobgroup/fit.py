@@ -26,6 +26,7 @@ _PROGRAMS = {
     "services.critic": CRITIC,
     "services.environment": ENVIRONMENT,
     "trainer": TRAINER,
+    "trainer.launch": TRAINER,
 }
 """The task of each program."""
 _KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}

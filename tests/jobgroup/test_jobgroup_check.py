@@ -70,7 +70,7 @@ GPUS = "accelerators: {H100: %d, H200: %d, B200: %d, A100-80GB: %d}"
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
 RUN_DATA, RUN_TRAINER = (
     "run: exec .venv/bin/python -m services.data",
-    "run: exec .venv/bin/python -m common.process.topology torchrun",
+    "run: exec .venv/bin/python -m trainer.launch",
 )
 SETUP = "setup: bash jobgroup/setup.sh services"
 SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"

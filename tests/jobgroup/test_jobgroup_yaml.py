@@ -17,6 +17,7 @@ from common.settings.sources import SHORT_NAMES
 from jobgroup import scrape, spec
 from jobgroup.local.places import choose, share_gpus
 from tests.support.paths import ROOT
+from trainer.launch import torchrun_arguments
 
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]
@@ -84,7 +85,10 @@ def test_every_command_starts_a_module_that_exists(group: spec.JobGroup) -> None
         assert len(task.run.strip().splitlines()) == 1
         module = task.run.split()[-1]
         assert task.run.startswith("exec .venv/bin/python -m ")
-        assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+        found = importlib.util.find_spec(module)
+        assert found is not None, module
+        is_package = found.submodule_search_locations is not None
+        assert not is_package or importlib.util.find_spec(f"{module}.__main__"), module
 
 
 def test_an_env_from_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +140,7 @@ def test_trap_every_trainer_node_trains(
     trainer = group.task("ppo-trainer", "")
     assert trainer.num_nodes == 2
     # The command does not depend on the rank.
-    assert trainer.run == "exec .venv/bin/python -m common.process.topology torchrun -m trainer"
+    assert trainer.run == "exec .venv/bin/python -m trainer.launch"
     commands = []
     for rank in (0, 1):
         env = {
@@ -144,7 +148,7 @@ def test_trap_every_trainer_node_trains(
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         }
-        command = topology.Topology.from_env(env).torchrun(["-m", "trainer"])
+        command = torchrun_arguments(topology.Topology.from_env(env), ["-m", "trainer"])
         place = command.index("--node-rank")
         assert command[place + 1] == str(rank)
         commands.append(command[:place] + command[place + 2 :])
