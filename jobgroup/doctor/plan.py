@@ -99,7 +99,7 @@ class Plan:
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The config.json of every model that could be read; `hub.check_model` fills it."""
+    """The config.json of every model that could be read; `availability.check_model` fills it."""
 
     def job(self, name: str) -> PlannedTask | None:
         return next((job for job in self.here if job.name == name), None)

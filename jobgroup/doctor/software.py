@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.process.security import TOKEN, token
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
-from jobgroup.doctor.hub import Hub
+from jobgroup.doctor.availability import Hub
 from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect
 from services.rollout.engine_client import toolkit_env

@@ -16,7 +16,7 @@ import psutil
 from common.errors import ConfigError
 from common.models.memory import ModelShape
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, ROLLOUT, TRAINER
-from jobgroup.doctor.hub import Hub, models
+from jobgroup.doctor.availability import Hub, models
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect, fits, gb
 

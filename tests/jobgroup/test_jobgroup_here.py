@@ -24,7 +24,7 @@ IMAGE = "resources: {infra: kubernetes, image_id: 'docker:some/image:1', acceler
 
 def _gpus(tmp_path: Path, resources: str) -> int:
     path = write_group(tmp_path, {"main": f"resources: {resources}\n"}, {})
-    return spec.load(path, {}, {}, {}).tasks[0].gpus
+    return spec.load(path).tasks[0].gpus
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_variable_for_a_volume_is_known(tmp_path: Path) -> None:
         "B": "7",
     }
     path = write_group(tmp_path, {"main": VOLUMES}, env)
-    task = spec.load(path, {}, {}, {}).tasks[0]
+    task = spec.load(path).tasks[0]
     assert task.on_volumes == ("STATE_DIR", "HF_HOME")
     assert dict(task.without_volumes().env) == {"RUN_DIR": "/database/run", "A": "data/b", "B": "7"}
-    given = spec.load(path, {"STATE_DIR": "/data/second"}, {}, {}).tasks[0]
+    given = spec.load(path, {"STATE_DIR": "/data/second"}).tasks[0]
     assert given.on_volumes == ("HF_HOME",)
     assert given.without_volumes().env["STATE_DIR"] == "/data/second"
 

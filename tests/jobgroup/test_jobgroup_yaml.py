@@ -29,7 +29,7 @@ ON_GPUS = [path for path in GROUPS if path.stem != "rlhf-math-cpu-jobgroup"]
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> spec.JobGroup:
     monkeypatch.chdir(ROOT)
-    return spec.load(PATH, {}, {}, {})
+    return spec.load(PATH)
 
 
 def _commands(group: spec.JobGroup) -> str:
@@ -60,7 +60,7 @@ def test_a_packaged_configuration_is_found_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"}, {}, {})
+    group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"})
     assert "scrape_configs" in scrape.configuration(group, {}, None)
     (tmp_path / "own.yaml").write_text("data: {port: 9000}\n")
     monkeypatch.chdir(ROOT)
@@ -117,7 +117,7 @@ def test_a_setting_is_in_every_task_or_in_the_settings_file(
     """A variable reaches only the task that names it: what describes the run is a file, named once
     in each task."""
     monkeypatch.chdir(ROOT)
-    tasks = spec.load(path, {}, {}, {}).tasks
+    tasks = spec.load(path).tasks
     for task in tasks:
         names = {
             name
@@ -191,7 +191,7 @@ def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(path, {}, {}, {})
+    group = spec.load(path)
     mounting: dict[str, list[spec.Task]] = {}
     for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         task = group.task(document["name"], "")
@@ -227,8 +227,8 @@ def test_the_volumes_can_be_left_out(
     with without.open("w") as file:
         subprocess.run(["sed", "/# volume$/d", str(path)], stdout=file, check=True)
     assert "volumes:" not in without.read_text()
-    tasks = spec.load(without, {}, {}, {}).tasks
-    with_volumes = [task.without_volumes() for task in spec.load(path, {}, {}, {}).tasks]
+    tasks = spec.load(without).tasks
+    with_volumes = [task.without_volumes() for task in spec.load(path).tasks]
     assert [(task.run, dict(task.env)) for task in tasks] == [
         (task.run, dict(task.env)) for task in with_volumes
     ]
