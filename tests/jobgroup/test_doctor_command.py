@@ -189,7 +189,7 @@ def test_no_secret_is_ever_printed(
 
 
 def test_without_a_yaml_the_demo_is_checked() -> None:
-    plan = make(None, {}, {"PATH": os.environ["PATH"]}, None)
+    plan = make(None, {}, {"PATH": os.environ["PATH"]})
     assert (plan.problems, plan.demo, plan.group) == ([], True, "rlhf-math")
     assert [job.name for job in plan.here] == [
         "data-server",

@@ -79,12 +79,14 @@ def test_a_local_run_needs_no_volume_and_no_image(
 
 def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_path: Path) -> None:
     path = write_group(tmp_path, {"data-server": f"{VOLUMES}{IMAGE}"}, {"STATE_DIR": "/data/state"})
-    assert make(path, {}, {}, None).jobs[0].config.state_dir == Config().state_dir
-    assert make(path, {}, {}, None, cluster=True).jobs[0].config.state_dir == Path("/data/state")
+    assert make(path, {}, {}).jobs[0].config.state_dir == Config().state_dir
+    assert make(path, {}, {}, cluster=True).jobs[0].config.state_dir == Path("/data/state")
     pod = {"SKYPILOT_JOBGROUP_NAME": "small"}
-    assert make(path, {}, pod, None).jobs[0].config.state_dir == Path("/data/state")
+    assert make(path, {}, pod).jobs[0].config.state_dir == Path("/data/state")
     local = pod | {"JOBGROUP_HOSTS": "data-server-0.small=127.0.0.1:0"}
-    assert make(path, {}, local, "data-server").jobs[0].config.state_dir == Path("runs/small/state")
+    assert make(path, {}, local, task="data-server").jobs[0].config.state_dir == Path(
+        "runs/small/state"
+    )
 
 
 @pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
@@ -93,7 +95,7 @@ def test_the_volumes_have_room_for_what_the_doctor_expects(
 ) -> None:
     monkeypatch.chdir(ROOT)
     path = ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
-    plan = make(path, {}, {}, None, cluster=True)
+    plan = make(path, {}, {}, cluster=True)
     plan.shapes = dict.fromkeys(
         {job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B
     )
