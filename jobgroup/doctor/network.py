@@ -32,7 +32,7 @@ _ROLLOUT_PORTS: tuple[str, ...] = (
     "rollout.router_metrics_port",
 )
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""Like a node of a local run (`jobgroup/local/places.py`): on Linux no other server listens on this
+"""Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on this
 address only."""
 
 

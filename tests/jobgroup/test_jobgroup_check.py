@@ -15,7 +15,7 @@ from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
 from jobgroup.check import shell_faults
-from jobgroup.local.places import share_gpus
+from jobgroup.local.placement import share_gpus
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 

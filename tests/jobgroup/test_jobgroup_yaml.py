@@ -15,7 +15,7 @@ from common.process import topology
 from common.settings.config import Config
 from common.settings.sources import SHORT_NAMES
 from jobgroup import scrape, spec
-from jobgroup.local.places import choose, share_gpus
+from jobgroup.local.placement import choose_addresses, share_gpus
 from tests.support.paths import ROOT
 from trainer.launch import torchrun_arguments
 
@@ -235,7 +235,7 @@ def test_the_volumes_can_be_left_out(
 
 
 def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobGroup) -> None:
-    places = choose(group)
+    places = choose_addresses(group)
     with places.lock:
         assert len({(host.address, host.port_shift) for host in places.hosts.values()}) == 7
         assert set(topology.parse_hosts(places.text())) == set(places.hosts)
