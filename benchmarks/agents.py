@@ -11,7 +11,6 @@ flight to keep it busy, relative to episodes without tools.
 Server and engine are separate processes; the engine computes nothing.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,6 +23,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
+from benchmarks.command import command_parser
 from benchmarks.processes import free_port, processes
 from common.clients.environment import EnvironmentClient
 from common.clients.rollout import RolloutClient
@@ -254,7 +254,7 @@ async def tools() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the named parts, or all of them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser("agents", __doc__)
     parser.add_argument("parts", nargs="*", help="calls, tools")
     parser.add_argument("--serve", nargs=3)
     parser.add_argument("--engine", nargs=2)

@@ -25,6 +25,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from benchmarks.command import command_parser
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
@@ -233,9 +234,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("collector", __doc__)
     parser.add_argument(
         "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
     )

@@ -8,7 +8,6 @@ token by token. `requestAnimationFrame` counts the frames while Chromium's own g
 per second is the maximum. Needs Debian's `chromium` and `chromium-driver`; uses no GPU.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import command_parser
 from benchmarks.groups import write_lines
 from common.wire.schemas import Completion, Group
 from tests.support.browser import Page, chromium
@@ -140,9 +140,7 @@ def frames(page: Page, url: str, view: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0]
-    )
+    parser = command_parser("dashboard", __doc__)
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument(
         "--rounds", type=int, default=3, help="rounds of the first list; the median counts"

@@ -6,7 +6,6 @@ which compress badly. Measures the seconds that the step waits, the background t
 bytes. Then fills an index of 100,000 groups, queries it, and queries it again after one more step.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from benchmarks.command import command_parser
 from benchmarks.replay import make_groups
 from trainer.dashboard.group_index import GroupIndex, Query
 from trainer.observe.group_files import (
@@ -153,9 +153,7 @@ def searching(directory: Path, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.groups", description=__doc__.split("\n\n")[0]
-    )
+    parser = command_parser("groups", __doc__)
     parser.add_argument(
         "--rounds", type=int, default=9, help="rounds of every measurement; the median counts"
     )

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.command import command_parser
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients.base import Client
 from common.clients.data import DataClient
@@ -337,9 +338,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("overlap", __doc__)
     parser.add_argument(
         "--seconds",
         type=float,

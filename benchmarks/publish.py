@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.command import command_parser
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.process.topology import Topology
@@ -330,7 +331,7 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("publish", __doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
     parser.add_argument(
         "--changed", type=float, default=0.025, help="share of the weights that a delta changes"

@@ -17,7 +17,6 @@ MODEL is a directory with a `config.json`. Any settings of a run may follow the 
 import json
 import sys
 import weakref
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.command import command_parser
 from benchmarks.update import GROUPS, full_groups
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
@@ -384,11 +384,7 @@ def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
 
 
 def main() -> None:
-    summary, *details = (__doc__ or "").split("\n\n")
-    parser = ArgumentParser(
-        "python -m benchmarks.rehearsal", description=summary, epilog="\n\n".join(details)
-    )
-    parser.formatter_class = RawDescriptionHelpFormatter
+    parser = command_parser("rehearsal", __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)"

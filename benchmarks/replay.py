@@ -8,7 +8,6 @@ measures each call on stores of `--sizes` groups of 8 answers, in this process, 
 index as the service does. `--rounds 0` skips the requests.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
+from benchmarks.command import command_parser
 from benchmarks.processes import free_port, processes
 from common.clients.replay import ReplayClient
 from common.settings.sections import ReplaySection
@@ -205,7 +205,7 @@ def over_sockets(rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("replay", __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--sizes",

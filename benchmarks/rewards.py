@@ -7,7 +7,6 @@ documentation. The cases are generated GSM8K-like responses, half of them wrong;
 the tests; and real solutions of GSM8K and MATH-500 if the files are available.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from math_verify import parse, verify
 
+from benchmarks.command import command_parser
 from benchmarks.processes import ROOT
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
@@ -128,9 +128,7 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
 
 def main() -> None:
     """Prints the comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("rewards", __doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()

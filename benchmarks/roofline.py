@@ -15,7 +15,6 @@ parameter and token (the head for completion tokens only), and the attention.
 This is a prediction; nothing ran on a GPU.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.command import command_parser
 from benchmarks.rehearsal import PEAK, Cost
 from benchmarks.update import SHAPES
 from common.settings.sections import TrainerSection
@@ -337,9 +337,7 @@ def variants(sharded: bool) -> list[Variant]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("roofline", __doc__)
     parser.add_argument(
         "--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch"
     )

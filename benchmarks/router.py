@@ -31,6 +31,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from benchmarks.command import command_parser
 from benchmarks.engine import build
 from benchmarks.processes import free_port, processes
 from common.clients.rollout import RolloutClient
@@ -290,9 +291,7 @@ async def main(parts: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("router", __doc__)
     parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all if none is named")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)

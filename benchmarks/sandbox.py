@@ -6,7 +6,6 @@ Python process.
 Each program reads two numbers and prints their sum; every verdict is checked.
 """
 
-import argparse
 import logging
 import os
 import statistics
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks.command import command_parser
 from common.errors import ConfigError
 from services.sandbox.cases import Case, parse_cases
 from services.sandbox.run import Limits, Sandbox
@@ -45,9 +45,7 @@ def measured(run: Callable[[int], bool], programs: int, at_once: int) -> tuple[f
 
 def main() -> None:
     """Prints a row for each number of slots and of cases."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("sandbox", __doc__)
     parser.add_argument("--programs", type=int, default=100)
     programs = parser.parse_args().programs
     logging.disable(logging.INFO)

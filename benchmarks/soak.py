@@ -7,7 +7,6 @@ lines are fitted. The exit status is 1 if anything grows beyond its bound. Files
 (a line per step, checkpoints, logs) are shown with their rate.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.command import command_parser
 from tests.chaos.group import ROOT, Group
 from tests.chaos.targets import Process
 
@@ -200,7 +200,7 @@ def report(samples: Samples, since: float, console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
+    parser = command_parser("soak", __doc__)
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="duration, counted from the first step"
     )

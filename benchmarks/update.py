@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from benchmarks.command import command_parser
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from common.errors import ConfigError
 from common.settings.config import Config, fail, load
@@ -395,14 +396,7 @@ def trl_seconds(case: Case, directory: Path) -> float:
 
 
 def main() -> None:
-    head, *details = (__doc__ or "").split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.update",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("update", __doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument(
         "--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"]

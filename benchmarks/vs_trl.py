@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.command import command_parser
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.vs_trl_learning import job
 from common.errors import ConfigError
@@ -224,14 +225,7 @@ def report(runs: dict[str, list[Run]], cores: int, console: Console) -> None:
 
 
 def main() -> None:
-    head, *details = (__doc__ or "").split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps per run (default 20)")
     parser.add_argument(

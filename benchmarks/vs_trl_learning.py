@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import command_parser
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.trl_side import Job, grade
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
@@ -296,14 +297,7 @@ def _distance(one: Path, other: Path) -> float:
 
 
 def main() -> None:
-    head, *details = __doc__.split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_learning",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl_learning", __doc__)
     parser.add_argument(
         "--seeds",
         type=int,

@@ -9,7 +9,6 @@ on the completions that this trainer trained on right after each checkpoint of a
 with the settings TRL gives it.
 """
 
-import argparse
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import command_parser
 from benchmarks.vs_trl_learning import padded, recorded, settings
 from common.settings.config import Config
 from common.wire.schemas import Group
@@ -70,14 +70,7 @@ def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[lis
 
 
 def main() -> None:
-    head, *details = __doc__.split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_sampling",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl_sampling", __doc__)
     parser.add_argument("runs", type=Path, help="the --out directory of vs_trl_learning")
     parser.add_argument(
         "--seeds", type=int, default=5, help="number of runs, from seed 0 (default 5)"
