@@ -65,18 +65,17 @@ def main() -> None:
             def run(_: int, sandbox: Sandbox = sandbox, cases: list[Case] = cases) -> bool:
                 return all(result.status == "passed" for result in sandbox.run(SOURCE, cases))
 
-            report(f"sandbox, {slots} slots, {count} cases", count, *measured(run, programs, slots))
+            rate, latencies = measured(run, programs, slots)
+            report(f"sandbox, {slots} slots, {count} cases", count, rate, latencies=latencies)
         case = parse_cases([{"input": "3 4", "output": "7"}])[0]
-        report(
-            f"bare Python, {slots} at once",
-            1,
-            *measured(lambda _, case=case: bare(case), programs, slots),  # type: ignore[misc]
-        )
+        rate, latencies = measured(lambda _, case=case: bare(case), programs, slots)  # type: ignore[misc]
+        report(f"bare Python, {slots} at once", 1, rate, latencies=latencies)
 
 
-def report(name: str, cases: int, rate: float, latencies: list[float]) -> None:
+def report(name: str, cases: int, rate: float, *, latencies: list[float]) -> None:
     """Prints a row."""
-    p50, p99 = statistics.median(latencies), sorted(latencies)[int(len(latencies) * 0.99) - 1]
+    p50 = statistics.median(latencies)
+    p99 = sorted(latencies)[int(len(latencies) * 0.99) - 1]
     print(f"{name:32}{rate:12,.1f}{rate * cases:10,.1f}{1000 * p50:9.1f}{1000 * p99:9.1f}")
 
 
