@@ -9,6 +9,7 @@ on the completions that this trainer trained on right after each checkpoint of a
 with the settings TRL gives it.
 """
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -86,23 +87,19 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sums: dict[str, list[Tensor]] = {"ours": [], "generate, as TRL calls it": []}
-    points = [
-        (seed, step)
-        for seed in range(options.seeds)
-        for step in range(0, options.steps, options.every)
-    ]
+    steps = range(0, options.steps, options.every)
+    points = list(itertools.product(range(options.seeds), steps))
     for seed, step in track(points, description="scoring"):
         place = options.runs / f"ours-{seed}"
-        config = settings(place, seed, options.steps, options.every, "")
+        config = settings(place, seed, steps=options.steps, every=options.every)
         path = place / "checkpoints" / f"step_{step:06d}" if step else config.model.name
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         start = step * config.trainer.batch_size
         groups = recorded(config)[start : start + config.trainer.batch_size]
-        own = [
-            (group.prompt_token_ids.tolist(), c.token_ids.tolist())
-            for group in groups
-            for c in group.completions
-        ]
+        own = []
+        for group in groups:
+            prompt = group.prompt_token_ids.tolist()
+            own += [(prompt, completion.token_ids.tolist()) for completion in group.completions]
         for label, pairs in zip(sums, (own, generated(model, config, groups)), strict=True):
             sums[label].append(surplus(model, pairs))
     for label, parts in sums.items():
@@ -110,7 +107,8 @@ def main() -> None:
         error = float(values.std()) / math.sqrt(len(values))
         mean = float(values.mean())
         Console().print(
-            f"{label}: {mean:+.5f} ± {error:.5f} nats a completion, z {mean / error:+.2f} ({len(values)} completions)"
+            f"{label}: {mean:+.5f} ± {error:.5f} nats a completion, "
+            f"z {mean / error:+.2f} ({len(values)} completions)"
         )
 
 
