@@ -11,7 +11,6 @@ flight to keep it busy, relative to episodes without tools.
 Server and engine are separate processes; the engine computes nothing.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -24,6 +23,7 @@ import aiohttp
 import psutil
 from aiohttp import web
 
+from benchmarks.command import command_parser
 from benchmarks.processes import free_port, processes
 from common.clients.environment import EnvironmentClient
 from common.clients.rollout import RolloutClient
@@ -36,8 +36,14 @@ from services.environment.template import Template
 from services.http.app import serve
 from tests.support.trap_models import letters, trap_tokenizer
 
-SESSIONS, TURNS, ANSWER_TOKENS, TURN_S = 256, 8, 128, 2.0
-SLOTS, TOOL_S, FLIGHT, WINDOW_S = 32, (1.0, 30.0), 512, 90.0
+SESSIONS = 256
+TURNS = 8
+ANSWER_TOKENS = 128
+TURN_S = 2.0
+SLOTS = 32
+TOOL_S = (1.0, 30.0)
+IN_FLIGHT = 512
+WINDOW_S = 90.0
 _CALL = '<tool_call>\n{"name": "look", "arguments": {"what": "a"}}\n</tool_call>'
 
 
@@ -75,13 +81,12 @@ def serve_environment(name: str, port: int, engine: int) -> None:
     """Serves one of these environments; `engine` is the engine's port."""
     tokenizer = trap_tokenizer()
     stop = tokenizer.eos_token_id
-    router, metrics = (
-        RolloutClient("rollout-server", f"http://127.0.0.1:{engine}"),
-        Metrics("environment-server"),
-    )
+    router = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}")
+    metrics = Metrics("environment-server")
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
     service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
-    task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
+    task = EpisodeTask(env=section.name)
+    sampling = EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
     for i in range(SESSIONS):  # of programs that others started
         request = EpisodeRequest(
             request_id="r", task=task, sampling=sampling, limits=EpisodeLimits(turns=TURNS)
@@ -131,14 +136,18 @@ def serve_engine(port: int, tools: bool) -> None:
 @asynccontextmanager
 async def serving(environment: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
     """Starts both processes and yields the URLs of server and engine, and the server's process."""
-    port, engine = free_port(), free_port()
-    urls = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{engine}"
+    port = free_port()
+    engine = free_port()
+    url = f"http://127.0.0.1:{port}"
+    engine_url = f"http://127.0.0.1:{engine}"
+    with_tools = int(environment == "Slow")
+    this = ["-m", "benchmarks.agents"]
     commands = [
-        ["-m", "benchmarks.agents", "--serve", environment, str(port), str(engine)],
-        ["-m", "benchmarks.agents", "--engine", str(engine), str(int(environment == "Slow"))],
+        [*this, "--serve", environment, str(port), str(engine)],
+        [*this, "--engine", str(engine), str(with_tools)],
     ]
-    with processes(commands, urls) as (server, _):
-        yield *urls, psutil.Process(server.pid)
+    with processes(commands, [url, engine_url]) as (server, _):
+        yield url, engine_url, psutil.Process(server.pid)
 
 
 def cpu(process: psutil.Process) -> float:
@@ -245,22 +254,25 @@ async def rate(environment: str, flight: int) -> float:
 
 async def tools() -> None:
     """Prints the ratio of the engine's throughput with and without slow tools."""
-    without, slow = SLOTS / TURN_S, await rate("Slow", FLIGHT)
+    without = SLOTS / TURN_S
+    slow = await rate("Slow", IN_FLIGHT)
     print(
-        f"tools of {TOOL_S[0]:g} to {TOOL_S[1]:g} s, {FLIGHT} episodes in flight: {slow:.1f} turns a second of an engine that"
+        f"tools of {TOOL_S[0]:g} to {TOOL_S[1]:g} s, {IN_FLIGHT} episodes in flight: "
+        f"{slow:.1f} turns a second of an engine that"
     )
     print(f"  makes {without:.1f} at its {SLOTS} sequences, {slow / without:.0%}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the named parts, or all of them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = command_parser("agents", __doc__)
     parser.add_argument("parts", nargs="*", help="calls, tools")
     parser.add_argument("--serve", nargs=3)
     parser.add_argument("--engine", nargs=2)
     options = parser.parse_args(argv)
     if options.serve:
-        return serve_environment(options.serve[0], *map(int, options.serve[1:]))
+        environment, port, engine = options.serve
+        return serve_environment(environment, int(port), int(engine))
     if options.engine:
         return serve_engine(int(options.engine[0]), options.engine[1] == "1")
     print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")

@@ -6,17 +6,16 @@ separate process, otherwise with the demo's settings. Needs the tiny base model 
 `make test` creates it).
 """
 
-import argparse
 import tempfile
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import stdev
 
 import matplotlib as mpl
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
-from benchmarks.learning import Curve, mean_curve, train
+from benchmarks.command import command_parser, figures_table
+from benchmarks.learning import Curve, mean_curve, train_each
 from common.settings.algorithm import RECIPES
 
 mpl.use("Agg")  # must precede pyplot; needs no display
@@ -24,73 +23,50 @@ mpl.use("Agg")  # must precede pyplot; needs no display
 import matplotlib.pyplot as plt
 
 EVERY = 5
-BESIDE: dict[str, tuple[str, ...]] = {
-    "dapo": (
-        "--algorithm.dynamic_sampling_rounds",
-        "40",
-    ),  # late in the run, most groups are entirely right
-    "ppo": ("--critic.learning_rate", "1e-3"),
-    "gdpo": (
-        "--reward.require_stop",
-        "false",
-    ),  # require_stop would change only the sum of the rewards
+BESIDE: dict[str, dict[str, object]] = {
+    # Late in the run, most groups are entirely right.
+    "dapo": {"algorithm.dynamic_sampling_rounds": 40},
+    "ppo": {"critic.learning_rate": "1e-3"},
+    # require_stop would change only the sum of the rewards.
+    "gdpo": {"reward.require_stop": "false"},
 }
 """Settings a recipe needs on this task besides its name."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.algorithms", description=__doc__.split("\n\n")[0]
-    )
+    parser = command_parser("algorithms", __doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each recipe")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--plot", type=Path, help="write the curves here, as PNG")
-    recipes = [
-        name for name in RECIPES if name != "opd"
-    ]  # needs a teacher; see benchmarks.distillation
+    # opd needs a teacher: see benchmarks.distillation.
+    recipes = [name for name in RECIPES if name != "opd"]
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=recipes)
     options = parser.parse_args()
-    curves: dict[str, list[Curve]] = {recipe: [] for recipe in options.recipes}
+    kinds = {}
+    for recipe in options.recipes:
+        own = BESIDE.get(recipe, {})
+        length = {"trainer.max_steps": options.steps, "trainer.eval_every": EVERY}
+        kinds[recipe] = {"algorithm.name": recipe, **own, **length}
     with tempfile.TemporaryDirectory() as temporary:
-        runs = [(recipe, seed) for seed in range(options.seeds) for recipe in options.recipes]
-        for recipe, seed in track(runs, description="training"):
-            place = Path(temporary) / f"{recipe}-{seed}"
-            words = ("--algorithm.name", recipe, "--seed", str(seed), *BESIDE.get(recipe, ()))
-            train(
-                place,
-                *words,
-                "--trainer.max_steps",
-                str(options.steps),
-                "--trainer.eval_every",
-                str(EVERY),
-            )
-            curves[recipe].append(Curve.read(place))
+        curves = train_each(kinds, options.seeds, Path(temporary))
     Console(width=150).print(_table(curves))
     if options.plot:
         _plot({recipe: mean_curve(found) for recipe, found in curves.items()}, options.plot)
 
 
 def _table(curves: dict[str, list[Curve]]) -> Table:
-    steps = next(iter(curves.values()))[0].steps
-    table = Table(
-        title=f"held-out greedy accuracy, mean of {len(next(iter(curves.values())))} seeds"
+    first = next(iter(curves.values()))
+    steps = [f"step {step}" for step in first[0].steps]
+    table = figures_table(
+        f"held-out greedy accuracy, mean of {len(first)} seeds",
+        ["recipe", *steps, "± at the end", "generated tokens", "CPU seconds"],
     )
-    for header in (
-        "recipe",
-        *(f"step {step}" for step in steps),
-        "± at the end",
-        "generated tokens",
-        "CPU seconds",
-    ):
-        table.add_column(header, justify="right")
     for recipe, found in curves.items():
         spread = stdev(curve.accuracy[-1] for curve in found) if len(found) > 1 else 0.0
-        accuracies = (f"{value:.3f}" for value in mean_curve(found).accuracy)
-        spent = (
-            mean(curve.tokens[-1] for curve in found),
-            mean(curve.cpu_seconds[-1] for curve in found),
-        )
-        table.add_row(recipe, *accuracies, f"{spread:.3f}", f"{spent[0]:,.0f}", f"{spent[1]:.1f}")
+        means = mean_curve(found)
+        accuracies = [f"{value:.3f}" for value in means.accuracy]
+        tokens = f"{means.tokens[-1]:,.0f}"
+        table.add_row(recipe, *accuracies, f"{spread:.3f}", tokens, f"{means.cpu_seconds[-1]:.1f}")
     return table
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients.data import DataClient
 from common.clients.replay import ReplayClient
@@ -40,7 +41,9 @@ from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
 
-COMPLETIONS, TOKENS, POOL = 8, 500, 16
+COMPLETIONS = 8
+TOKENS = 500
+POOL = 16
 
 
 def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -48,10 +51,8 @@ def answers(rng: np.random.Generator) -> list[dict[str, Any]]:
     found = []
     for _ in range(COMPLETIONS):
         size = int(rng.integers(TOKENS - 100, TOKENS + 101))
-        ids, logprobs = (
-            rng.integers(0, 150_000, size).tolist(),
-            (-rng.exponential(0.5, size)).tolist(),
-        )
+        ids = rng.integers(0, 150_000, size).tolist()
+        logprobs = (-rng.exponential(0.5, size)).tolist()
         pairs = [[logprob, token, None] for logprob, token in zip(logprobs, ids, strict=True)]
         meta = {
             "id": "0123456789abcdef0123456789abcdef",
@@ -159,7 +160,8 @@ def parse_seconds() -> tuple[float, float]:
     from its result.
     """
     group = answers(np.random.default_rng(0))
-    body, rounds = orjson.dumps(group), 1000 // COMPLETIONS
+    body = orjson.dumps(group)
+    rounds = 1000 // COMPLETIONS
     gc.disable()
     start = time.process_time()
     for _ in range(rounds):
@@ -173,7 +175,12 @@ def parse_seconds() -> tuple[float, float]:
 
 
 def measure(
-    config: Config, url: str, in_flight: int, completions: int, profile: cProfile.Profile | None
+    config: Config,
+    url: str,
+    *,
+    in_flight: int,
+    completions: int,
+    profile: cProfile.Profile | None,
 ) -> None:
     with LoopThread() as loop:
 
@@ -189,8 +196,9 @@ def measure(
         prompter = Prompter(
             load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2]
         )
+        cursor = PromptCursor(PromptProgress())
         collector = Collector(
-            config, services, prompter, StageClock(), "collector", PromptCursor(PromptProgress())
+            config, services, prompter, StageClock(), run_id="collector", cursor=cursor
         )
         replay.collector = collector
 
@@ -201,7 +209,8 @@ def measure(
         gc.freeze()  # as the trainer does before its first batch
         task = loop.start(collector.run(1 << 40, in_flight // COMPLETIONS))
         marks = [in_flight, *range((in_flight // 10_000 + 1) * 10_000, completions + 1, 10_000)]
-        begin, used = 0.0, 0.0
+        begin = 0.0
+        used = 0.0
         for mark in marks:
             while replay.stored * COMPLETIONS < mark:
                 time.sleep(0.02)
@@ -209,13 +218,14 @@ def measure(
                     task.result()
             if mark == in_flight:
                 loop.call(enable(True))
-                first, begin, used = replay.stored, time.perf_counter(), time.process_time()
-            print(
-                f"{replay.stored * COMPLETIONS:>7,} completions: resident memory {resident_mb():.0f} MB",
-                flush=True,
-            )
+                first = replay.stored
+                begin = time.perf_counter()
+                used = time.process_time()
+            done = replay.stored * COMPLETIONS
+            print(f"{done:>7,} completions: resident memory {resident_mb():.0f} MB", flush=True)
         done = (replay.stored - first) * COMPLETIONS
-        wall, cpu = time.perf_counter() - begin, time.process_time() - used
+        wall = time.perf_counter() - begin
+        cpu = time.process_time() - used
         loop.call(enable(False))
         loop.cancel(task)
         dropped = dict(collector.drops.counts)
@@ -224,18 +234,17 @@ def measure(
     parse, make = parse_seconds()
     per_thousand = cpu / done * 1000
     print(
-        f"{done / wall:,.0f} completions/s; coordinator {cpu / wall:.2f} cores; dropped {dropped or 'nothing'}"
+        f"{done / wall:,.0f} completions/s; coordinator {cpu / wall:.2f} cores; "
+        f"dropped {dropped or 'nothing'}"
     )
     print(
-        f"CPU for 1,000 completions: {per_thousand:.3f} s, of which orjson {parse:.3f} s, making completions {make:.3f} s, "
-        f"the rest {per_thousand - parse - make:.3f} s"
+        f"CPU for 1,000 completions: {per_thousand:.3f} s, of which orjson {parse:.3f} s, "
+        f"making completions {make:.3f} s, the rest {per_thousand - parse - make:.3f} s"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("collector", __doc__)
     parser.add_argument(
         "--in-flight", type=int, default=4096, help="completions in flight, a multiple of 8"
     )
@@ -251,24 +260,17 @@ def main() -> None:
         web.run_app(app, host="127.0.0.1", port=port, print=None, backlog=4096)
         return
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    engines, services = free_port(), free_port()
-    words = [
-        *(
-            "--model.name",
-            str(ROOT / ".cache/tiny-base"),
-            "--trainer.batch_size",
-            str(arguments.in_flight // COMPLETIONS),
-        ),
-        *("--sampling.group_size", str(COMPLETIONS), "--sampling.max_new_tokens", "1024"),
-        *(
-            "--data.port",
-            str(services),
-            "--reward.port",
-            str(services),
-            "--replay.port",
-            str(services),
-        ),
-    ]
+    engines = free_port()
+    services = free_port()
+    settings = {
+        "model.name": ROOT / ".cache/tiny-base",
+        "trainer.batch_size": arguments.in_flight // COMPLETIONS,
+        "sampling.group_size": COMPLETIONS,
+        "sampling.max_new_tokens": 1024,
+        "data.port": services,
+        "reward.port": services,
+        "replay.port": services,
+    }
     apps = [
         ["-m", "benchmarks.collector", "--app", json.dumps(pair)]
         for pair in (("rollout", engines), ("services", services))
@@ -276,11 +278,11 @@ def main() -> None:
     profile = cProfile.Profile(time.thread_time) if arguments.profile else None
     with processes(apps):
         measure(
-            load(words, {}),
+            load(setting_words(settings), {}),
             f"http://127.0.0.1:{engines}",
-            arguments.in_flight,
-            arguments.completions,
-            profile,
+            in_flight=arguments.in_flight,
+            completions=arguments.completions,
+            profile=profile,
         )
     if profile:
         pstats.Stats(profile).sort_stats("cumulative").print_stats(60)

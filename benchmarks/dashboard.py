@@ -8,7 +8,6 @@ token by token. `requestAnimationFrame` counts the frames while Chromium's own g
 per second is the maximum. Needs Debian's `chromium` and `chromium-driver`; uses no GPU.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import command_parser
 from benchmarks.groups import write_lines
 from common.wire.schemas import Completion, Group
 from tests.support.browser import Page, chromium
@@ -24,7 +24,8 @@ from tests.support.viewer_page import served
 from trainer.cli.tiny_base import make_tokenizer
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 
-COMPLETIONS, TOKENS = 16, 2000
+COMPLETIONS = 16
+TOKENS = 2000
 EACH = 32
 """Groups per step."""
 SPEED = 3000
@@ -49,7 +50,8 @@ def first_list(page: Page, url: str) -> float:
 def lists(page: Page, directory: Path, groups: int, rounds: int) -> None:
     """Prints the seconds until the list is shown."""
     write_lines(directory, 1, groups // EACH)
-    cold, warm = [], []
+    cold = []
+    warm = []
     for _ in range(rounds):
         with served(directory) as url:
             cold.append(first_list(page, url))
@@ -58,16 +60,20 @@ def lists(page: Page, directory: Path, groups: int, rounds: int) -> None:
             warm.append(first_list(page, url))
             page.driver.get("about:blank")
     print(
-        f"first list of {groups:,} groups: {statistics.median(cold):.2f} s with a server that has read nothing, "
-        f"{statistics.median(warm):.2f} s again"
+        f"first list of {groups:,} groups: {statistics.median(cold):.2f} s "
+        f"with a server that has read nothing, {statistics.median(warm):.2f} s again"
     )
 
 
 def write_group(directory: Path) -> None:
     """Records one step with one group of sentences with working, formulas and code."""
     rng = np.random.default_rng(0)
-    sentence = "How many apples has Dan now? First 8+6=14, then **14** - 3 = 11; so $x = \\frac{22}{2}$ and `n=11`."
-    words, tokenizer = sentence.split(), make_tokenizer(iter([sentence]))
+    sentence = (
+        "How many apples has Dan now? First 8+6=14, then **14** - 3 = 11; "
+        "so $x = \\frac{22}{2}$ and `n=11`."
+    )
+    words = sentence.split()
+    tokenizer = make_tokenizer(iter([sentence]))
     tokenizer.save_pretrained(directory / "model")
     completions = []
     for i in range(COMPLETIONS):
@@ -75,25 +81,23 @@ def write_group(directory: Path) -> None:
         while len(ids := tokenizer(text, verbose=False).input_ids) < TOKENS:
             text += " ".join(rng.permutation(words)) + (".\n\n" if rng.random() < 0.3 else " ")
         ids = np.array(ids[:TOKENS], np.int32)
-        logprobs = -rng.exponential(0.5, TOKENS).astype(np.float32)
-        completions.append(
-            Completion(
-                ids,
-                logprobs,
-                tokenizer.decode(ids),
-                "stop",
-                [(1, 0, TOKENS)],
-                reward=float(i % 2),
-                correct=i % 2 == 1,
-            )
+        completion = Completion(
+            token_ids=ids,
+            logprobs=-rng.exponential(0.5, TOKENS).astype(np.float32),
+            text=tokenizer.decode(ids),
+            finish_reason="stop",
+            weight_versions=[(1, 0, TOKENS)],
+            reward=float(i % 2),
+            correct=i % 2 == 1,
         )
+        completions.append(completion)
     group = Group(
-        "group-1",
-        "prompt-1",
-        "How many?",
-        "11",
-        np.array([3, 4], np.int32),
-        completions,
+        id="group-1",
+        prompt_id="prompt-1",
+        prompt="How many?",
+        ground_truth="11",
+        prompt_token_ids=np.array([3, 4], np.int32),
+        completions=completions,
         position=1,
     )
     shifted = [completion.logprobs + np.float32(0.01) for completion in completions]
@@ -133,16 +137,15 @@ def frames(page: Page, url: str, view: str) -> None:
     took = np.diff(np.array(at)) / 1000
     bottom = page.run("return Math.round(scrollY)")
     print(
-        f"{COMPLETIONS} × {TOKENS:,} tokens, {view}: shown after {shown:.2f} s; {bottom:,} of {height:,} pixels in "
-        f"{took.sum():.1f} s, {1 / took.mean():.1f} frames a second, longest frame {1e3 * took.max():.0f} ms, "
+        f"{COMPLETIONS} × {TOKENS:,} tokens, {view}: shown after {shown:.2f} s; "
+        f"{bottom:,} of {height:,} pixels in {took.sum():.1f} s, "
+        f"{1 / took.mean():.1f} frames a second, longest frame {1e3 * took.max():.0f} ms, "
         f"{np.mean(took > 1.5 / 60):.1%} of the frames late"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dashboard", description=__doc__.split("\n\n")[0]
-    )
+    parser = command_parser("dashboard", __doc__)
     parser.add_argument("--groups", type=int, default=100_000)
     parser.add_argument(
         "--rounds", type=int, default=3, help="rounds of the first list; the median counts"

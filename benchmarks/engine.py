@@ -8,7 +8,6 @@ not return log-probabilities; the engine returns them with every token. Rounds a
 are compared.
 """
 
-import argparse
 import asyncio
 import logging
 import random
@@ -23,10 +22,13 @@ import orjson
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.processes import free_port, processes
+from benchmarks.command import command_parser
+from benchmarks.processes import engine_command, local_url, processes
 from trainer.cli.tiny_base import make_model, make_tokenizer
 
-PROMPTS, SAMPLES = 32, 8
+PROMPTS = 32
+SAMPLES = 8
+"""Completions of a prompt."""
 
 
 def build(directory: Path) -> list[list[int]]:
@@ -38,10 +40,8 @@ def build(directory: Path) -> list[list[int]]:
     )
     make_model(420, tokenizer.eos_token_id, tokenizer.pad_token_id).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return [
-        [rng.randrange(10, len(tokenizer)) for _ in range(rng.randrange(26, 35))]
-        for _ in range(PROMPTS)
-    ]
+    lengths = [rng.randrange(26, 35) for _ in range(PROMPTS)]
+    return [[rng.randrange(10, len(tokenizer)) for _ in range(length)] for length in lengths]
 
 
 async def over_http(
@@ -68,12 +68,12 @@ async def over_http(
 def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int) -> float:
     """Returns the tokens per second of `generate` on the same rows."""
     width = max(map(len, prompts))
-    rows = [[0] * (width - len(prompt)) + prompt for prompt in prompts for _ in range(SAMPLES)]
-    masks = [
-        [0] * (width - len(prompt)) + [1] * len(prompt)
-        for prompt in prompts
-        for _ in range(SAMPLES)
-    ]
+    rows = []
+    masks = []
+    for prompt in prompts:
+        padding = [0] * (width - len(prompt))
+        rows += [padding + prompt] * SAMPLES
+        masks += [padding + [1] * len(prompt)] * SAMPLES
     start = time.perf_counter()
     with torch.inference_mode():
         output = model.generate(
@@ -90,7 +90,7 @@ def in_process(model: PreTrainedModel, prompts: list[list[int]], new_tokens: int
 
 
 async def measure(
-    url: str, directory: Path, prompts: list[list[int]], rounds: int, device: str
+    url: str, directory: Path, prompts: list[list[int]], *, rounds: int, device: str
 ) -> bool:
     """Prints a line per length; returns whether every ratio reaches 1.2."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
@@ -99,53 +99,48 @@ async def measure(
     # Not httpx: with 32 requests in flight, its pool itself costs 5 ms of CPU per request.
     async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as client:
         for new_tokens in (24, 128):
-            ours, theirs = [], []
-            for round_number in range(rounds + 1):
-                pair = (
-                    await over_http(client, prompts, new_tokens),
-                    in_process(model, prompts, new_tokens),
-                )
-                if round_number:  # the first is a warm-up
-                    ours.append(pair[0])
-                    theirs.append(pair[1])
-            a, b = statistics.median(ours), statistics.median(theirs)
-            reached &= a >= 1.2 * b
-            spread = f"min–max {min(ours):,.0f}–{max(ours):,.0f} and {min(theirs):,.0f}–{max(theirs):,.0f}"
+            engine_rates = []
+            generate_rates = []
+            for _ in range(rounds + 1):
+                engine_rates.append(await over_http(client, prompts, new_tokens))
+                generate_rates.append(in_process(model, prompts, new_tokens))
+            # The first round is a warm-up.
+            del engine_rates[0], generate_rates[0]
+            engine = statistics.median(engine_rates)
+            generate = statistics.median(generate_rates)
+            reached &= engine >= 1.2 * generate
+            spread = (
+                f"min–max {min(engine_rates):,.0f}–{max(engine_rates):,.0f} "
+                f"and {min(generate_rates):,.0f}–{max(generate_rates):,.0f}"
+            )
             print(
-                f"{new_tokens} new tokens: engine over HTTP {a:,.0f} tokens/s, generate {b:,.0f}, ratio {a / b:.2f} ({spread})"
+                f"{new_tokens} new tokens: engine over HTTP {engine:,.0f} tokens/s, "
+                f"generate {generate:,.0f}, ratio {engine / generate:.2f} ({spread})"
             )
     return reached
 
 
 def main() -> None:
     """Exits with status 1 if the claim does not hold."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.engine", description=__doc__.split("\n\n")[0]
-    )
+    parser = command_parser("engine", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    rounds, device = (arguments := parser.parse_args()).rounds, arguments.device
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    device = arguments.device
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
-        prompts = build(Path(directory))
-        port = free_port()
-        url = f"http://127.0.0.1:{port}"
-        engine = (
-            "-m",
-            "services.engine",
-            "--model-path",
-            directory,
-            "--port",
-            str(port),
-            "--device",
-            device,
-        )
-        with processes([(*engine, "--dtype", "float32")], [url]):
+        model = Path(directory)
+        prompts = build(model)
+        url = local_url()
+        engine = engine_command(model, url, device=device, dtype="float32")
+        with processes([engine], [url]):
             threads = f"{torch.get_num_threads()} thread(s)"
             print(
-                f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, {rounds} alternating rounds, medians"
+                f"{PROMPTS} prompts × {SAMPLES}, {device}, {threads}, "
+                f"{rounds} alternating rounds, medians"
             )
-            reached = asyncio.run(measure(url, Path(directory), prompts, rounds, device))
+            reached = asyncio.run(measure(url, model, prompts, rounds=rounds, device=device))
     sys.exit(0 if reached else 1)
 
 

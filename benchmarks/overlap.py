@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import ROOT, free_port, processes
 from common.clients.base import Client
 from common.clients.data import DataClient
@@ -58,9 +59,15 @@ from trainer.run import Opening, Run
 from trainer.weights.publisher import Weights, version_name, write_version
 from trainer.weights.sync import WeightPublisher
 
-GROUPS, COMPLETIONS, ROWS = 16, 4, 32
-TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
-"""Mean length, spread of its logarithm, and the length at which a completion is cut."""
+GROUPS = 16
+COMPLETIONS = 4
+ROWS = 32
+TOKENS = 60.0
+"""Mean length."""
+SIGMA = 0.8
+"""Spread of its logarithm."""
+LONGEST = 400
+"""The length at which a completion is cut."""
 LOAD_SHARE = 0.04
 """Time to load weights, as a share of the bound."""
 WARM_UP = 4
@@ -79,7 +86,7 @@ MEAN_TOKENS = float(np.mean([lengths(seed) for seed in range(5000)]))
 
 
 def ideal(
-    generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str
+    generation_s: float, training_s: float, *, staleness: int, steps: int, when_stale: str
 ) -> tuple[float, float]:
     """Returns the median and mean step if only decoding, loading weights and the update take time.
 
@@ -87,7 +94,10 @@ def ideal(
     first. None is dropped.
     """
     load_s, token_s = costs(generation_s, training_s)
-    rows, done, trained, taken = [0.0] * ROWS, dict[int, float](), [0.0], 0
+    rows = [0.0] * ROWS
+    done: dict[int, float] = {}
+    trained = [0.0]
+    taken = 0
     for step in range(steps):
         begin = trained[-1] + load_s if step else 0.0
         # Loading weights stops all rows; busy rows continue afterwards.
@@ -99,9 +109,8 @@ def ideal(
                 ends.append(heapq.heappop(rows) + tokens * token_s)
                 heapq.heappush(rows, ends[-1])
             done[group] = max(ends)
-        batch = sorted(
-            done, key=(lambda group: group) if when_stale == "wait" else done.__getitem__
-        )[:GROUPS]
+        in_order = sorted(done) if when_stale == "wait" else sorted(done, key=done.__getitem__)
+        batch = in_order[:GROUPS]
         trained.append(max(trained[-1], *(done.pop(group) for group in batch)) + training_s)
         taken += len(batch)
     seconds = np.diff(trained)[WARM_UP:]
@@ -121,9 +130,12 @@ class SimulatedEngine:
     """
 
     def __init__(self, token_s: float, load_s: float) -> None:
-        self.token_s, self.load_s, self.version = token_s, load_s, "0"
+        self.token_s = token_s
+        self.load_s = load_s
+        self.version = "0"
         self._rows = asyncio.Semaphore(ROWS)
-        self._runs, self._paused = asyncio.Event(), asyncio.Event()
+        self._paused = asyncio.Event()
+        self._runs = asyncio.Event()
         self._runs.set()
 
     async def _complete(self, tokens: int) -> dict[str, Any]:
@@ -132,7 +144,8 @@ class SimulatedEngine:
             done = 0
             while done < tokens:
                 await self._runs.wait()
-                version, start = self.version, time.monotonic()
+                version = self.version
+                start = time.monotonic()
                 try:
                     await asyncio.wait_for(self._paused.wait(), (tokens - done) * self.token_s)
                     more = min(tokens - done, int((time.monotonic() - start) / self.token_s))
@@ -192,7 +205,10 @@ class SleepingPolicy:
     """A policy with a few weights, whose update sleeps for `seconds`."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.step, self.seed, self.kl_coef = seconds, 0, 0, 0.0
+        self.seconds = seconds
+        self.step = 0
+        self.seed = 0
+        self.kl_coef = 0.0
         self._weights = {f"w{i}": torch.zeros(1024, 256) for i in range(4)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -210,7 +226,9 @@ class DirectPublisher:
     """Writes a version and has the engine load it, like an agent but without the download."""
 
     def __init__(self, directory: Path, engine: EngineClient, loop: LoopThread) -> None:
-        self._directory, self._engine, self._loop = directory, engine, loop
+        self._directory = directory
+        self._engine = engine
+        self._loop = loop
 
     def publish(self, weights: Weights, version: int) -> None:
         write_version(weights, [], self._directory, "overlap", version)
@@ -223,7 +241,8 @@ class Sockets:
     """A `Backend` that connects to the services and the engine in other processes."""
 
     def __init__(self, engine_url: str) -> None:
-        self.console, self._engine_url = Console(quiet=True), engine_url
+        self.console = Console(quiet=True)
+        self._engine_url = engine_url
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
         config, loop = opening.config, opening.loop
@@ -275,71 +294,54 @@ class Measured:
 
 
 def measure(
-    generation_s: float, training_s: float, staleness: int, steps: int, when_stale: str
+    generation_s: float, training_s: float, *, staleness: int, steps: int, when_stale: str
 ) -> Measured:
     """Runs the loop and returns its figures, without the first `WARM_UP` steps."""
-    ports = [free_port() for _ in range(4)]
+    engine_port = free_port()
     load_s, token_s = costs(generation_s, training_s)
     with tempfile.TemporaryDirectory() as directory:
-        words = [
-            *(
-                "--model.name",
-                str(ROOT / ".cache/tiny-base"),
-                "--data.source",
-                "tiny",
-                "--state_dir",
-                f"{directory}/state",
-            ),
-            *(
-                "--data.port",
-                str(ports[0]),
-                "--reward.port",
-                str(ports[1]),
-                "--replay.port",
-                str(ports[2]),
-            ),
-            *(
-                "--reward.workers",
-                "1",
-                "--trainer.run_dir",
-                f"{directory}/run",
-                "--trainer.max_steps",
-                str(steps),
-            ),
-            *(
-                "--trainer.batch_size",
-                str(GROUPS),
-                "--sampling.group_size",
-                str(COMPLETIONS),
-                "--trainer.num_epochs",
-                "100",
-            ),
-            *("--sampling.max_new_tokens", str(LONGEST), "--trainer.max_staleness", str(staleness)),
-            *("--trainer.eval_samples", "0", "--trainer.checkpoint_every", "0"),
-            *(("--trainer.when_stale", when_stale) if staleness else ()),
-        ]
+        settings: dict[str, object] = {
+            "model.name": ROOT / ".cache/tiny-base",
+            "data.source": "tiny",
+            "state_dir": f"{directory}/state",
+            "data.port": free_port(),
+            "reward.port": free_port(),
+            "replay.port": free_port(),
+            "reward.workers": 1,
+            "trainer.run_dir": f"{directory}/run",
+            "trainer.max_steps": steps,
+            "trainer.batch_size": GROUPS,
+            "sampling.group_size": COMPLETIONS,
+            "trainer.num_epochs": 100,
+            "sampling.max_new_tokens": LONGEST,
+            "trainer.max_staleness": staleness,
+            "trainer.eval_samples": 0,
+            "trainer.checkpoint_every": 0,
+        }
+        if staleness:
+            settings["trainer.when_stale"] = when_stale
+        words = setting_words(settings)
         services = [["-m", f"services.{name}", *words] for name in ("data", "reward", "replay")]
-        engine = ["-m", "benchmarks.overlap", "--engine", json.dumps([ports[3], token_s, load_s])]
+        simulated = json.dumps([engine_port, token_s, load_s])
+        engine = ["-m", "benchmarks.overlap", "--engine", simulated]
         with processes([*services, engine]):
-            lines = run(load(words, {}), training_s, f"http://127.0.0.1:{ports[3]}")[WARM_UP:]
+            lines = run(load(words, {}), training_s, f"http://127.0.0.1:{engine_port}")[WARM_UP:]
     seconds = [sum(line["seconds"].values()) for line in lines]
     stale = lines[-1]["dropped"].get("stale", 0)
+    stages = {}
+    for name in lines[0]["seconds"]:
+        stages[name] = statistics.mean(line["seconds"][name] for line in lines)
     return Measured(
-        statistics.median(seconds),
-        statistics.mean(seconds),
-        statistics.mean(line["staleness"] for line in lines),
-        stale / (stale + steps * GROUPS),
-        {
-            name: statistics.mean(line["seconds"][name] for line in lines)
-            for name in lines[0]["seconds"]
-        },
+        median_s=statistics.median(seconds),
+        mean_s=statistics.mean(seconds),
+        age=statistics.mean(line["staleness"] for line in lines),
+        dropped=stale / (stale + steps * GROUPS),
+        stages=stages,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("overlap", __doc__)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -365,15 +367,12 @@ def main() -> None:
         return
     for name in ("httpx", "trainer.rollouts.collector", "common.clients.base"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    table = Table(
-        title=f"median step (and mean) as a multiple of the larger of generation and training ({arguments.steps} steps)"
+    title = (
+        "median step (and mean) as a multiple of the larger of generation and training "
+        f"({arguments.steps} steps)"
     )
-    for header in (
-        "generation : training",
-        "seconds",
-        *(f"staleness {s}" for s in arguments.staleness),
-    ):
-        table.add_column(header)
+    columns = [f"staleness {staleness}" for staleness in arguments.staleness]
+    table = Table("generation : training", "seconds", *columns, title=title)
     for ratio in arguments.ratios:
         generation, training = (float(part) for part in ratio.split(":"))
         scale = arguments.seconds / max(generation, training)
@@ -382,19 +381,22 @@ def main() -> None:
             found = measure(
                 generation * scale,
                 training * scale,
-                staleness,
-                arguments.steps,
-                arguments.when_stale,
+                staleness=staleness,
+                steps=arguments.steps,
+                when_stale=arguments.when_stale,
             )
-            median, mean = (
-                seconds / arguments.seconds for seconds in (found.median_s, found.mean_s)
+            ideal_median_s, ideal_mean_s = ideal(
+                generation * scale,
+                training * scale,
+                staleness=staleness,
+                steps=2000,
+                when_stale=arguments.when_stale,
             )
-            bounds = ideal(
-                generation * scale, training * scale, staleness, 2000, arguments.when_stale
-            )
-            best = " (".join(f"{each / arguments.seconds:.2f}" for each in bounds)
+            bound = arguments.seconds
             cells.append(
-                f"{median:.2f} × (mean {mean:.2f}; ideal {best})), age {found.age:.1f}, dropped {found.dropped:.0%}"
+                f"{found.median_s / bound:.2f} × (mean {found.mean_s / bound:.2f}; "
+                f"ideal {ideal_median_s / bound:.2f} ({ideal_mean_s / bound:.2f})), "
+                f"age {found.age:.1f}, dropped {found.dropped:.0%}"
             )
             where = ", ".join(
                 f"{name} {value:.3f}" for name, value in found.stages.items() if value > 5e-4

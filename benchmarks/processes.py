@@ -16,7 +16,8 @@ from common.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = Path(".venv-trl/bin/python")
-_PATIENCE_S, _POLL_S = 600.0, 0.02
+_PATIENCE_S = 600.0
+_POLL_S = 0.02
 _END_S = 30.0
 """Seconds from SIGTERM to SIGKILL."""
 
@@ -24,6 +25,19 @@ _END_S = 30.0
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
+
+
+def local_url() -> str:
+    """Returns the address of a service to be started on a free port of this machine."""
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def engine_command(model: Path, url: str, **options: object) -> list[str]:
+    """Returns the command of `processes` for the embedded engine at this address."""
+    words = ["-m", "services.engine", "--model-path", str(model), "--port", url.rpartition(":")[2]]
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return words
 
 
 @contextmanager
@@ -41,11 +55,9 @@ def processes(
     running = list["subprocess.Popen[bytes]"]()
     try:
         for words in commands:
-            running.append(
-                subprocess.Popen(
-                    [sys.executable, *words], cwd=ROOT, env=env, stdout=output, stderr=output
-                )
-            )
+            command = [sys.executable, *words]
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output)
+            running.append(process)
         _wait(running, urls)
         yield running
     finally:
@@ -86,9 +98,8 @@ def run(log: Path, *command: str | Path, **variables: str) -> None:
         **variables,
     }
     with log.open("w", encoding="utf-8") as file:
-        status = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False
-        ).returncode
+        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=env, check=False)
+    status = ended.returncode
     if status:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
         reason = f"a run ended with status {status}, and these lines last:\n{tail}"

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.command import command_parser
 from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.process.topology import Topology
@@ -118,7 +119,9 @@ async def receive(name: str, url: str, size: int, receivers: int, directory: Pat
     """Runs one receiver until it is killed."""
     held = Held(model_like(size))
     engine: Any = held
-    updates, store, group = WeightUpdates(engine), WeightStore(directory), ""
+    updates = WeightUpdates(engine)
+    store = WeightStore(directory)
+    group = ""
     serves: WeightId | None = None
     async with TrainerClient("trainer", url) as trainer:
         while True:
@@ -153,8 +156,6 @@ async def take_part(name: str, manifest: WeightManifest, updates: WeightUpdates,
             "master_address": plan.master_address,
             "master_port": plan.master_port,
             "backend": plan.backend,
-        }
-        place |= {
             "group_name": plan.group,
             "rank_offset": plan.ranks[name],
             "world_size": plan.world_size,
@@ -180,7 +181,8 @@ class Took:
         """Measures the enclosed work of this process, of its children that end meanwhile, and of
         `processes`.
         """
-        begin, used = time.perf_counter(), _processor_s(processes)
+        begin = time.perf_counter()
+        used = _processor_s(processes)
         yield
         self.seconds.append(time.perf_counter() - begin)
         self.processor_s.append(_processor_s(processes) - used)
@@ -200,7 +202,9 @@ class Network:
     """A relay to a local port, limited to this many bytes per second."""
 
     def __init__(self, port: int, bytes_s: float) -> None:
-        self._to, self._bytes_s, self._free_at = port, bytes_s, 0.0
+        self._to = port
+        self._bytes_s = bytes_s
+        self._free_at = 0.0
 
     async def open(self) -> int:
         """Starts the relay; returns its port."""
@@ -226,6 +230,7 @@ def published(
     way: str,
     receivers: int,
     weights: dict[str, Tensor],
+    *,
     share: float,
     rounds: int,
     scratch: Path,
@@ -247,7 +252,9 @@ def published(
         raise RuntimeError(f"{worker.name} did not confirm: {worker.detail}")
 
     publisher = Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
-    took, plain, processes = Took(), Took(), list[int]()
+    took = Took()
+    plain = Took()
+    processes: list[int] = []
 
     with ExitStack() as stack:
         server = stack.enter_context(
@@ -296,8 +303,14 @@ def copy(source: Path, receivers: int, scratch: Path) -> None:
         process.wait()
 
 
+def _gloo_group(port: int, rank: int, world_size: int) -> dist.ProcessGroup:
+    return join(
+        "127.0.0.1", port, rank, world_size, name="raw", backend="gloo", timeout_s=_TIMEOUT_S
+    )
+
+
 def _take(port: int, rank: int, world_size: int, size: int, rounds: int) -> None:
-    group = join("127.0.0.1", port, rank, world_size, "raw", "gloo", _TIMEOUT_S)
+    group = _gloo_group(port, rank, world_size)
     flat = torch.empty(size, dtype=torch.uint8)
     for _ in range(FIRST + rounds):
         dist.broadcast(flat, src=0, group=group)
@@ -308,17 +321,16 @@ def _take(port: int, rank: int, world_size: int, size: int, rounds: int) -> None
 def broadcast(receivers: int, size: int, rounds: int) -> Took:
     """Measures one gloo broadcast of as many bytes, until every receiver has them."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    spawn, world_size = multiprocessing.get_context("spawn"), receivers + 1
+    spawn = multiprocessing.get_context("spawn")
+    world_size = receivers + 1
     arguments = [(store.port, rank, world_size, size, rounds) for rank in range(1, world_size)]
     running = [spawn.Process(target=_take, args=each) for each in arguments]
     for process in running:
         process.start()
-    group = join("127.0.0.1", store.port, 0, world_size, "raw", "gloo", _TIMEOUT_S)
-    flat, took, processes = (
-        torch.ones(size, dtype=torch.uint8),
-        Took(),
-        [process.pid or 0 for process in running],
-    )
+    group = _gloo_group(store.port, 0, world_size)
+    flat = torch.ones(size, dtype=torch.uint8)
+    took = Took()
+    processes = [process.pid or 0 for process in running]
     for _ in range(FIRST + rounds):
         with took.measured(*processes):
             dist.broadcast(flat, src=0, group=group)
@@ -330,7 +342,7 @@ def broadcast(receivers: int, size: int, rounds: int) -> Took:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("publish", __doc__)
     parser.add_argument("--gb", type=float, default=0.5, help="gigabytes of weights")
     parser.add_argument(
         "--changed", type=float, default=0.025, help="share of the weights that a delta changes"
@@ -350,27 +362,32 @@ def main() -> None:
         return
     weights = model_like(int(arguments.gb * 1e9))
     size = sum(tensor.nbytes for tensor in weights.values())
+    machine = f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"
+    print(f"{size / 1e9:.2f} GB in {len(weights)} tensors, {machine}; medians")
     print(
-        f"{size / 1e9:.2f} GB in {len(weights)} tensors, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; medians"
-    )
-    print(
-        f"{'receivers':>9} {'way':>16} {'s':>6} {'copy s':>6} {'ratio':>6} {'CPU s':>6} {'copy':>6} {'ratio':>6} {'MB sent':>8}"
+        f"{'receivers':>9} {'way':>16} {'s':>6} {'copy s':>6} {'ratio':>6} "
+        f"{'CPU s':>6} {'copy':>6} {'ratio':>6} {'MB sent':>8}"
     )
     for receivers in arguments.receivers:
         for way in arguments.ways:
-            kind, share = way.split()[0], arguments.changed if "delta" in way else 1.0
+            kind = way.split()[0]
             with tempfile.TemporaryDirectory() as folder:
                 took, plain, sent = published(
-                    kind, receivers, weights, share, arguments.rounds, Path(folder), arguments.mbit
+                    kind,
+                    receivers,
+                    weights,
+                    share=arguments.changed if "delta" in way else 1.0,
+                    rounds=arguments.rounds,
+                    scratch=Path(folder),
+                    mbit=arguments.mbit,
                 )
             if kind == "distributed":
                 plain = broadcast(receivers, size, arguments.rounds)
             cells = []
             for figures in ("seconds", "processor_s"):
-                mine, copy_s = (
-                    statistics.median(getattr(each, figures)[FIRST:]) for each in (took, plain)
-                )
-                cells.append(f"{mine:>6.2f} {copy_s:>6.2f} {mine / copy_s:>6.1f}")
+                publish_s = statistics.median(getattr(took, figures)[FIRST:])
+                copy_s = statistics.median(getattr(plain, figures)[FIRST:])
+                cells.append(f"{publish_s:>6.2f} {copy_s:>6.2f} {publish_s / copy_s:>6.1f}")
             print(
                 f"{receivers:>9} {way:>16} {cells[0]} {cells[1]} {(sent or size) / 1e6:>8.0f}",
                 flush=True,

@@ -17,7 +17,6 @@ MODEL is a directory with a `config.json`. Any settings of a run may follow the 
 import json
 import sys
 import weakref
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.command import command_parser
 from benchmarks.update import GROUPS, full_groups
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_memory
@@ -56,9 +56,14 @@ from trainer.policy.reference import Reference
 
 _BLOCK = 512
 """CUDA's allocator rounds up to a multiple of this many bytes."""
-BANDWIDTH, PEAK, GEMM, LAUNCH_S = 3.0e12, 989e12, 0.7, 4e-6
-"""An H100: bytes per second (with an allowance), FLOPs per second from its data sheet, the share of
-these that matrix products reach, and the seconds to launch a kernel."""
+BANDWIDTH = 3.0e12
+"""Bytes per second of an H100, with an allowance."""
+PEAK = 989e12
+"""FLOPs per second of an H100, from its data sheet."""
+GEMM = 0.7
+"""The share of these that matrix products reach."""
+LAUNCH_S = 4e-6
+"""Seconds to launch a kernel."""
 _FREE = (
     "empty",
     "detach",
@@ -155,9 +160,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
     def __init__(self, vocabulary: int, pair_flops: float, profile: bool) -> None:
         super().__init__()
-        self.found, self.phase = Rehearsal(), ""
+        self.found = Rehearsal()
+        self.phase = ""
         """Nothing is counted in the phase ""."""
-        self._vocabulary, self._pair_flops, self._profile = vocabulary, pair_flops, profile
+        self._vocabulary = vocabulary
+        self._pair_flops = pair_flops
+        self._profile = profile
         self._live: dict[int, tuple[int, int]] = {}
         """Bytes of the existing storages, exact and rounded."""
         self._now = 0
@@ -169,7 +177,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]  # torch is not typed 
 
     def start(self) -> None:
         """Starts counting from the current storages."""
-        self.phase, self.found.peak = "layers", self._now
+        self.phase = "layers"
+        self.found.peak = self._now
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -247,7 +256,8 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
     """
     settings = config.trainer
     for name in ("offload_optimizer", "offload_reference"):
-        if value := getattr(settings, name):
+        value = getattr(settings, name)
+        if value:
             raise ConfigError(
                 "offloading cannot be rehearsed",
                 field=f"trainer.{name}",
@@ -267,11 +277,8 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
         with _gpu_paths(recorder), FakeTensorMode(allow_non_fake_inputs=True), recorder:
             policy = Policy(config, mesh_of)
             reference = Reference(policy)
-            names = [
-                f"{name}.{key}"
-                for name in policy.optimizer._named
-                for key in ("exp_avg", "exp_avg_sq", "step")
-            ]
+            keys = ("exp_avg", "exp_avg_sq", "step")
+            names = [f"{name}.{key}" for name in policy.optimizer._named for key in keys]
             policy.optimizer.load_state_dict(policy.optimizer.empty_state(names))
             recorder.start()
             with patch.object(
@@ -287,18 +294,18 @@ def rehearse(config: Config, ranks: int, profile: bool = False) -> Rehearsal:
 
 def _sort(recorder: _Recorder, policy: Policy, reference: Reference) -> None:
     """Counts the held bytes by kind."""
-    found, parameters = recorder.found, list(policy.model.parameters())
+    found = recorder.found
+    parameters = list(policy.model.parameters())
     state = policy.optimizer.state_dict().values()
     found.weights = _bytes(parameters)
     found.gradients = _bytes([each.grad for each in parameters if each.grad is not None])
     found.optimizer = _bytes([tensor for tensor in state if tensor.ndim])
-    apart = reference.scorer is not None and reference.scorer.model is not policy.model
-    found.reference = (
-        _bytes(list(reference.scorer.model.parameters())) if apart and reference.scorer else 0
-    )
-    models = [policy.model, *([reference.scorer.model] if apart and reference.scorer else [])]
-    buffers = [buffer for model in models for buffer in model.buffers()]
-    found.beside = _bytes([*(tensor for tensor in state if not tensor.ndim), *buffers])
+    buffers = list(policy.model.buffers())
+    if reference.scorer is not None and reference.scorer.model is not policy.model:
+        found.reference = _bytes(list(reference.scorer.model.parameters()))
+        buffers += reference.scorer.model.buffers()
+    counters = [tensor for tensor in state if not tensor.ndim]
+    found.beside = _bytes([*counters, *buffers])
     found.unknown = recorder.exact - found.held - found.beside
 
 
@@ -308,7 +315,8 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
 
 def _within(recorder: _Recorder, phase: str, work: Any) -> Any:
     def run(*arguments: Any) -> Any:
-        before, recorder.phase = recorder.phase, phase
+        before = recorder.phase
+        recorder.phase = phase
         try:
             return work(*arguments)
         finally:
@@ -330,9 +338,9 @@ def _gpu_paths(recorder: _Recorder) -> Iterator[None]:
         return result
 
     def product(left: Tensor, right: Tensor) -> Tensor:
-        return torch.mm(
-            left, right, **({} if left.dtype == torch.float32 else {"out_dtype": torch.float32})
-        )
+        if left.dtype == torch.float32:
+            return torch.mm(left, right)
+        return torch.mm(left, right, out_dtype=torch.float32)
 
     with (
         patch.object(attention, "_has_kernel", lambda _: True),
@@ -360,7 +368,8 @@ class _Kernels:
 
 def _whole(pretrained: Pretrained) -> Any:
     """Creates the unsharded model for one GPU, without reading files."""
-    model, device = pretrained.empty(), torch.device("cpu")
+    model = pretrained.empty()
+    device = torch.device("cpu")
     materialise(model, device, device)
     pretrained.fill_added(model)
     model.to = lambda _device: model  # fake parameters cannot be moved and are already in place
@@ -375,21 +384,16 @@ def _batch(config: Config, ranks: int) -> tuple[Batch, int]:
     batch = Batch.of([TrainingGroup(group) for group in groups], config)
     ones = [np.ones(len(row.completion_ids), np.float32) for row in batch.rows]
     batch.advantages = batch.old_logprobs = batch.ref_logprobs = ones
-    prompt, lengths = (
-        len(groups[0].prompt_token_ids),
-        [len(each.token_ids) - 1 for each in groups[0].completions],
-    )
-    return batch, GROUPS * (
-        prompt**2 // 2 + sum(length * prompt + length**2 // 2 for length in lengths)
-    )
+    prompt = len(groups[0].prompt_token_ids)
+    pairs = prompt**2 // 2
+    for completion in groups[0].completions:
+        length = len(completion.token_ids) - 1
+        pairs += length * prompt + length**2 // 2
+    return batch, GROUPS * pairs
 
 
 def main() -> None:
-    summary, *details = (__doc__ or "").split("\n\n")
-    parser = ArgumentParser(
-        "python -m benchmarks.rehearsal", description=summary, epilog="\n\n".join(details)
-    )
-    parser.formatter_class = RawDescriptionHelpFormatter
+    parser = command_parser("rehearsal", __doc__)
     parser.add_argument("model", type=Path, metavar="MODEL", help="a directory with a config.json")
     parser.add_argument(
         "--ranks", type=int, default=1, metavar="N", help="GPUs of the trainer (default 1)"

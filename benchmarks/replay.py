@@ -8,18 +8,19 @@ measures each call on stores of `--sizes` groups of 8 answers, in this process, 
 index as the service does. `--rounds 0` skips the requests.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from benchmarks.processes import free_port, processes
+from benchmarks.command import command_parser, seconds_of, setting_words
+from benchmarks.processes import local_url, processes
 from common.clients.replay import ReplayClient
 from common.settings.sections import ReplaySection
 from common.wire import codec
@@ -27,7 +28,9 @@ from common.wire.schemas import Completion, Group, Groups, SampleRequest, TakeRe
 from services.replay.buffer import ReplayBuffer
 from services.replay.reuse import ReuseIndex
 
-GROUPS, COMPLETIONS, TOKENS = 32, 8, 1024
+GROUPS = 32
+COMPLETIONS = 8
+TOKENS = 1024
 MEGABYTE = 1e6
 
 
@@ -85,11 +88,11 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
         assert len(codec.decode_json(answer.content, Groups).groups) == GROUPS
 
     for i in range(rounds):
-        first, second = make_groups(f"m{i}", rng), make_groups(f"j{i}", rng)
+        first = make_groups(f"m{i}", rng)
+        second = make_groups(f"j{i}", rng)
         sizes["msgpack add"] = sizes["msgpack take"] = len(codec.encode_groups(first)) / MEGABYTE
-        take_first, take_second = (
-            TakeRequest(count=GROUPS, request_id=f"{kind}{i}") for kind in "mj"
-        )
+        take_first = TakeRequest(count=GROUPS, request_id=f"m{i}")
+        take_second = TakeRequest(count=GROUPS, request_id=f"j{i}")
         seconds["msgpack add"].append(await timed(lambda groups=first: client.add(groups)))  # type: ignore[misc]
         seconds["msgpack take"].append(await timed(lambda request=take_first: client.take(request)))  # type: ignore[misc]
         seconds["JSON add"].append(await timed(lambda groups=second: add_json(groups)))  # type: ignore[misc]
@@ -103,7 +106,8 @@ def index_ms(groups: int) -> list[str]:
     """
     priorities = np.random.default_rng(0).random(groups).tolist()
     index = ReuseIndex([(i + 1, i // 100, priority, 0) for i, priority in enumerate(priorities)])
-    draws, updates = [], []
+    draws = []
+    updates = []
     for step in range(10):
         begin = time.process_time()
         orders, _ = index.draw(
@@ -115,16 +119,8 @@ def index_ms(groups: int) -> list[str]:
         index.append([(groups + 1 + 32 * step + i, groups // 100, 1.0, 0) for i in range(32)])
         draws.append(middle - begin)
         updates.append(time.process_time() - middle)
-    return [
-        f"{groups:,}",
-        *(f"{s * 1e3:.2f}" for s in (draws[0], *map(statistics.median, (draws[1:], updates[1:])))),
-    ]
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    taken = [draws[0], statistics.median(draws[1:]), statistics.median(updates[1:])]
+    return [f"{groups:,}", *(f"{seconds * 1e3:.2f}" for seconds in taken)]
 
 
 def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
@@ -157,18 +153,19 @@ def at_size(path: Path, groups: int, rounds: int = 30) -> list[str]:
     start = time.perf_counter()
     buffer = ReplayBuffer(config, path)
     opened = time.perf_counter() - start
-    add, take, sample, answers = [], [], [], []
+    add = []
+    take = []
+    sample = []
+    answers = []
     for i in range(rounds):
-        fresh, request = (
-            made(groups + i * GROUPS, GROUPS),
-            TakeRequest(count=GROUPS, request_id=f"take-{i}"),
-        )
-        add.append(_seconds(lambda fresh=fresh: buffer.add(fresh)))  # type: ignore[misc]
-        take.append(_seconds(lambda request=request: buffer.take(request)))  # type: ignore[misc]
-        sample.append(_seconds(lambda i=i: buffer.sample(SampleRequest(count=64, seed=i))))  # type: ignore[misc]
-        answers.append(
-            _seconds(lambda i=i: buffer.sample_experiences(64, prioritized=True, seed=i))  # type: ignore[misc]
-        )
+        fresh = made(groups + i * GROUPS, GROUPS)
+        take_request = TakeRequest(count=GROUPS, request_id=f"take-{i}")
+        sample_request = SampleRequest(count=64, seed=i)
+        draw = partial(buffer.sample_experiences, 64, prioritized=True, seed=i)
+        add.append(seconds_of(partial(buffer.add, fresh)))
+        take.append(seconds_of(partial(buffer.take, take_request)))
+        sample.append(seconds_of(partial(buffer.sample, sample_request)))
+        answers.append(seconds_of(draw))
     size = buffer.store.size()
     buffer.close()
     times = [statistics.median(values) * 1e3 for values in (add, take, sample)]
@@ -183,11 +180,12 @@ async def measure(url: str, rounds: int) -> dict[str, tuple[float, float]]:
 
 def with_service(rounds: int) -> dict[str, tuple[float, float]]:
     """Runs `over_http` against a separate service process."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = ["-m", "services.replay", "--replay.port", str(port), "--state_dir"]
-    with tempfile.TemporaryDirectory() as state, processes([[*command, state]], [url]):
-        return asyncio.run(measure(url, rounds))
+    url = local_url()
+    with tempfile.TemporaryDirectory() as state:
+        settings = {"replay.port": url.rpartition(":")[2], "state_dir": state}
+        command = ["-m", "services.replay", *setting_words(settings)]
+        with processes([command], [url]):
+            return asyncio.run(measure(url, rounds))
 
 
 def over_sockets(rounds: int) -> None:
@@ -198,16 +196,17 @@ def over_sockets(rounds: int) -> None:
     )
     for name, (seconds, size) in results.items():
         print(
-            f"{name:13} {seconds * 1e3:8.1f} ms  {GROUPS / seconds:8.0f} groups/s  {size / seconds:7.1f} MB/s  ({size:.1f} MB)"
+            f"{name:13} {seconds * 1e3:8.1f} ms  {GROUPS / seconds:8.0f} groups/s  "
+            f"{size / seconds:7.1f} MB/s  ({size:.1f} MB)"
         )
     for kind in ("add", "take"):
-        print(
-            f"msgpack is {results[f'JSON {kind}'][0] / results[f'msgpack {kind}'][0]:.1f} × as fast as JSON to {kind}"
-        )
+        json_s, _ = results[f"JSON {kind}"]
+        msgpack_s, _ = results[f"msgpack {kind}"]
+        print(f"msgpack is {json_s / msgpack_s:.1f} × as fast as JSON to {kind}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_parser("replay", __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--sizes",

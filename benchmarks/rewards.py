@@ -7,7 +7,6 @@ documentation. The cases are generated GSM8K-like responses, half of them wrong;
 the tests; and real solutions of GSM8K and MATH-500 if the files are available.
 """
 
-import argparse
 import asyncio
 import json
 import logging
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from math_verify import parse, verify
 
+from benchmarks.command import command_parser
 from benchmarks.processes import ROOT
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
@@ -45,10 +45,13 @@ def generated(count: int, rng: random.Random) -> list[Case]:
     for i in range(count):
         a, b, price = rng.randint(2, 400), rng.randint(2, 400), rng.randint(2, 20)
         total = (a + b) * price
-        said = total if i % 2 == 0 else total + rng.choice([-10, -1, 1, 10])
-        answer = rng.choice(NOTATIONS).format(said)
-        text = f"She has {a} + {b} = {a + b} eggs and sells each for ${price}: {a + b} * {price} = {said}. \\boxed{{{answer}}}"
-        cases.append(Case(RewardItem(response=text, ground_truth=str(total)), said == total))
+        answered = total if i % 2 == 0 else total + rng.choice([-10, -1, 1, 10])
+        answer = rng.choice(NOTATIONS).format(answered)
+        text = (
+            f"She has {a} + {b} = {a + b} eggs and sells each for ${price}: "
+            f"{a + b} * {price} = {answered}. \\boxed{{{answer}}}"
+        )
+        cases.append(Case(RewardItem(response=text, ground_truth=str(total)), answered == total))
     return cases
 
 
@@ -58,11 +61,11 @@ def real(count: int, rng: random.Random) -> list[Case]:
     for i, line in enumerate(GSM8K.read_text(encoding="utf-8").splitlines()[:count]):
         reasoning, _, gold = json.loads(line)["answer"].rpartition("####")
         value = int(gold.replace(",", ""))
-        said = value if i % 2 == 0 else value + rng.choice([-10, -1, 1, 10])
+        answered = value if i % 2 == 0 else value + rng.choice([-10, -1, 1, 10])
         cases.append(
             Case(
-                RewardItem(response=f"{reasoning}#### {said:,}", ground_truth=gold.strip()),
-                said == value,
+                RewardItem(response=f"{reasoning}#### {answered:,}", ground_truth=gold.strip()),
+                answered == value,
             )
         )
     return cases
@@ -101,7 +104,8 @@ async def ours(cases: Sequence[Case], batch: int) -> tuple[float, list[bool]]:
     """Returns (seconds, verdicts) of our grader, without the start of its workers."""
     async with RewardScorer(RewardSection()) as grader:
         await grader.ready()
-        start, verdicts = time.perf_counter(), list[bool]()
+        verdicts: list[bool] = []
+        start = time.perf_counter()
         for i in range(0, len(cases), batch):
             results = await grader.score([case.item for case in cases[i : i + batch]])
             verdicts += [result.correct for result in results]
@@ -112,25 +116,23 @@ def compare(name: str, cases: Sequence[Case], batch: int) -> None:
     """Runs both on the same cases and prints a row each."""
     plain(cases[:20])  # fills its caches
     start = time.perf_counter()
-    theirs = plain(cases)
-    seconds = time.perf_counter() - start
-    our_seconds, mine = asyncio.run(ours(cases, batch))
+    plain_verdicts = plain(cases)
+    plain_s = time.perf_counter() - start
+    our_s, our_verdicts = asyncio.run(ours(cases, batch))
     print(f"\n{name}: {len(cases)} cases, batches of {batch}")
     print(f"{'':24}{'answers/s':>12}{'right verdicts':>18}")
-    for label, took, verdicts in (
-        ("math-verify", seconds, theirs),
-        ("reward-server's grader", our_seconds, mine),
+    for label, took_s, verdicts in (
+        ("math-verify", plain_s, plain_verdicts),
+        ("reward-server's grader", our_s, our_verdicts),
     ):
         good = sum(verdict == case.right for verdict, case in zip(verdicts, cases, strict=True))
-        print(f"{label:24}{len(cases) / took:12,.0f}{good:>11} / {len(cases)}")
-    print(f"ratio {seconds / our_seconds:.1f}")
+        print(f"{label:24}{len(cases) / took_s:12,.0f}{good:>11} / {len(cases)}")
+    print(f"ratio {plain_s / our_s:.1f}")
 
 
 def main() -> None:
     """Prints the comparison."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("rewards", __doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     arguments = parser.parse_args()

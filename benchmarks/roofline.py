@@ -15,7 +15,6 @@ parameter and token (the head for completion tokens only), and the attention.
 This is a prediction; nothing ran on a GPU.
 """
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._guards import detect_fake_mode
@@ -39,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.command import command_parser, figures_table
 from benchmarks.rehearsal import PEAK, Cost
 from benchmarks.update import SHAPES
 from common.settings.sections import TrainerSection
@@ -49,13 +48,13 @@ FLASH = {"2": 0.35, "3": 0.65}
 """Share of the peak that each FlashAttention generation reaches on Hopper, according to its
 paper."""
 SHAPE_7B = {
-    **{
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-    },
-    **{"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152_064,
+    "tie_word_embeddings": False,
 }
 _NO_KERNEL: tuple[str, ...] = (
     "detach",
@@ -69,8 +68,6 @@ _NO_KERNEL: tuple[str, ...] = (
     "select",
     "unsqueeze",
     "empty",
-)
-_NO_KERNEL += (
     "as_strided",
     "alias",
     "permute",
@@ -153,7 +150,9 @@ def head_cost(tokens: int, width: int, vocabulary: int, fused: bool) -> Cost:
     `fused` counts the kernels of `trainer/policy/fused_head.py`; otherwise torch's operators on 256
     MiB of logits at a time, rounded to bfloat16.
     """
-    cost, logits, weight = Cost(), tokens * vocabulary, vocabulary * width
+    cost = Cost()
+    logits = tokens * vocabulary
+    weight = vocabulary * width
     product = 2.0 * logits * width
     parts = math.ceil(4 * logits / ((1 << 30) if fused else (256 << 20)))
     for size in (4, 4, 2) if fused else ():  # statistics: read; gradient: read and write
@@ -204,10 +203,12 @@ def predicted(
     config: Any, ranks: int, tokens: int, variant: Variant, micro_batches: int = 2
 ) -> dict[str, float]:
     """Returns the milliseconds of a micro-batch by part, and the MFU."""
-    prompts, completions = rows(tokens, 8, 200, 400)
+    prompts, completions = rows(tokens, group=8, prompt=200, completion=400)
     layout = Packed.of(prompts, completions)
-    length, scored = layout.input_ids.shape[1], len(layout.predicts)
-    layers, width = config.num_hidden_layers, config.hidden_size
+    length = layout.input_ids.shape[1]
+    scored = len(layout.predicts)
+    layers = config.num_hidden_layers
+    width = config.hidden_size
     one = config.__class__(
         **{**config.to_dict(), "num_hidden_layers": 1, "layer_types": None, "vocab_size": 100}
     )
@@ -218,13 +219,14 @@ def predicted(
     outer = matrix * (1 if config.tie_word_embeddings else 2)
     parameters = layers * layer_size + outer
     attention_flops = 4.0 * width * attention_pairs(prompts, completions)
-    attend, copies, optimizer = Cost(), Cost(), Cost()
+    attend = Cost()
+    copies = Cost()
+    optimizer = Cost()
     again = variant.settings.activation_checkpointing is True
     attend.add(0, attention_flops * (1 + again), times=layers, share=FLASH["2"])
     attend.add(0, 2.5 * attention_flops, times=layers, share=FLASH["2"])
-    if (
-        variant.sharded
-    ):  # a rank casts its share, copies the gathered weights, and copies, casts and adds gradients
+    if variant.sharded:
+        # A rank casts its share, copies the gathered weights, and copies, casts and adds gradients.
         copies.add((4 + 2) / ranks * parameters + 4 * parameters, times=2)
         copies.add((2 + 4) * parameters + (12 + (8 if ranks == 1 else 0)) / ranks * parameters)
     else:  # autocast casts once; gradients are cast and added
@@ -249,11 +251,12 @@ def predicted(
     }
 
 
-def rows(tokens: int, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
+def rows(tokens: int, *, group: int, prompt: int, completion: int) -> tuple[list[Any], list[Any]]:
     """Returns prompts and completions of about `tokens` tokens, with heavy-tailed lengths as in
     `benchmarks.update`.
     """
-    rng, total = np.random.default_rng(0), 0
+    rng = np.random.default_rng(0)
+    total = 0
     prompts: list[Any] = []
     completions: list[Any] = []
     while True:
@@ -286,17 +289,12 @@ def layer_cost(config: Any, layout: Packed, settings: TrainerSection) -> Cost:
         cos = torch.empty(
             1, length, config.hidden_size // config.num_attention_heads, dtype=torch.bfloat16
         )
-        tensors = {
-            name: value
-            for name, value in (
-                (field.name, getattr(layout.segments, field.name))
-                for field in fields(layout.segments)
-            )
-            if isinstance(value, Tensor)
-        }
-        segments = replace(
-            layout.segments, **{name: torch.empty_like(value) for name, value in tensors.items()}
-        )
+        fake: dict[str, Any] = {}
+        for field in fields(layout.segments):
+            value = getattr(layout.segments, field.name)
+            if isinstance(value, Tensor):
+                fake[field.name] = torch.empty_like(value)
+        segments = replace(layout.segments, **fake)
         options = {
             "attention_mask": segments.mask,
             "position_embeddings": (cos, cos),
@@ -337,27 +335,26 @@ def variants(sharded: bool) -> list[Variant]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("roofline", __doc__)
     parser.add_argument(
         "--tokens", type=int, default=16_384, help="prompt and completion tokens of a micro-batch"
     )
     parser.add_argument("--models", nargs="*", default=["0.5B", "7B"], choices=["0.5B", "7B"])
     arguments = parser.parse_args()
-    table = Table(title="predicted, not run: milliseconds of a micro-batch on an H100")
     names = ("layers", "attention", "head", "copies", "AdamW", "total")
-    for column in ("model", "variant", *names, "MFU"):
-        table.add_column(column, justify="left" if column in ("model", "variant") else "right")
+    table = figures_table(
+        "predicted, not run: milliseconds of a micro-batch on an H100",
+        ["model", "variant", *names, "MFU"],
+        text_columns=2,
+    )
     with patch.object(attention, "_has_kernel", lambda _query: True):
         for model in arguments.models:
             config, ranks = shapes()[model]
             for variant in variants(sharded=ranks > 1):
                 found = predicted(config, ranks, arguments.tokens, variant)
                 cells = [f"{found[name]:.1f}" for name in names]
-                table.add_row(
-                    f"{model} × {ranks}", variant.name, *cells, f"{100 * found['MFU']:.0f} %"
-                )
+                mfu = f"{100 * found['MFU']:.0f} %"
+                table.add_row(f"{model} × {ranks}", variant.name, *cells, mfu)
     Console(width=140).print(table)
 
 

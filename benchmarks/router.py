@@ -31,8 +31,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from benchmarks.command import command_parser
 from benchmarks.engine import build
-from benchmarks.processes import free_port, processes
+from benchmarks.processes import engine_command, free_port, local_url, processes
 from common.clients.rollout import RolloutClient
 from common.errors import ServiceError
 from common.process.topology import Topology
@@ -40,7 +41,10 @@ from common.settings.config import Config
 from common.settings.sections import RolloutSection
 from services.rollout.router import router_command
 
-GROUPS, ROUNDS, IN_FLIGHT, DOWN_S = 256, 300, 16, 10.0
+GROUPS = 256
+ROUNDS = 300
+IN_FLIGHT = 16
+DOWN_S = 10.0
 ROUTERS = ["sglang-router", *(["smg"] if importlib.util.find_spec("smg") else [])]
 POLICIES = ("round_robin", "random", "cache_aware")
 _ANSWER = {
@@ -57,7 +61,8 @@ def work(port: int, seconds: float) -> None:
     async def generate(request: web.Request) -> web.Response:
         nonlocal asked, running
         await request.read()
-        asked, running = asked + 1, running + 1
+        asked += 1
+        running += 1
         try:
             await asyncio.sleep(seconds)
         finally:
@@ -87,29 +92,20 @@ class Bench:
     """Routers and workers that end together."""
 
     def __init__(self, stack: ExitStack, http: aiohttp.ClientSession) -> None:
-        self.stack, self.http = stack, http
+        self.stack = stack
+        self.http = http
 
     async def workers(self, count: int, seconds: float) -> list[str]:
         """Starts this many workers and returns their URLs."""
-        urls = {f"http://127.0.0.1:{port}": port for port in (free_port() for _ in range(count))}
-        for url, port in urls.items():
-            await self._start(
-                ["-m", "benchmarks.router", "--worker", str(port), "--seconds", str(seconds)], url
-            )
-        return list(urls)
+        urls = [local_url() for _ in range(count)]
+        for url in urls:
+            port = url.rpartition(":")[2]
+            worker = ["--worker", port, "--seconds", str(seconds)]
+            await self._start(["-m", "benchmarks.router", *worker], url)
+        return urls
 
-    async def engine(self, model: Path, port: int) -> "subprocess.Popen[bytes]":
-        words = [
-            "-m",
-            "services.engine",
-            "--model-path",
-            str(model),
-            "--port",
-            str(port),
-            "--weight-version",
-            "1",
-        ]
-        return await self._start(words, f"http://127.0.0.1:{port}")
+    async def engine(self, model: Path, url: str) -> "subprocess.Popen[bytes]":
+        return await self._start(engine_command(model, url, weight_version=1), url)
 
     async def _start(self, words: Sequence[str], url: str) -> "subprocess.Popen[bytes]":
         """Starts a process without output; requests in flight go on until it is healthy."""
@@ -160,14 +156,16 @@ async def balance(bench: Bench) -> None:
     rng = random.Random(0)
     shots = [rng.randrange(1000) for _ in range(600)]
     print(
-        f"balance: busiest worker over the mean, {GROUPS} groups at once (different prompts / a common prefix)"
+        f"balance: busiest worker over the mean, {GROUPS} groups at once "
+        "(different prompts / a common prefix)"
     )
     for name in ROUTERS:
         for policy in POLICIES:
             cells = []
             for count in (2, 4):
                 workers = await bench.workers(count, 1.0)
-                url, before = await bench.router(name, policy, workers), [0] * count
+                url = await bench.router(name, policy, workers)
+                before = [0] * count
                 for prefix in ([], shots):
                     prompts = [
                         [*prefix, *(rng.randrange(1000) for _ in range(80))] for _ in range(GROUPS)
@@ -182,10 +180,9 @@ async def balance(bench: Bench) -> None:
                     asked = [new - old for new, old in zip(now, before, strict=True)]
                     before = now
                     cells.append(f"{max(asked) / statistics.mean(asked):.2f}")
-            print(
-                f"  {name:14} {policy:12} 2 workers {cells[0]} / {cells[1]}   4 workers {cells[2]} / {cells[3]}",
-                flush=True,
-            )
+            two = f"2 workers {cells[0]} / {cells[1]}"
+            four = f"4 workers {cells[2]} / {cells[3]}"
+            print(f"  {name:14} {policy:12} {two}   {four}", flush=True)
 
 
 async def latency(bench: Bench) -> None:
@@ -203,26 +200,24 @@ async def latency(bench: Bench) -> None:
             1000 * (through - direct)
             for through, direct in zip(seconds[url], seconds[worker], strict=True)
         ]
-        median, tail = statistics.median(added), statistics.quantiles(added, n=20)[-1]
-        print(
-            f"  {name:14} {median:.2f} ({tail:.2f}); directly {1000 * statistics.median(seconds[worker]):.2f}",
-            flush=True,
-        )
+        median = statistics.median(added)
+        tail = statistics.quantiles(added, n=20)[-1]
+        direct = 1000 * statistics.median(seconds[worker])
+        print(f"  {name:14} {median:.2f} ({tail:.2f}); directly {direct:.2f}", flush=True)
 
 
 async def recovery(bench: Bench) -> None:
     print(
-        f"recovery: an engine of two is killed and started again after {DOWN_S:.0f} s, {IN_FLIGHT} requests in flight"
+        f"recovery: an engine of two is killed and started again after {DOWN_S:.0f} s, "
+        f"{IN_FLIGHT} requests in flight"
     )
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory)
         prompts = build(model)
         for name in ROUTERS:
-            ports = [free_port(), free_port()]
-            engines = [await bench.engine(model, port) for port in ports]
-            url = await bench.router(
-                name, "round_robin", [f"http://127.0.0.1:{port}" for port in ports]
-            )
+            urls = [local_url(), local_url()]
+            engines = [await bench.engine(model, each) for each in urls]
+            url = await bench.router(name, "round_robin", urls)
             over = asyncio.Event()
             async with RolloutClient("router", url) as client:
                 half = IN_FLIGHT // 2
@@ -233,19 +228,17 @@ async def recovery(bench: Bench) -> None:
                 await asyncio.sleep(3)
                 engines[1].send_signal(signal.SIGKILL)
                 await asyncio.sleep(DOWN_S)
-                await bench.engine(model, ports[1])
+                await bench.engine(model, urls[1])
                 began = time.perf_counter()
-                while await _idle(bench, ports[1]):  # noqa: ASYNC110
+                while await _idle(bench, urls[1]):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
                 back = time.perf_counter() - began
                 over.set()
                 seen = [
                     dict(sum(await asyncio.gather(*tasks), Counter())) for tasks in (plain, ours)
                 ]
-            print(
-                f"  {name:14} first request {back:.1f} s after the engine is up; plain {seen[0]}, ours {seen[1]}",
-                flush=True,
-            )
+            first = f"first request {back:.1f} s after the engine is up"
+            print(f"  {name:14} {first}; plain {seen[0]}, ours {seen[1]}", flush=True)
 
 
 async def _plain(
@@ -274,25 +267,24 @@ async def _ours(
     return seen
 
 
-async def _idle(bench: Bench, port: int) -> bool:
+async def _idle(bench: Bench, url: str) -> bool:
     """Returns whether the engine has received no request yet."""
-    async with bench.http.get(f"http://127.0.0.1:{port}/metrics") as answer:
+    async with bench.http.get(f"{url}/metrics") as answer:
         return 'http_requests_total{route="/generate"' not in await answer.text()
 
 
 async def main(parts: Sequence[str]) -> None:
     for part in (balance, latency, recovery):
         if not parts or part.__name__ in parts:
-            connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=120)
+            connector = aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=120)
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
                 with ExitStack() as stack:
                     await part(Bench(stack, http))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("router", __doc__)
     parser.add_argument("parts", nargs="*", help="balance, latency, recovery; all if none is named")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0.0, help=argparse.SUPPRESS)

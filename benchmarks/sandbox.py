@@ -6,7 +6,6 @@ Python process.
 Each program reads two numbers and prints their sum; every verdict is checked.
 """
 
-import argparse
 import logging
 import os
 import statistics
@@ -15,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from benchmarks.command import command_parser
 from common.errors import ConfigError
 from services.sandbox.cases import Case, parse_cases
 from services.sandbox.run import Limits, Sandbox
@@ -45,9 +45,7 @@ def measured(run: Callable[[int], bool], programs: int, at_once: int) -> tuple[f
 
 def main() -> None:
     """Prints a row for each number of slots and of cases."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("sandbox", __doc__)
     parser.add_argument("--programs", type=int, default=100)
     programs = parser.parse_args().programs
     logging.disable(logging.INFO)
@@ -67,18 +65,17 @@ def main() -> None:
             def run(_: int, sandbox: Sandbox = sandbox, cases: list[Case] = cases) -> bool:
                 return all(result.status == "passed" for result in sandbox.run(SOURCE, cases))
 
-            report(f"sandbox, {slots} slots, {count} cases", count, *measured(run, programs, slots))
+            rate, latencies = measured(run, programs, slots)
+            report(f"sandbox, {slots} slots, {count} cases", count, rate, latencies=latencies)
         case = parse_cases([{"input": "3 4", "output": "7"}])[0]
-        report(
-            f"bare Python, {slots} at once",
-            1,
-            *measured(lambda _, case=case: bare(case), programs, slots),  # type: ignore[misc]
-        )
+        rate, latencies = measured(lambda _, case=case: bare(case), programs, slots)  # type: ignore[misc]
+        report(f"bare Python, {slots} at once", 1, rate, latencies=latencies)
 
 
-def report(name: str, cases: int, rate: float, latencies: list[float]) -> None:
+def report(name: str, cases: int, rate: float, *, latencies: list[float]) -> None:
     """Prints a row."""
-    p50, p99 = statistics.median(latencies), sorted(latencies)[int(len(latencies) * 0.99) - 1]
+    p50 = statistics.median(latencies)
+    p99 = sorted(latencies)[int(len(latencies) * 0.99) - 1]
     print(f"{name:32}{rate:12,.1f}{rate * cases:10,.1f}{1000 * p50:9.1f}{1000 * p99:9.1f}")
 
 

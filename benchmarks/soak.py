@@ -7,7 +7,6 @@ lines are fitted. The exit status is 1 if anything grows beyond its bound. Files
 (a line per step, checkpoints, logs) are shown with their rate.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -22,21 +21,25 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks.command import command_parser, figures_table
 from tests.chaos.group import ROOT, Group
 from tests.chaos.targets import Process
 
 EVERY_S = 10.0
 WARM_UP = 0.25
-RSS_BOUND_MB_PER_HOUR, RSS_NOISE_MB = 40.0, 8.0
-"""A process may grow by this much per hour, plus the noise: in a short run, allocators settle
-late."""
-FILES_BOUND, THREADS_BOUND = 3.0, 2.0
-"""Allowed growth over the whole time."""
-STORE_BOUND_MB, STORE_SHARE = 4.0, 0.1
-"""A bounded store may grow by this much plus this share of its size, because it is written in
+RSS_BOUND_MB_PER_HOUR = 40.0
+"""A process may grow by this much per hour, plus the noise."""
+RSS_NOISE_MB = 8.0
+"""In a short run, allocators settle late."""
+FILES_BOUND = 3.0
+"""Open files that a process may gain over the whole time."""
+THREADS_BOUND = 2.0
+"""Threads that a process may gain over the whole time."""
+STORE_BOUND_MB = 4.0
+"""A bounded store may grow by this much plus `STORE_SHARE` of its size, because it is written in
 chunks."""
+STORE_SHARE = 0.1
 SETTINGS = {
     "RUN_CONFIG": str(ROOT / "jobgroup" / "configs" / "tiny-cpu.yaml"),
     "NUM_EPOCHS": "100000",
@@ -96,7 +99,7 @@ def role(process: Process) -> str:
     elif "-m" in words[:4] and "-S" not in words:
         name = words[words.index("-m") + 1].removeprefix("services.")
     else:
-        name = "starter" if "-S" in words else "torchrun"
+        name = "starter" if "-S" in words else Path(words[0]).name
     return f"{process.node} {name}"
 
 
@@ -127,9 +130,9 @@ def sample(group: Group, at: float, samples: Samples) -> None:
 def _bytes(path: Path) -> float:
     """Returns the size of a file, or of all files in a directory; hard links count once."""
     sizes = {}
-    inside = [
-        Path(folder) / name for folder, _, names in os.walk(path) for name in names
-    ]  # skips files that are removed meanwhile
+    inside = []
+    for folder, _, names in os.walk(path):  # skips files that are removed meanwhile
+        inside += [Path(folder) / name for name in names]
     for file in inside or [path]:
         try:
             found = file.stat()
@@ -151,6 +154,7 @@ def growth(series: Series, since: float) -> float:
 
 def judge(samples: Samples, since: float, until: float) -> list[str]:
     """Names everything that grew beyond its bound."""
+    seconds = f"{until - since:.0f} s"
     rss_bound = RSS_NOISE_MB + RSS_BOUND_MB_PER_HOUR * (until - since) / 3600
     bounds: list[tuple[str, Mapping[str, Series], float]] = [
         ("MB of memory", samples.rss_mb, rss_bound),
@@ -160,25 +164,23 @@ def judge(samples: Samples, since: float, until: float) -> list[str]:
     found = []
     for what, table, bound in bounds:
         for name, series in table.items():
-            if (more := growth(series, since)) > bound:
-                found.append(
-                    f"{name}: {more:+.1f} {what} in {until - since:.0f} s, more than {bound:.1f}"
-                )
+            more = growth(series, since)
+            if more > bound:
+                found.append(f"{name}: {more:+.1f} {what} in {seconds}, more than {bound:.1f}")
     for name in STORES:
         series = samples.stores[name]
         bound = STORE_BOUND_MB * 1e6 + STORE_SHARE * series[-1][1]
-        if (more := growth(series, since)) > bound:
-            found.append(
-                f"{name}: {more / 1e6:+.1f} MB on disk in {until - since:.0f} s, more than {bound / 1e6:.1f}"
-            )
+        more = growth(series, since)
+        if more > bound:
+            on_disk = f"{more / 1e6:+.1f} MB on disk in {seconds}"
+            found.append(f"{name}: {on_disk}, more than {bound / 1e6:.1f}")
     return found
 
 
 def report(samples: Samples, since: float, console: Console) -> None:
     """Prints the tables; growth is measured after the warm-up."""
-    table = Table(title=f"processes: at the end (risen since {since:.0f} s)")
-    for title in ("process", "memory MB", "open files", "threads"):
-        table.add_column(title, justify="left" if title == "process" else "right")
+    title = f"processes: at the end (risen since {since:.0f} s)"
+    table = figures_table(title, ["process", "memory MB", "open files", "threads"])
     for name in sorted(samples.rss_mb):
         cells = [
             f"{series[name][-1][1]:.0f} ({growth(series[name], since):+.1f})"
@@ -187,9 +189,7 @@ def report(samples: Samples, since: float, console: Console) -> None:
         table.add_row(name, *cells)
     console.print(table)
     steps = max(1.0, samples.steps[-1][1])
-    table = Table(title="files")
-    for title in ("what", "MB at the end", "MB risen", "bytes per step"):
-        table.add_column(title, justify="left" if title == "what" else "right")
+    table = figures_table("files", ["what", "MB at the end", "MB risen", "bytes per step"])
     for name, series in samples.stores.items():
         rate = f"{series[-1][1] / steps:.0f}" if name in BY_DESIGN else "bounded"
         table.add_row(
@@ -200,14 +200,15 @@ def report(samples: Samples, since: float, console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
+    parser = command_parser("soak", __doc__)
     parser.add_argument(
         "--minutes", type=float, default=30.0, help="duration, counted from the first step"
     )
     parser.add_argument("--base-model", type=Path, default=ROOT / ".cache" / "tiny-base")
     parser.add_argument("--json", type=Path, help="write every sample here")
     options = parser.parse_args(argv)
-    console, samples = Console(width=120, highlight=False), Samples()
+    console = Console(width=120, highlight=False)
+    samples = Samples()
     seconds = options.minutes * 60
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         group = Group(Path(folder), SETTINGS | {"MODEL_NAME": str(options.base_model.resolve())})
@@ -225,13 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             ended = group.process.poll()
             if ended is None:
                 group.process.send_signal(signal.SIGTERM)
-        since, until = WARM_UP * samples.steps[-1][0], samples.steps[-1][0]
+        until = samples.steps[-1][0]
+        since = WARM_UP * until
         problems = judge(samples, since, until)
         if ended is not None:
             problems.append(
                 f"the group ended by itself with status {ended}:\n{group.output()[-3000:]}"
             )
-        if restarts := dict(group.restarts()):
+        restarts = dict(group.restarts())
+        if restarts:
             problems.append(f"tasks were restarted: {restarts}")
     report(samples, since, console)
     console.print(

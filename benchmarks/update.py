@@ -13,6 +13,7 @@ matrix product.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import statistics
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from common.errors import ConfigError
 from common.process.cli import fail
@@ -52,21 +54,17 @@ SHAPES = {
         "vocab_size": 8192,
     },
     "0.5b": {
-        **{
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-        },
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
         "vocab_size": 151_936,
     },
     "1.5b": {
-        **{
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-        },
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
         "vocab_size": 151_936,
     },
     "7b-layers": {
@@ -215,27 +213,22 @@ def full_groups(config: Config, ranks: int = 1) -> list[Group]:
     """Returns groups of random tokens, with a heavy tail of lengths, that exactly fill two
     micro-batches of every rank.
     """
-    rng, size = np.random.default_rng(0), config.sampling.group_size
-    vocabulary = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))[
-        "vocab_size"
-    ]
+    rng = np.random.default_rng(0)
+    size = config.sampling.group_size
+    shape = json.loads((Path(config.model.name) / "config.json").read_text(encoding="utf-8"))
+    vocabulary = shape["vocab_size"]
     tokens = config.trainer.micro_batch_tokens // GROUPS
     prompt = min(200, tokens // 4)
     shares = rng.lognormal(0.0, 0.8, size)
-    lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(
-        int
-    )  # the last token is not computed
+    # The last token of a completion is not computed.
+    lengths = 2 + (shares / shares.sum() * (tokens - prompt - size)).astype(int)
     lengths[-1] += tokens - prompt - (lengths - 1).sum()
-    return [
-        random_group(
-            str(number),
-            rng.integers(10, vocabulary, prompt).tolist(),
-            lengths.tolist(),
-            rng,
-            vocabulary,
-        )
-        for number in range(2 * ranks * GROUPS)
-    ]
+    groups = []
+    for number in range(2 * ranks * GROUPS):
+        ids = rng.integers(10, vocabulary, prompt).tolist()
+        group = random_group(str(number), ids, lengths.tolist(), rng=rng, vocabulary=vocabulary)
+        groups.append(group)
+    return groups
 
 
 def make_groups(case: Case, tokenizer: Any) -> list[Group]:
@@ -250,9 +243,10 @@ def make_groups(case: Case, tokenizer: Any) -> list[Group]:
         left -= int(lengths.sum()) + case.group * case.prompt
         text = tokenizer.decode(rng.integers(10, vocabulary, case.prompt))
         prompt = tokenizer(text, add_special_tokens=False).input_ids
-        groups.append(
-            random_group(str(len(groups)), prompt, lengths.tolist(), rng, vocabulary, text)
+        group = random_group(
+            str(len(groups)), prompt, lengths.tolist(), rng=rng, vocabulary=vocabulary, text=text
         )
+        groups.append(group)
     return groups
 
 
@@ -272,13 +266,14 @@ def required_flops(groups: list[Group], model: Any) -> float:
     """
     config = model.config
     head = config.vocab_size * config.hidden_size
-    body = (
-        sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head
-    )  # the embedding is a lookup
+    # The embedding is a lookup.
+    body = sum(parameter.numel() for parameter in model.get_decoder().parameters()) - head
     experts = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 3)
     if experts:
         body -= experts - experts * config.num_experts_per_tok // config.num_experts
-    computed = completion_tokens = pairs = 0
+    computed = 0
+    completion_tokens = 0
+    pairs = 0
     for group in groups:
         prompt = len(group.prompt_token_ids)
         lengths = [len(completion.token_ids) for completion in group.completions]
@@ -292,31 +287,30 @@ def required_flops(groups: list[Group], model: Any) -> float:
 
 def measure(case: Case) -> Result:
     """Measures a case; runs in a separate process."""
-    words = [
-        "--model.name",
-        case.model,
-        "--algorithm.advantage",
-        "group_centred",
-        "--trainer.warmup_steps",
-        "0",
-        *case.settings,
-    ]
-    config = load(words, {})
+    settings = {
+        "model.name": case.model,
+        "algorithm.advantage": "group_centred",
+        "trainer.warmup_steps": 0,
+    }
+    config = load([*setting_words(settings), *case.settings], {})
+    trainer = config.trainer
     with Ranks.from_env(
-        600, config.trainer.device, config.trainer.shard_size, config.trainer.offload_optimizer
+        600, trainer.device, trainer.shard_size, trainer.offload_optimizer
     ) as ranks:
         policy = Policy(config, ranks)
-        reference, groups = Reference(policy), make_groups(case, load_tokenizer(config.model))
+        reference = Reference(policy)
+        groups = make_groups(case, load_tokenizer(config.model))
         flops = required_flops(groups, policy.model)
         seconds = [learn(policy, reference, groups, config)[0] for _ in range(case.repeats + 1)]
-        on_gpu = ranks.device.type == "cuda"
-        memory = (
-            torch.cuda.max_memory_allocated()
-            if on_gpu
-            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if ranks.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated()
         return Result(
-            statistics.median(seconds[1:]), tokens_of(groups), flops, peak(ranks.device), memory
+            seconds=statistics.median(seconds[1:]),
+            tokens=tokens_of(groups),
+            flops=flops,
+            peak=peak(ranks.device),
+            memory=memory,
         )
 
 
@@ -326,7 +320,8 @@ def learn(
     """Makes an update on these groups; returns its seconds and metrics."""
     batch = Batch.of([TrainingGroup(group) for group in groups], config, policy.step)
     start = time.perf_counter()
-    batch.old_logprobs, batch.ref_logprobs = policy.logprobs(batch), reference.logprobs(batch)
+    batch.old_logprobs = policy.logprobs(batch)
+    batch.ref_logprobs = reference.logprobs(batch)
     batch.advantages, _ = compute_advantages(batch, config, policy.kl_coef)
     metrics = policy.update(batch).metrics
     if policy.ranks.device.type == "cuda":
@@ -348,7 +343,9 @@ def peak(device: torch.device) -> float:
             value=name,
             remedy="add it to _PEAKS of benchmarks/update.py",
         )
-    left, right, rates = torch.randn(2048, 2048), torch.randn(2048, 2048), []
+    left = torch.randn(2048, 2048)
+    right = torch.randn(2048, 2048)
+    rates = []
     for _ in range(5):
         start = time.perf_counter()
         left @ right
@@ -381,14 +378,14 @@ def trl_seconds(case: Case, directory: Path) -> float:
         for group in groups
     ] * steps
     job = Job(
-        case.model,
-        str(directory),
-        0,
-        steps + 1,
-        settings,
-        [1e-6] * steps,
-        prompts,
-        completions * steps,
+        model=case.model,
+        output=str(directory),
+        seed=0,
+        save_every=steps + 1,
+        settings=settings,
+        learning_rates=[1e-6] * steps,
+        prompts=prompts,
+        completions=completions * steps,
     )
     run(directory / "output.txt", TRL_PYTHON, "-m", "benchmarks.trl_side", job.write())
     seconds: list[float] = json.loads((directory / "log.json").read_text())["seconds"]
@@ -396,14 +393,7 @@ def trl_seconds(case: Case, directory: Path) -> float:
 
 
 def main() -> None:
-    head, *details = (__doc__ or "").split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.update",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("update", __doc__)
     gpu = torch.cuda.is_available()
     parser.add_argument(
         "--shape", nargs="+", choices=SHAPES, default=["0.5b", "1.5b"] if gpu else ["small"]
@@ -442,66 +432,54 @@ def main() -> None:
         fail(error)
 
 
+def _in_process_of_its_own(case: Case, folder: Path) -> Result:
+    result = folder / "result.json"
+    words = ("-m", "benchmarks.update", "--one", json.dumps(asdict(case)))
+    run(folder / "output.txt", sys.executable, *words, result)
+    return Result(**json.loads(result.read_text()))
+
+
 def compare(options: argparse.Namespace) -> None:
     """Measures everything and prints the table."""
     if options.trl:
         require_trl()
-    table = Table(
-        "shape",
-        "tokens",
-        "settings",
-        "s/update",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-        "peak GB",
-        "of TRL's step",
-    )
+    columns = ("s/update", "tokens/s", "TFLOP/s", "MFU", "peak GB", "of TRL's step")
+    table = Table("shape", "tokens", "settings", *columns)
     with tempfile.TemporaryDirectory() as temporary:
-        result = Path(temporary) / "result.json"
+        folder = Path(temporary)
         for shape in options.shape:
-            model = Path(temporary) / shape
-            make_model(shape, model)
-            for tokens in options.tokens:
-                for variant in ["", *options.variant]:
-                    about = (
-                        tokens,
-                        options.group,
-                        options.prompt,
-                        options.completion,
-                        variant.split(),
-                        options.repeats,
-                    )
-                    case = Case(str(model), *about)
-                    words = ("-m", "benchmarks.update", "--one", json.dumps(asdict(case)))
-                    run(Path(temporary) / "output.txt", sys.executable, *words, result)
-                    found = Result(**json.loads(result.read_text()))
-                    peer = (
-                        trl_seconds(case, Path(temporary) / f"trl-{shape}-{tokens}")
-                        if options.trl and not variant
-                        else None
-                    )
-                    rate = found.flops / found.seconds
-                    table.add_row(
-                        *(
-                            shape,
-                            f"{found.tokens:,}",
-                            variant,
-                            f"{found.seconds:.3f}",
-                            f"{found.tokens / found.seconds:,.0f}",
-                        ),
-                        *(
-                            f"{rate / 1e12:.3f}",
-                            f"{rate / found.peak:.1%}",
-                            f"{found.memory / 1e9:.2f}",
-                        ),
-                        "" if peer is None else f"{found.seconds / peer:.2f}",
-                    )
-    device = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"CPU, {torch.get_num_threads()} threads"
-    )
+            make_model(shape, folder / shape)
+            variants = ["", *options.variant]
+            for tokens, variant in itertools.product(options.tokens, variants):
+                case = Case(
+                    model=str(folder / shape),
+                    tokens=tokens,
+                    group=options.group,
+                    prompt=options.prompt,
+                    completion=options.completion,
+                    settings=variant.split(),
+                    repeats=options.repeats,
+                )
+                found = _in_process_of_its_own(case, folder)
+                of_trl = ""
+                if options.trl and not variant:
+                    trl_s = trl_seconds(case, folder / f"trl-{shape}-{tokens}")
+                    of_trl = f"{found.seconds / trl_s:.2f}"
+                rate = found.flops / found.seconds
+                table.add_row(
+                    shape,
+                    f"{found.tokens:,}",
+                    variant,
+                    f"{found.seconds:.3f}",
+                    f"{found.tokens / found.seconds:,.0f}",
+                    f"{rate / 1e12:.3f}",
+                    f"{rate / found.peak:.1%}",
+                    f"{found.memory / 1e9:.2f}",
+                    of_trl,
+                )
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     console = Console()
     console.print(f"{device}, torch {torch.__version__}")
     console.print(table)

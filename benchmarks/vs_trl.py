@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -29,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.vs_trl_learning import job
 from common.errors import ConfigError
@@ -37,7 +39,8 @@ from common.settings.config import Config, load
 from trainer import train_in_process
 from trainer.observe.run_dir import read_lines
 
-_CONFIG, _JOBGROUP = "jobgroup/configs/tiny-cpu.yaml", "jobgroup/rlhf-math-jobgroup.yaml"
+_CONFIG = "jobgroup/configs/tiny-cpu.yaml"
+_JOBGROUP = "jobgroup/rlhf-math-jobgroup.yaml"
 _SETTINGS = {"trainer.eval_samples": "0", "trainer.checkpoint_every": "0"}
 
 
@@ -80,33 +83,24 @@ class Task:
             "trainer.run_dir": directory,
             "trainer.max_steps": steps,
         }
-        words = [
-            word
-            for name, value in {**self.settings, **own}.items()
-            for word in (f"--{name}", str(value))
-        ]
-        return load(["--config", self.config, *words], {})
+        words = setting_words({"config": self.config, **self.settings, **own})
+        return load(words, {})
 
     def whole(self, steps: int, seed: int, directory: Path) -> Run:
         """Runs the job group."""
-        fixed = {
-            f"RLHF_{name.replace('.', '__').upper()}": value
-            for name, value in self.settings.items()
-        }
-        own = {
+        variables: dict[str, object] = {
             "RUN_CONFIG": self.config,
             "SEED": seed,
             "MAX_STEPS": steps,
             "RUN_DIR": directory,
             "STATE_DIR": directory / "state",
+            "OMP_NUM_THREADS": self.threads,
         }
-        words = [
-            word
-            for name, value in {**fixed, **own}.items()
-            for word in ("--env", f"{name}={value}")
-        ]
+        for name, value in self.settings.items():
+            variables[f"RLHF_{name.replace('.', '__').upper()}"] = value
         command = ["-m", "jobgroup.local", self.jobgroup, "--log-dir", str(directory / "logs")]
-        command += [*words, "--env", f"OMP_NUM_THREADS={self.threads}"]
+        for name, setting in variables.items():
+            command += ["--env", f"{name}={setting}"]
         run(directory / "output.txt", sys.executable, *command, OMP_NUM_THREADS=str(self.threads))
         return self._ours(directory)
 
@@ -121,9 +115,9 @@ class Task:
         lines = read_lines(directory / "metrics.jsonl")[self.warm_up :]
         stages = list(lines[0]["seconds"])
         return Run(
-            [sum(line["seconds"].values()) for line in lines],
-            mean(line["completion_tokens"] for line in lines),
-            {stage: mean(line["seconds"][stage] for line in lines) for stage in stages},
+            seconds=[sum(line["seconds"].values()) for line in lines],
+            tokens=mean(line["completion_tokens"] for line in lines),
+            split={stage: mean(line["seconds"][stage] for line in lines) for stage in stages},
         )
 
     def trl(self, threads: int, steps: int, seed: int, directory: Path) -> Run:
@@ -140,31 +134,29 @@ class Task:
         run(directory / "output.txt", *command, OMP_NUM_THREADS=str(threads))
         log: dict[str, Any] = json.loads((directory / "log.json").read_text())
         tokens = [entry["completions/mean_length"] for entry in log["steps"]][self.warm_up :]
-        seconds, generation = (log[name][self.warm_up :] for name in ("seconds", "generation"))
+        seconds = log["seconds"][self.warm_up :]
+        generation = mean(log["generation"][self.warm_up :])
         return Run(
-            seconds,
-            mean(tokens),
-            {"generation": mean(generation), "update": mean(seconds) - mean(generation)},
+            seconds=seconds,
+            tokens=mean(tokens),
+            split={"generation": generation, "update": mean(seconds) - generation},
         )
 
 
-def compare(task: Task, names: list[str], rounds: int, steps: int, console: Console) -> None:
+def compare(task: Task, names: list[str], *, rounds: int, steps: int, console: Console) -> None:
     """Runs the contestants and prints the tables."""
     require_trl()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     own: dict[str, Callable[[int, int, Path], Run]] = {"whole": task.whole, "bare": task.bare}
     contestants = {name: own[name] for name in names}
     for threads in sorted({task.threads, cores}):
-        contestants[f"TRL, {threads} threads"] = lambda *about, threads=threads: task.trl(
-            threads, *about
-        )
+        contestants[f"TRL, {threads} threads"] = partial(task.trl, threads)
     runs: dict[str, list[Run]] = {name: [] for name in contestants}
     with tempfile.TemporaryDirectory() as temporary:
-        turns = [
-            (seed, name)
-            for seed in range(rounds)
-            for name in (contestants if seed % 2 == 0 else [*contestants][::-1])
-        ]
+        turns = []
+        for seed in range(rounds):
+            order = [*contestants] if seed % 2 == 0 else [*contestants][::-1]
+            turns += [(seed, name) for name in order]
         for seed, name in track(turns, description="running", console=console):
             directory = Path(temporary) / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
             runs[name].append(contestants[name](task.warm_up + steps, seed, directory))
@@ -189,50 +181,37 @@ def report(runs: dict[str, list[Run]], cores: int, console: Console) -> None:
         "lowest to highest",
     )
     for name, of in runs.items():
-        steps, ratios = (
-            [run.step for run in of],
-            [run.step / peer.step for run, peer in zip(of, runs[best], strict=True)],
-        )
+        steps = [run.step for run in of]
+        ratios = [run.step / peer.step for run, peer in zip(of, runs[best], strict=True)]
         table.add_row(
-            *(name, f"{median(steps):.3f}", f"{min(steps):.3f} to {max(steps):.3f}"),
-            *(
-                f"{mean(run.tokens for run in of):.1f}",
-                f"{median(ratios):.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-            ),
+            name,
+            f"{median(steps):.3f}",
+            f"{min(steps):.3f} to {max(steps):.3f}",
+            f"{mean(run.tokens for run in of):.1f}",
+            f"{median(ratios):.2f}",
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
         )
-    console.print(
-        f"{cores} cores; {len(runs[best])} rounds of {len(runs[best][0].seconds)} steps each"
-    )
+    rounds = runs[best]
+    console.print(f"{cores} cores; {len(rounds)} rounds of {len(rounds[0].seconds)} steps each")
     console.print(table)
     own = [name for name in runs if not name.startswith("TRL")]
-    means = {
-        name: {stage: mean(run.split[stage] for run in of) for stage in of[0].split}
-        for name, of in runs.items()
-    }
+    means: dict[str, dict[str, float]] = {}
+    for name, of in runs.items():
+        means[name] = {stage: mean(run.split[stage] for run in of) for stage in of[0].split}
     split = Table("seconds of a step", *own, best, *(f"{name}, of {best}" for name in own))
     for stage in means[own[0]]:
-        theirs = means[best].get(stage)
-        row = [f"{means[name][stage]:.3f}" for name in own] + [
-            "" if theirs is None else f"{theirs:.3f}"
-        ]
-        split.add_row(
-            stage,
-            *row,
-            *("" if theirs is None else f"{means[name][stage] / theirs:.2f}" for name in own),
-        )
+        own_s = [means[name][stage] for name in own]
+        row = [f"{seconds:.3f}" for seconds in own_s]
+        if stage in means[best]:
+            trl_s = means[best][stage]
+            row.append(f"{trl_s:.3f}")
+            row += [f"{seconds / trl_s:.2f}" for seconds in own_s]
+        split.add_row(stage, *row)
     console.print(split)
 
 
 def main() -> None:
-    head, *details = (__doc__ or "").split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl", __doc__)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contestant (default 3)")
     parser.add_argument("--steps", type=int, default=20, help="counted steps per run (default 20)")
     parser.add_argument(
@@ -264,19 +243,25 @@ def main() -> None:
         parser.error(f"further settings are pairs of --NAME VALUE, not {words}")
     settings = _SETTINGS | dict(zip((word[2:] for word in words[::2]), words[1::2], strict=True))
     task = Task(
-        options.config,
-        options.jobgroup,
-        settings,
-        options.warm_up,
-        options.threads,
-        options.trl_rows,
+        config=options.config,
+        jobgroup=options.jobgroup,
+        settings=settings,
+        warm_up=options.warm_up,
+        threads=options.threads,
+        rows=options.trl_rows,
     )
     try:
         if options.bare:
             steps, seed, directory = options.bare
             train_in_process(task.load(int(steps), int(seed), Path(directory)), Console(quiet=True))
         else:
-            compare(task, options.contestants, options.rounds, options.steps, Console())
+            compare(
+                task,
+                options.contestants,
+                rounds=options.rounds,
+                steps=options.steps,
+                console=Console(),
+            )
     except ConfigError as error:
         fail(error)
 

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import command_parser, setting_words
 from benchmarks.processes import TRL_PYTHON, require_trl, run
 from benchmarks.trl_side import Job, grade
 from benchmarks.vs_trl_report import Half, Point, Replay, print_free, print_replays
@@ -48,36 +49,30 @@ _TRL_EPS = "1e-4"
 adopts it."""
 
 
-def settings(directory: Path, seed: int, steps: int, every: int, extra: str) -> Config:
+def settings(directory: Path, seed: int, *, steps: int, every: int, extra: str = "") -> Config:
     """Returns the settings of this trainer's half."""
-    words = [
-        *(
-            "--config",
-            "jobgroup/configs/tiny-cpu.yaml",
-            "--seed",
-            str(seed),
-            "--algorithm.advantage_eps",
-            _TRL_EPS,
-        ),
-        *(
-            "--trainer.run_dir",
-            str(directory),
-            "--state_dir",
-            str(directory / "state"),
-            "--trainer.max_steps",
-            str(steps),
-        ),
-        *("--trainer.eval_every", str(every), "--trainer.eval_pass_samples", "0"),
-        *("--trainer.checkpoint_every", str(every), "--trainer.keep_checkpoints", "1000"),
-    ]
-    return load(words + shlex.split(extra), {})
+    own = {
+        "config": "jobgroup/configs/tiny-cpu.yaml",
+        "seed": seed,
+        "algorithm.advantage_eps": _TRL_EPS,
+        "trainer.run_dir": directory,
+        "state_dir": directory / "state",
+        "trainer.max_steps": steps,
+        "trainer.eval_every": every,
+        "trainer.eval_pass_samples": 0,
+        "trainer.checkpoint_every": every,
+        "trainer.keep_checkpoints": 1000,
+    }
+    return load(setting_words(own) + shlex.split(extra), {})
 
 
 def trl_settings(config: Config) -> dict[str, Any]:
     """Returns the same settings under TRL's names, but only those that matter or differ from TRL's
     defaults.
     """
-    trainer, sampling, algorithm = config.trainer, config.sampling, config.algorithm
+    trainer = config.trainer
+    sampling = config.sampling
+    algorithm = config.algorithm
     return {
         "per_device_train_batch_size": trainer.batch_size * sampling.group_size,
         "gradient_accumulation_steps": 1,
@@ -109,7 +104,8 @@ def job(
     """Returns TRL's half: the first prompts of the data-server's stream and, with `groups`, their
     completions.
     """
-    trainer, tokenizer = config.trainer, load_tokenizer(config.model)
+    trainer = config.trainer
+    tokenizer = load_tokenizer(config.model)
     assert trainer.max_steps is not None
     with tempfile.TemporaryDirectory() as state:
         stream = PromptStream(
@@ -118,7 +114,14 @@ def job(
         prompts = stream.take(trainer.max_steps * trainer.batch_size).prompts
         stream.close()
     rates = [learning_rate(step, None, trainer) for step in range(trainer.max_steps)]
-    ids = [_prompt_ids(prompt, config, tokenizer) for prompt in prompts]
+    given_prompts = []
+    for prompt in prompts:
+        ids = _prompt_ids(prompt, config, tokenizer)
+        text = _text(ids, tokenizer)
+        given_prompts.append({"ids": ids, "text": text, "answer": prompt.ground_truth})
+    completions = None
+    if groups is not None:
+        completions = [each.token_ids.tolist() for group in groups for each in group.completions]
     return Job(
         model=config.model.name,
         output=str(output),
@@ -126,13 +129,8 @@ def job(
         save_every=trainer.checkpoint_every,
         settings={**trl_settings(config), **overrides},
         learning_rates=[] if "warmup_steps" in overrides else rates,
-        prompts=[
-            {"ids": one, "text": _text(one, tokenizer), "answer": prompt.ground_truth}
-            for one, prompt in zip(ids, prompts, strict=True)
-        ],
-        completions=None
-        if groups is None
-        else [c.token_ids.tolist() for group in groups for c in group.completions],
+        prompts=given_prompts,
+        completions=completions,
     )
 
 
@@ -145,11 +143,9 @@ def _text(ids: list[int], tokenizer: Any) -> str:
     adds itself.
     """
     text = str(tokenizer.decode(ids))
-    return (
-        text
-        if tokenizer(text)["input_ids"] == ids
-        else str(tokenizer.decode(ids, skip_special_tokens=True))
-    )
+    if tokenizer(text)["input_ids"] == ids:
+        return text
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def recorded(config: Config) -> list[Group]:
@@ -182,14 +178,12 @@ def greedy_accuracy(directory: Path, config: Config) -> float:
             max_new_tokens=config.sampling.max_new_tokens,
             eos_token_id=stops,
         )
+    answers = output[:, inputs["input_ids"].shape[1] :].tolist()
     right = 0
-    for problem, tokens in zip(
-        problems, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True
-    ):
+    for problem, tokens in zip(problems, answers, strict=True):
         stopped = any(stop in tokens for stop in stops)
-        right += bool(
-            grade(problem.ground_truth, tokenizer.decode(tokens, skip_special_tokens=True), stopped)
-        )
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        right += grade(problem.ground_truth, text, stopped)
     return right / len(problems)
 
 
@@ -199,20 +193,17 @@ class Runs:
     """
 
     def __init__(self, options: argparse.Namespace, root: Path) -> None:
-        self.options, self.root = options, root
+        self.options = options
+        self.root = root
         self.steps = sorted(
             {*range(options.every, options.steps + 1, options.every), options.steps}
         )
 
     def config(self, seed: int, extra: str = "", root: Path | None = None) -> Config:
         """Returns the settings of this trainer's half; TRL's half gets the same without `extra`."""
-        return settings(
-            (root or self.root) / f"ours-{seed}",
-            seed,
-            self.options.steps,
-            self.options.every,
-            extra,
-        )
+        place = (root or self.root) / f"ours-{seed}"
+        every = self.options.every
+        return settings(place, seed, steps=self.options.steps, every=every, extra=extra)
 
     def run(self, half: str, seed: int) -> None:
         if self._place(half, seed).parent != self.root:
@@ -227,7 +218,8 @@ class Runs:
 
     def replay(self, seed: int) -> Replay:
         """Trains TRL on the tokens of this trainer's finished run on `seed`."""
-        ours, output = self._place("ours", seed), self.root / f"replay-{seed}"
+        ours = self._place("ours", seed)
+        output = self.root / f"replay-{seed}"
         config = self.config(seed, root=ours.parent)
         groups = recorded(config)
         task = job(config, output, json.loads(self.options.trl), groups)
@@ -235,17 +227,23 @@ class Runs:
             group.prompt_token_ids.tolist() for group in groups
         ]
         self._trl(task)
-        base, points = Path(config.model.name), []
+        base = Path(config.model.name)
+        points = []
         for step in self.steps:
-            own, other = _checkpoint(ours, step), _checkpoint(output, step)
-            apart = _distance(own, other) / _distance(own, base)
-            points.append(
-                Point(step, greedy_accuracy(own, config), greedy_accuracy(other, config), apart)
+            own = _checkpoint(ours, step)
+            other = _checkpoint(output, step)
+            point = Point(
+                step=step,
+                ours=greedy_accuracy(own, config),
+                trl=greedy_accuracy(other, config),
+                apart=_distance(own, other) / _distance(own, base),
             )
+            points.append(point)
         return Replay(read_lines(ours / "metrics.jsonl"), _log(output)["steps"], points)
 
     def read(self, half: str, seed: int) -> Half:
-        config, place = self.config(seed), self._place(half, seed)
+        config = self.config(seed)
+        place = self._place(half, seed)
         accuracy = [greedy_accuracy(_checkpoint(place, step), config) for step in self.steps]
         if half == "trl":
             return Half.of_trl(accuracy, _log(place))
@@ -297,14 +295,7 @@ def _distance(one: Path, other: Path) -> float:
 
 
 def main() -> None:
-    head, *details = __doc__.split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_learning",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl_learning", __doc__)
     parser.add_argument(
         "--seeds",
         type=int,
@@ -372,17 +363,11 @@ def compare(options: argparse.Namespace) -> None:
         root = options.out or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
         runs = Runs(options, root)
-        turns = [
-            (half, seed)
-            for seed in seeds
-            for half in (("ours", "trl") if seed % 2 == 0 else ("trl", "ours"))
-        ]
-        for half, seed in track(turns, description="training"):
-            runs.run(half, seed)
-        replays = {
-            seed: runs.replay(seed)
-            for seed in track(seeds[: options.replays], description="replaying")
-        }
+        for seed in track(seeds, description="training"):
+            for half in ("ours", "trl") if seed % 2 == 0 else ("trl", "ours"):
+                runs.run(half, seed)
+        replayed = track(seeds[: options.replays], description="replaying")
+        replays = {seed: runs.replay(seed) for seed in replayed}
         ours, trl = (
             [runs.read(half, seed) for seed in track(seeds, description="evaluating")]
             for half in ("ours", "trl")

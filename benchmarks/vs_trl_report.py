@@ -7,7 +7,8 @@ from statistics import mean, median, stdev
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from benchmarks.command import figures_table
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,28 @@ class Half:
         seconds = median(
             sum(line["seconds"].values()) - line["seconds"].get("evaluation", 0.0) for line in lines
         )
-        reward, tokens, cut = (
-            mean(line[name] for line in lines)
-            for name in ("reward", "completion_tokens", "truncated")
+        return cls(
+            accuracy=accuracy,
+            first_reward=lines[0]["reward"],
+            reward=mean(line["reward"] for line in lines),
+            tokens=mean(line["completion_tokens"] for line in lines),
+            truncated=mean(line["truncated"] for line in lines),
+            seconds=seconds,
+            own_accuracy=own,
         )
-        return cls(accuracy, lines[0]["reward"], reward, tokens, cut, seconds, own)
 
     @classmethod
     def of_trl(cls, accuracy: list[float], log: dict[str, Any]) -> "Half":
         """Reads TRL's half from the log of `benchmarks.trl_side`."""
-        names = ("reward", "completions/mean_length", "completions/clipped_ratio")
-        reward, tokens, cut = (mean(line[name] for line in log["steps"]) for name in names)
-        return cls(accuracy, log["steps"][0]["reward"], reward, tokens, cut, median(log["seconds"]))
+        steps = log["steps"]
+        return cls(
+            accuracy=accuracy,
+            first_reward=steps[0]["reward"],
+            reward=mean(line["reward"] for line in steps),
+            tokens=mean(line["completions/mean_length"] for line in steps),
+            truncated=mean(line["completions/clipped_ratio"] for line in steps),
+            seconds=median(log["seconds"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,27 +107,23 @@ def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) 
     """
     rows: list[tuple[str, list[float], list[float]]] = []
     for i, step in enumerate(steps):
-        rows.append(
-            (
-                f"accuracy, step {step}",
-                [half.accuracy[i] for half in ours],
-                [half.accuracy[i] for half in trl],
-            )
-        )
+        left = [half.accuracy[i] for half in ours]
+        right = [half.accuracy[i] for half in trl]
+        rows.append((f"accuracy, step {step}", left, right))
     for name, label in (
         ("first_reward", "reward, step 1"),
         ("reward", "reward, all steps"),
         ("tokens", "completion tokens, all steps"),
         ("truncated", "truncated share, all steps"),
     ):
-        rows.append(
-            (label, [getattr(half, name) for half in ours], [getattr(half, name) for half in trl])
-        )
-    table = Table(
-        title=f"own samples, {len(ours)} seeds: mean ± standard error; difference: ours − TRL, paired by seed"
+        left = [getattr(half, name) for half in ours]
+        right = [getattr(half, name) for half in trl]
+        rows.append((label, left, right))
+    table = figures_table(
+        f"own samples, {len(ours)} seeds: mean ± standard error; "
+        "difference: ours − TRL, paired by seed",
+        ["", "ours", "TRL", "difference", "in s.e."],
     )
-    for header in ("", "ours", "TRL", "difference", "in s.e."):
-        table.add_column(header, justify="right")
     for label, left, right in rows:
         apart = [a - b for a, b in zip(left, right, strict=True)]
         table.add_row(label, _mean(left), _mean(right), _mean(apart), _in_errors(apart))
@@ -125,7 +132,8 @@ def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) 
     last = [a.accuracy[-1] - b.accuracy[-1] for a, b in zip(ours, trl, strict=True)]
     agree = "agrees" if abs(mean(last)) <= standard_error(last) else "does not agree"
     console.print(
-        f"At the end the accuracy {agree} within one standard error of the paired difference. By seed:"
+        f"At the end the accuracy {agree} within one standard error of the paired difference. "
+        "By seed:"
     )
     for label, halves in (("ours", ours), ("TRL", trl)):
         console.print(
@@ -138,47 +146,35 @@ def print_free(steps: Sequence[int], ours: Sequence[Half], trl: Sequence[Half]) 
         for a, b in zip(half.accuracy, half.own_accuracy or [], strict=True)
     )
     console.print(
-        f"The embedded engine's own evaluation of our checkpoints is at most {engine:.4f} apart from this one."
+        "The embedded engine's own evaluation of our checkpoints "
+        f"is at most {engine:.4f} apart from this one."
     )
-    console.print(
-        f"Median seconds a step: ours {_mean([h.seconds for h in ours])}, TRL {_mean([h.seconds for h in trl])}"
-    )
+    our_s = _mean([half.seconds for half in ours])
+    trl_s = _mean([half.seconds for half in trl])
+    console.print(f"Median seconds a step: ours {our_s}, TRL {trl_s}")
 
 
 def print_replays(replays: dict[int, Replay]) -> None:
     """Compares TRL with the runs whose tokens it trained on, by seed."""
-    table = Table(
-        title="TRL on our tokens: largest difference in any step (gradient norm: relative; also in the first step)"
+    differences = ("reward", "rate", "loss", "first norm", "norm", "weights apart*")
+    table = figures_table(
+        "TRL on our tokens: largest difference in any step "
+        "(gradient norm: relative; also in the first step)",
+        ["seed", *differences, "accuracy: ours", "TRL"],
     )
-    for header in (
-        "seed",
-        "reward",
-        "rate",
-        "loss",
-        "first norm",
-        "norm",
-        "weights apart*",
-        "accuracy: ours",
-        "TRL",
-    ):
-        table.add_column(header, justify="right")
     for seed, replay in replays.items():
         first, norm = replay.largest("grad_norm", relative=True)
         plain = [replay.largest(name)[1] for name in ("reward", "learning_rate", "loss")]
         apart = " ".join(f"{point.apart:.0e}" for point in replay.points)
-        accuracy = [
-            " ".join(f"{value:.3f}" for value in half)
-            for half in zip(*((p.ours, p.trl) for p in replay.points), strict=True)
-        ]
-        table.add_row(
-            str(seed), *(f"{value:.0e}" for value in [*plain, first, norm]), apart, *accuracy
-        )
+        ours = " ".join(f"{point.ours:.3f}" for point in replay.points)
+        trl = " ".join(f"{point.trl:.3f}" for point in replay.points)
+        figures = [f"{value:.0e}" for value in [*plain, first, norm]]
+        table.add_row(str(seed), *figures, apart, ours, trl)
     console = Console(width=150)
     console.print(table)
-    steps = next(iter(replays.values())).points
-    console.print(
-        f"* of the way from the base model; this and the accuracy after steps {', '.join(str(p.step) for p in steps)}"
-    )
+    points = next(iter(replays.values())).points
+    steps = ", ".join(str(point.step) for point in points)
+    console.print(f"* of the way from the base model; this and the accuracy after steps {steps}")
 
 
 def _in_errors(apart: Sequence[float]) -> str:

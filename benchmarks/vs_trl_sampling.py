@@ -9,7 +9,7 @@ on the completions that this trainer trained on right after each checkpoint of a
 with the settings TRL gives it.
 """
 
-import argparse
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from benchmarks.command import command_parser
 from benchmarks.vs_trl_learning import padded, recorded, settings
 from common.settings.config import Config
 from common.wire.schemas import Group
@@ -70,14 +71,7 @@ def generated(model: Any, config: Config, groups: list[Group]) -> list[tuple[lis
 
 
 def main() -> None:
-    head, *details = __doc__.split("\n\n")
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vs_trl_sampling",
-        description=head,
-        epilog="\n\n".join(details),
-        formatter_class=layout,
-    )
+    parser = command_parser("vs_trl_sampling", __doc__)
     parser.add_argument("runs", type=Path, help="the --out directory of vs_trl_learning")
     parser.add_argument(
         "--seeds", type=int, default=5, help="number of runs, from seed 0 (default 5)"
@@ -93,23 +87,19 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     sums: dict[str, list[Tensor]] = {"ours": [], "generate, as TRL calls it": []}
-    points = [
-        (seed, step)
-        for seed in range(options.seeds)
-        for step in range(0, options.steps, options.every)
-    ]
+    steps = range(0, options.steps, options.every)
+    points = list(itertools.product(range(options.seeds), steps))
     for seed, step in track(points, description="scoring"):
         place = options.runs / f"ours-{seed}"
-        config = settings(place, seed, options.steps, options.every, "")
+        config = settings(place, seed, steps=options.steps, every=options.every)
         path = place / "checkpoints" / f"step_{step:06d}" if step else config.model.name
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         start = step * config.trainer.batch_size
         groups = recorded(config)[start : start + config.trainer.batch_size]
-        own = [
-            (group.prompt_token_ids.tolist(), c.token_ids.tolist())
-            for group in groups
-            for c in group.completions
-        ]
+        own = []
+        for group in groups:
+            prompt = group.prompt_token_ids.tolist()
+            own += [(prompt, completion.token_ids.tolist()) for completion in group.completions]
         for label, pairs in zip(sums, (own, generated(model, config, groups)), strict=True):
             sums[label].append(surplus(model, pairs))
     for label, parts in sums.items():
@@ -117,7 +107,8 @@ def main() -> None:
         error = float(values.std()) / math.sqrt(len(values))
         mean = float(values.mean())
         Console().print(
-            f"{label}: {mean:+.5f} ± {error:.5f} nats a completion, z {mean / error:+.2f} ({len(values)} completions)"
+            f"{label}: {mean:+.5f} ± {error:.5f} nats a completion, "
+            f"z {mean / error:+.2f} ({len(values)} completions)"
         )
 
 

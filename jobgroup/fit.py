@@ -26,6 +26,7 @@ _PROGRAMS = {
     "services.critic": CRITIC,
     "services.environment": ENVIRONMENT,
     "trainer": TRAINER,
+    "trainer.launch": TRAINER,
 }
 """The task of each program."""
 _KEPT = {TRAINER: ("RUN_DIR", "begins at step 0 again"), CRITIC: ("STATE_DIR", "ends the run")}
@@ -62,54 +63,56 @@ def problems(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     """Yields what cannot work, as (task, problem)."""
     wrong: dict[str, list[str]] = {}
     for task in tasks:
-        yield from _misnamed(task)
+        found = list(_misnamed(task))
         if isinstance(task.config, ConfigError):
             wrong.setdefault(str(task.config), []).append(task.name)
-        elif task.name == ROLLOUT and task.config.rollout.engine == "sglang":
-            needed = task.config.rollout.tensor_parallel_size
-            told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
-            for gpus in task.gpus:
-                if needed > gpus > 0:
-                    yield task.name, f"{told}, but a node has {gpus}: request more GPUs per node"
-        elif task.name == TRAINER and task.config.trainer.shard_size:
-            size = task.config.trainer.shard_size
-            for gpus in task.gpus:
-                ranks = task.nodes * max(1, gpus)
-                if ranks % size:
-                    yield (
-                        task.name,
-                        f"{ranks} processes cannot be divided into groups of {size} (trainer.shard_size)",
-                    )
+        else:
+            found += _too_few_gpus(task, task.config)
         if task.uploading and task.run.lstrip().startswith("exec "):
             waiting = f"after run SkyPilot waits until {task.uploading[0]} is uploaded"
-            yield task.name, f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`"
-    yield from ((", ".join(names), text) for text, names in wrong.items())
+            found.append(f"{waiting}, but `exec` leaves no shell that could wait: remove `exec`")
+        for problem in found:
+            yield task.name, problem
+    for problem, names in wrong.items():
+        yield ", ".join(names), problem
+    yield from _unequal(tasks)
+
+
+def _too_few_gpus(task: Placed, config: Config) -> Iterator[str]:
+    if task.name == ROLLOUT and config.rollout.engine == "sglang":
+        needed = config.rollout.tensor_parallel_size
+        told = f"an engine needs {needed} GPUs (rollout.tensor_parallel_size)"
+        for gpus in task.gpus:
+            if needed > gpus > 0:
+                yield f"{told}, but a node has {gpus}: request more GPUs per node"
+    size = config.trainer.shard_size
+    if task.name == TRAINER and size:
+        for gpus in task.gpus:
+            ranks = task.nodes * max(1, gpus)
+            if ranks % size:
+                told = f"{ranks} processes cannot be divided into groups of {size}"
+                yield f"{told} (trainer.shard_size)"
+
+
+def _unequal(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
+    """Yields variables that differ between tasks; each task reads the whole configuration."""
     first: dict[str, Placed] = {}
-    for task in tasks:  # each task reads the whole configuration
-        settings = {
-            name: task.env.get(name, "") for name in _SHARED
-        }  # empty: as if it were not there
-        for name, value in task.env.items():
-            if name.startswith("RLHF_") and name not in _OWN:
-                settings[name] = value
-        for name, value in settings.items():
+    for task in tasks:
+        own = [name for name in task.env if name.startswith("RLHF_") and name not in _OWN]
+        for name in (*_SHARED, *own):
+            value = task.env.get(name, "")  # empty: as if it were not there
             other = first.setdefault(name, task)
             elsewhere = other.env.get(name, "")
             if elsewhere != value:
-                yield (
-                    task.name,
-                    f"{name} is {value!r}, but {elsewhere!r} in {other.name}: make them equal",
-                )
+                told = f"{name} is {value!r}, but {elsewhere!r} in {other.name}"
+                yield task.name, f"{told}: make them equal"
 
 
-def _misnamed(task: Placed) -> Iterator[tuple[str, str]]:
-    """Yields tasks that run one of our programs under a name the other tasks do not look for."""
+def _misnamed(task: Placed) -> Iterator[str]:
+    """Yields programs of ours that the other tasks look for under another name."""
     for program, name in _PROGRAMS.items():
         if _runs(task, program) and task.name != name:
-            yield (
-                task.name,
-                f"it runs {program}, which the other tasks look up as {name}: rename it",
-            )
+            yield f"it runs {program}, which the other tasks look up as {name}: rename it"
 
 
 def _runs(task: Placed, program: str) -> bool:
@@ -122,20 +125,12 @@ def missing(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     if TRAINER not in there:
         return
     config = there[TRAINER].config
-    remote = (
-        isinstance(config, Config)
-        and config.algorithm.needs_critic
-        and config.critic.location == "server"
-    )
-    plays = isinstance(config, Config) and config.environment.name
-    needed = (
-        DATA,
-        ROLLOUT,
-        REWARD,
-        REPLAY,
-        *([CRITIC] if remote else []),
-        *([ENVIRONMENT] if plays else []),
-    )
+    needed = {DATA, ROLLOUT, REWARD, REPLAY}
+    if isinstance(config, Config):
+        if config.algorithm.needs_critic and config.critic.location == "server":
+            needed.add(CRITIC)
+        if config.environment.name:
+            needed.add(ENVIRONMENT)
     for program, name in _PROGRAMS.items():
         if name in needed and name not in there and not any(_runs(task, program) for task in tasks):
             yield TRAINER, f"it needs the task {name}, but the tasks are {', '.join(there)}"
@@ -146,19 +141,13 @@ def warnings(tasks: Sequence[Placed]) -> Iterator[tuple[str, str]]:
     for task in tasks:
         if task.name == ROLLOUT and isinstance(task.config, Config):
             used = task.config.rollout.tensor_parallel_size
+            fix = "raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs"
             for gpus in task.gpus:
                 if used < gpus > 1:
-                    unused = f"a node has {gpus} GPUs, and its engine uses {used}"
-                    yield (
-                        task.name,
-                        f"{unused}: raise rollout.tensor_parallel_size, or use more nodes with fewer GPUs",
-                    )
-        variable, loss = _KEPT.get(task.name, ("", ""))
-        folder = PurePosixPath(task.env.get(variable) or "/")
-        if (
-            task.spot
-            and variable
-            and not any(folder.is_relative_to(mount) for mount in task.mounts)
-        ):
-            place = f"it is on spot nodes and {variable} is not on a volume"
-            yield task.name, f"{place}: a preemption loses what it has learnt and {loss}"
+                    yield task.name, f"a node has {gpus} GPUs, and its engine uses {used}: {fix}"
+        if task.spot and task.name in _KEPT:
+            variable, loss = _KEPT[task.name]
+            folder = PurePosixPath(task.env.get(variable) or "/")
+            if not any(folder.is_relative_to(mount) for mount in task.mounts):
+                place = f"it is on spot nodes and {variable} is not on a volume"
+                yield task.name, f"{place}: a preemption loses what it has learnt and {loss}"

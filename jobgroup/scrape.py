@@ -40,7 +40,8 @@ SECTIONS = {
     TRAINER: "trainer",
 }
 """For each task that listens on a single port, the settings section with that port."""
-ENGINE, ROUTER = "rollout-engine", "router"
+ENGINE = "rollout-engine"
+ROUTER = "router"
 """Prometheus jobs beside those named like their task; the agents are `rollout-server`."""
 
 
@@ -52,37 +53,34 @@ def configuration(group: spec.JobGroup, hosts: Mapping[str, str], token_file: st
     `token_file` holds the run's API_TOKEN. The router's page requires none, so it gets none.
     """
     local = parse_hosts(hosts.get("JOBGROUP_HOSTS", ""))
-    topology, files = Topology(group=group.name, local_hosts=local), tls()
-    jobs: dict[str, list[dict[str, Any]]] = {}
+    topology = Topology(group=group.name, local_hosts=local)
+    nodes_of_job: dict[str, list[dict[str, Any]]] = {}
     for task in group.tasks:
         for rank in range(task.num_nodes):
             for job, port in _ports(task, rank):
                 target = topology.url(task.name, port, rank).partition("://")[2]
-                jobs.setdefault(job, []).append(
-                    {"targets": [target], "labels": {"node": f"{task.name}-{rank}"}}
-                )
+                node = {"targets": [target], "labels": {"node": f"{task.name}-{rank}"}}
+                nodes_of_job.setdefault(job, []).append(node)
 
-    def access(job: str) -> dict[str, Any]:
-        if job == ROUTER:
-            return {}
-        found: dict[str, Any] = (
-            {"authorization": {"credentials_file": token_file}} if token_file else {}
-        )
-        if files.certificate:
-            found["scheme"] = "https"
-        if files.certificate and files.authority:
+    scraped = []
+    for job, nodes in nodes_of_job.items():
+        access = {} if job == ROUTER else _access(token_file)
+        scraped.append({"job_name": job, **access, "static_configs": nodes})
+    content = {"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": scraped}
+    return str(yaml.safe_dump(content, sort_keys=False))
+
+
+def _access(token_file: str | None) -> dict[str, Any]:
+    """Returns what Prometheus needs to read the pages: the token, and the authority of TLS."""
+    files = tls()
+    found: dict[str, Any] = {}
+    if token_file:
+        found["authorization"] = {"credentials_file": token_file}
+    if files.certificate:
+        found["scheme"] = "https"
+        if files.authority:
             found["tls_config"] = {"ca_file": files.authority}
-        return found
-
-    scraped = [
-        {"job_name": job, **access(job), "static_configs": nodes} for job, nodes in jobs.items()
-    ]
-    return str(
-        yaml.safe_dump(
-            {"global": {"scrape_interval": f"{INTERVAL_S}s"}, "scrape_configs": scraped},
-            sort_keys=False,
-        )
-    )
+    return found
 
 
 def _ports(task: spec.Task, rank: int) -> Iterator[tuple[str, int]]:
@@ -113,9 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(argv)
     try:
-        group = spec.load(
-            options.yaml, dict(spec.assignment(text, "--env") for text in options.env), {}, {}
-        )
+        env = spec.assignments(options.env, "--env")
+        group = spec.load(options.yaml, env)
         sys.stdout.write(configuration(group, os.environ, options.token_file))
     except ConfigError as error:
         fail(error)

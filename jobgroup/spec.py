@@ -21,6 +21,7 @@ from common.settings.sources import yaml_problem
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _M = TypeVar("_M", bound=BaseModel)
+_NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ class _TaskDocument(_Document):
 
 
 def load(
-    path: Path, env: Mapping[str, str], secrets: Mapping[str, str], num_nodes: Mapping[str, int]
+    path: Path,
+    env: Mapping[str, str] = _NOTHING,
+    secrets: Mapping[str, str] = _NOTHING,
+    num_nodes: Mapping[str, int] = _NOTHING,
 ) -> JobGroup:
     """Reads a job group; `env`, `secrets` (both for every task) and `num_nodes` (by task) override
     the file.
@@ -123,19 +127,25 @@ def load(
     header, *documents = _documents(path)
     if "execution" not in header:
         raise ConfigError(
-            "the header lacks `execution: parallel`: SkyPilot would run the tasks one after the other",
+            "the header lacks `execution: parallel`: "
+            "SkyPilot would run the tasks one after the other",
             field="execution",
             remedy="add it beside `name`",
         )
     for name in env:
         known_variable(name, documents, "--env")
     head = _validated(_Header, header, "header")
-    tasks = [
-        _validated(_TaskDocument, content, f"task {i + 1}") for i, content in enumerate(documents)
-    ]
-    names = [task.name for task in tasks]
-    _check_names(head, names)
-    group = JobGroup(head.name, tuple(_task(task, head, env, secrets, num_nodes) for task in tasks))
+    found = []
+    for number, content in enumerate(documents, start=1):
+        found.append(_validated(_TaskDocument, content, f"task {number}"))
+    _check_names(head, [task.name for task in found])
+
+    tasks = []
+    for document in found:
+        own_env = _environment(document, env, secrets)
+        nodes = num_nodes.get(document.name, document.num_nodes)
+        tasks.append(_task(document, head, own_env, num_nodes=nodes, overrides=env))
+    group = JobGroup(head.name, tuple(tasks))
     for name in num_nodes:
         group.task(name, "--num-nodes")
     return group
@@ -169,11 +179,12 @@ def known_variable(name: str, documents: Iterable[Mapping[str, Any]], option: st
     """Raises ConfigError for a variable that no task declares and that looks like a misspelt
     setting.
     """
-    if any(
-        isinstance(envs := document.get("envs"), Mapping) and name in envs for document in documents
-    ):
-        return
-    if hint := config.misspelt(name):
+    for document in documents:
+        declared = document.get("envs")
+        if isinstance(declared, Mapping) and name in declared:
+            return
+    hint = config.misspelt(name)
+    if hint:
         raise ConfigError(
             "there is no such variable", field=option, value=name, remedy=f"did you mean {hint}?"
         )
@@ -191,6 +202,13 @@ def assignment(text: str, option: str) -> tuple[str, str]:
             remedy=f"write {option} {name}=VALUE",
         )
     return name, value if equals else os.environ[name]
+
+
+def assignments(texts: Iterable[str], option: str) -> dict[str, str]:
+    """Parses every `K=V` or `K` of an option that may be repeated; the last one of a name counts.
+    Raises ConfigError.
+    """
+    return dict(assignment(text, option) for text in texts)
 
 
 class _Loader(yaml.SafeLoader):
@@ -214,39 +232,25 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def no_job_group(path: Path, message: str) -> ConfigError:
+    """Returns the error for a file that is no YAML of a job group."""
+    remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
+    return ConfigError(message, field="YAML", value=str(path), remedy=remedy)
+
+
 def _documents(path: Path) -> list[dict[str, Any]]:
     try:
         documents = list(yaml.load_all(path.read_text(encoding="utf-8"), _Loader))
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-        yaml.YAMLError,
-    ) as error:  # ValueError: an invalid date
-        remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-        raise ConfigError(
-            f"the job group cannot be read: {yaml_problem(error)}",
-            field="YAML",
-            value=str(path),
-            remedy=remedy,
-        ) from None
+    # ValueError: an invalid date
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        problem = f"the job group cannot be read: {yaml_problem(error)}"
+        raise no_job_group(path, problem) from None
     documents = [document for document in documents if document is not None]
-    for document in documents:
-        if not isinstance(document, dict):
-            remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-            raise ConfigError(
-                "every document of a job group must be a mapping",
-                field="YAML",
-                value=str(path),
-                remedy=remedy,
-            )
+    if not all(isinstance(document, dict) for document in documents):
+        raise no_job_group(path, "every document of a job group must be a mapping")
     if len(documents) < 2:
-        raise ConfigError(
-            "a job group needs a header and at least one task, separated by ---",
-            field="YAML",
-            value=str(path),
-            remedy="give the YAML of a job group, for example jobgroup/rlhf-math-jobgroup.yaml",
-        )
+        problem = "a job group needs a header and at least one task, separated by ---"
+        raise no_job_group(path, problem)
     return documents
 
 
@@ -256,25 +260,21 @@ def _validated(model: type[_M], content: dict[str, Any], where: str) -> _M:
             {key: value for key, value in content.items() if value is not None}
         )
     except ValidationError as error:
-        problems = error.errors()  # a misspelt field comes before the field that it leaves missing
-        first = next((each for each in problems if each["type"] == "extra_forbidden"), problems[0])
-        where = (
-            content["name"]
-            if isinstance(content.get("name"), str) and model is _TaskDocument
-            else where
-        )
-        field = ".".join([where, *(str(part) for part in first["loc"])])
-        known = f"the known fields are {', '.join(model.model_fields)}"
-        unknown = first["type"] == "extra_forbidden"
+        # A misspelt field comes before the field that it leaves missing.
+        problems = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+        first = problems[0]
+
+    if model is _TaskDocument and isinstance(content.get("name"), str):
+        where = content["name"]
+    field = ".".join([where, *map(str, first["loc"])])
+    value = None if first["type"] == "missing" else first["input"]
+    if first["type"] == "extra_forbidden":
+        message = "a job group that runs on this machine has no such field"
+        hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
+        remedy = f"{hint} the known fields are {', '.join(model.model_fields)}".strip()
+    else:
         message, remedy = explained(first)
-        if unknown:
-            hint = did_you_mean(str(first["loc"][-1]), [], model.model_fields)
-            message, remedy = (
-                "a job group that runs on this machine has no such field",
-                f"{hint} {known}".strip(),
-            )
-        value = None if first["type"] == "missing" else first["input"]
-        raise ConfigError(message, field=field, value=value, remedy=remedy) from None
+    raise ConfigError(message, field=field, value=value, remedy=remedy)
 
 
 def _check_names(head: _Header, names: list[str]) -> None:
@@ -300,8 +300,9 @@ def _task(
     task: _TaskDocument,
     head: _Header,
     env: Mapping[str, str],
-    secrets: Mapping[str, str],
-    num_nodes: Mapping[str, int],
+    *,
+    num_nodes: int,
+    overrides: Mapping[str, str],
 ) -> Task:
     delay = head.termination_delay
     if isinstance(delay, dict):
@@ -309,18 +310,18 @@ def _task(
     restarts, codes = _recovery(task)
     return Task(
         name=task.name,
-        num_nodes=num_nodes.get(task.name, task.num_nodes),
+        num_nodes=num_nodes,
         workdir=_workdir(task),
         setup=task.setup,
         run=task.run,
-        env=_environment(task, env, secrets),
+        env=env,
         gpus=_gpus(task),
         max_restarts=restarts,
         restart_codes=codes,
         primary=not head.primary_tasks or task.name in head.primary_tasks,
         termination_delay_s=seconds(delay, "termination_delay"),
         ignored=tuple(key for key in ("volumes", "file_mounts") if getattr(task, key)),
-        on_volumes=_on_volumes(task, env),
+        on_volumes=_on_volumes(task, overrides),
     )
 
 
@@ -329,9 +330,8 @@ def _on_volumes(task: _TaskDocument, overrides: Mapping[str, str]) -> tuple[str,
     names = []
     for key, value in task.envs.items():
         folder = PurePosixPath(str(value))
-        if str(key) not in overrides and any(
-            folder.is_relative_to(mount) for mount in task.volumes
-        ):
+        on_volume = any(folder.is_relative_to(mount) for mount in task.volumes)
+        if on_volume and str(key) not in overrides:
             names.append(str(key))
     return tuple(names)
 
@@ -361,17 +361,19 @@ def _environment(
 
 
 def _workdir(task: _TaskDocument) -> Path:
+    workdir = Path(task.workdir or ".")
     try:
-        workdir = Path(task.workdir or ".").expanduser().resolve()
+        workdir = workdir.expanduser().resolve()
         found = workdir.is_dir()
     except (OSError, ValueError, RuntimeError):  # an invalid path, or the home of an unknown user
-        workdir, found = Path(task.workdir or "."), False
+        found = False
     if not found:
         raise ConfigError(
             "this folder does not exist",
             field=f"{task.name}.workdir",
             value=str(workdir),
-            remedy="it is relative to the current directory: run the command in the root of the project",
+            remedy="it is relative to the current directory: "
+            "run the command in the root of the project",
         )
     return workdir
 
@@ -380,10 +382,8 @@ def _recovery(task: _TaskDocument) -> tuple[int, frozenset[int]]:
     recovery = task.resources.get("job_recovery")
     if not isinstance(recovery, dict):  # only a strategy's name
         return 0, frozenset()
-    restarts, codes = (
-        recovery.get("max_restarts_on_errors", 0),
-        recovery.get("recover_on_exit_codes", []),
-    )
+    restarts = recovery.get("max_restarts_on_errors", 0)
+    codes = recovery.get("recover_on_exit_codes", [])
     codes = codes if isinstance(codes, list) else [codes]
     if not all(isinstance(number, int) and number >= 0 for number in [restarts, *codes]):
         raise ConfigError(
@@ -408,7 +408,8 @@ def _gpus(task: _TaskDocument) -> int:
     if isinstance(wanted, list) and wanted:
         wanted = wanted[0]
     if isinstance(wanted, dict) and wanted:
-        wanted = "{}:{}".format(*next(iter(wanted.items())))
+        name, count = next(iter(wanted.items()))
+        wanted = f"{name}:{count}"
     if not wanted:
         return 0
     match = re.fullmatch(r"[^:]+(?::([0-9]{1,6}(?:\.[0-9]{1,6})?|None))?", str(wanted))

@@ -1,4 +1,4 @@
-"""`torchrun … -m trainer`: one process per GPU (or per node on CPUs) of the ppo-trainer task."""
+"""`torchrun … -m trainer` (`trainer/launch.py`): one process per GPU (or per node on CPUs) of the ppo-trainer task."""
 
 import os
 import signal

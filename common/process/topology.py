@@ -11,7 +11,6 @@ Callers get names, not addresses: after a recovery the name is the same but its 
 """
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,31 +32,6 @@ help."""
 LOST = 75
 """Exit status (EX_TEMPFAIL) of a trainer rank that ends because another one is lost: a restart
 helps."""
-_TORCHRUN = """
-import logging
-import sys
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
-for name in ("", ".multiprocessing.api", ".multiprocessing.errors.error_handler"):
-    logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
-try:
-    getattr(main, "__wrapped__", main)()
-except SignalException as end:
-    sys.exit(128 + end.sigval)
-except ChildFailedError as end:
-    rank, failure = end.get_first_failure()
-    # With several ranks, others have written since.
-    several = sys.argv[sys.argv.index("--nproc-per-node") + 1] != "1"
-    if failure.exitcode < 0:
-        print(f"rank {rank} was ended by signal {-failure.exitcode}", file=sys.stderr)
-    elif several and failure.error_file_data:
-        print(f"rank {rank}: {failure.message}", file=sys.stderr)
-    sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
-"""
-"""torchrun, except that it exits with the status of the rank that failed first, or 128 plus its
-signal, and prints the reason that this rank recorded (`log_exit_reason`) instead of a traceback.
-This package never imports torch."""
 
 
 def setting_status() -> int:
@@ -228,62 +202,3 @@ class Topology:
         It listens on every interface, so concurrent local runs need different ports.
         """
         return TORCHRUN_PORT + (int(self.node_ips[0].split(".")[1]) if self.local_hosts else 0)
-
-    def torchrun(self, arguments: list[str]) -> list[str]:
-        """Returns the torchrun command that runs `arguments` on every node of this task, with one
-        process per GPU.
-
-        Rank 0 is the first address of `SKYPILOT_NODE_IPS`, read when the command starts, so it is
-        current after a recovery.
-        """
-        options = {
-            "--nnodes": self.num_nodes,
-            "--node-rank": self.node_rank,
-            "--nproc-per-node": max(1, self.gpus_per_node),
-            "--master-addr": self.node_ips[0],
-            "--master-port": self.torchrun_port,
-        }
-        command = [sys.executable, "-c", _TORCHRUN]
-        for option, value in options.items():
-            command += [option, str(value)]
-        return command + arguments
-
-
-def _check_port(port: int) -> None:
-    """Exits with a clear error if torchrun could not listen on `port`; torchrun itself would print
-    a traceback.
-    """
-    try:
-        socket.create_server(("", port)).close()
-    except OSError as error:
-        reason = f"torchrun cannot listen on port {port}: {error.strerror}"
-        remedy = (
-            f"end the process that uses it (ss -ltnp 'sport = :{port}'), or an earlier run's "
-            "trainer"
-        )
-        print(
-            f"error: {ConfigError(reason, field='torchrun', value=port, remedy=remedy)}",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
-
-
-def _main(argv: list[str]) -> None:
-    """Runs `python -m common.process.topology torchrun -m trainer …` as torchrun over the nodes of
-    this task.
-    """
-    if not argv or argv[0] != "torchrun" or len(argv) < 2:
-        raise SystemExit(
-            "usage: python -m common.process.topology torchrun ARGUMENTS_OF_TORCHRUN…   (e.g. "
-            "torchrun -m trainer)"
-        )
-    topology = Topology.from_env()
-    if topology.node_rank == 0:
-        _check_port(topology.torchrun_port)
-    os.environ.update(topology.loopback_env())
-    command = topology.torchrun(argv[1:])
-    os.execv(command[0], command)  # noqa: S606
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

@@ -11,6 +11,7 @@ every size? Only its `config.json` is read. Exit status
 import json
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,10 @@ from pathlib import Path
 from common.errors import ConfigError
 from common.process.cli import CommandParser, fail, positive
 from common.process.security import SecretRedactor
-from jobgroup.doctor import hub, machine, memory, network, sizes, software, storage
+from jobgroup.doctor import availability, machine, memory, network, sizes, software, storage
 from jobgroup.doctor.plan import Plan, make
 from jobgroup.doctor.report import Check, Result, perform
-from jobgroup.spec import assignment
+from jobgroup.spec import assignments
 
 _CHECKS = {
     "python": software.check_python,
@@ -52,77 +53,80 @@ def results(plan: Plan) -> Iterator[Result]:
     """Runs all checks; the models come first, since disk and memory need their sizes."""
     yield from plan.problems
     loading = [
-        Check(f"model {name}", partial(hub.check_model, plan, name, job))
-        for name, job in hub.models(plan).items()
+        Check(f"model {name}", partial(availability.check_model, plan, name, job))
+        for name, job in availability.models(plan).items()
     ]
-    loading.append(Check("data set", partial(hub.check_dataset, plan)))
-    loading.append(Check("clock", partial(hub.check_clock, plan)))
+    loading.append(Check("data set", partial(availability.check_dataset, plan)))
+    loading.append(Check("clock", partial(availability.check_clock, plan)))
     loaded = list(perform(loading))
+
     table = _CHECKS if plan.assumed_gb else _CHECKS | _CHECKS_HERE
     yield from perform([Check(name, partial(check, plan)) for name, check in table.items()])
     yield from loaded
-    yield from perform(
-        [Check(memory.TITLE, partial(memory.check_fit, plan)), *network.cluster_checks(plan)]
-    )
+
+    fit = Check(memory.TITLE, partial(memory.check_fit, plan))
+    yield from perform([fit, *network.cluster_checks(plan)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
+    gpu_gb: float | None = options.gpu_memory_gb
     env = dict(os.environ)
     try:
-        if options.gpus is not None and options.gpu_memory_gb is None and options.plan is None:
-            raise ConfigError(
-                "it needs --gpu-memory-gb or --plan",
-                field="--gpus",
-                value=options.gpus,
-                remedy="give one too",
-            )
-        if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
-            remedy = "give GB, such as 80"
-            raise ConfigError(
-                "this is not a memory size",
-                field="--gpu-memory-gb",
-                value=options.gpu_memory_gb,
-                remedy=remedy,
-            )
-        overrides = dict(assignment(text, "--env") for text in options.env)
+        _check_options(options)
+        overrides = assignments(options.env, "--env")
+        redactors = [SecretRedactor(env), SecretRedactor(overrides)]
         if options.plan is not None:
-            lines = list(
-                sizes.predict(
-                    options.plan, options.gpus or 1, {**env, **overrides}, options.gpu_memory_gb
-                )
-            )
-            redactors = [SecretRedactor(each) for each in (env, overrides)]
-            return _report(lines, redactors, options.json, may_fail=options.gpu_memory_gb is None)
-        plan = make(
-            options.yaml, overrides, env, options.task, cluster=options.gpu_memory_gb is not None
-        )
+            settings = {**env, **overrides}
+            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=gpu_gb))
+            return _report(lines, redactors, options.json, may_fail=gpu_gb is None)
+        on_cluster = gpu_gb is not None
+        plan = make(options.yaml, overrides, env, task=options.task, cluster=on_cluster)
     except ConfigError as error:
         fail(error)
-    plan.assumed_gb, plan.assumed_gpus = options.gpu_memory_gb, options.gpus
+
+    plan.assumed_gb = gpu_gb
+    plan.assumed_gpus = options.gpus
     plan.gpus, plan.no_gpus = machine.visible(env)
-    redactors = [SecretRedactor(each) for each in (env, overrides, *(job.env for job in plan.jobs))]
+    redactors += [SecretRedactor(job.env) for job in plan.jobs]
     if not options.json:
         print(_title(plan) + "\n")
     return _report(results(plan), redactors, options.json)
+
+
+def _check_options(options: Namespace) -> None:
+    if options.gpus is not None and options.gpu_memory_gb is None and options.plan is None:
+        raise ConfigError(
+            "it needs --gpu-memory-gb or --plan",
+            field="--gpus",
+            value=options.gpus,
+            remedy="give one too",
+        )
+    if options.gpu_memory_gb is not None and not options.gpu_memory_gb > 0:
+        raise ConfigError(
+            "this is not a memory size",
+            field="--gpu-memory-gb",
+            value=options.gpu_memory_gb,
+            remedy="give GB, such as 80",
+        )
 
 
 def _report(
     results: Iterable[Result],
     redactors: list[SecretRedactor],
     as_json: bool,
+    *,
     may_fail: bool = False,
 ) -> int:
     """Prints the results as they arrive; returns the exit status, always 0 with `may_fail`."""
     found = []
+    counts = {"ok": 0, "warn": 0, "fail": 0}
     for result in results:
         found.append(result.redacted(redactors))
+        counts[result.state] += 1
         if not as_json:
             print(found[-1].text(), flush=True)
-    counts = {
-        state: sum(result.state == state for result in found) for state in ("ok", "warn", "fail")
-    }
     if as_json:
         report = {"ok": not counts["fail"], "checks": [vars(result) for result in found]}
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -137,9 +141,8 @@ def _title(plan: Plan) -> str:
         return f"inside the job group {plan.group}; this machine for {tasks}"
     if plan.assumed_gb:
         return f"{plan.group}: {tasks}, on GPUs of {plan.assumed_gb:g} GB"
-    return (
-        f"this machine for {'make demo' if plan.demo else f'a local run of {plan.group}'}: {tasks}"
-    )
+    purpose = "make demo" if plan.demo else f"a local run of {plan.group}"
+    return f"this machine for {purpose}: {tasks}"
 
 
 def _parser() -> CommandParser:
@@ -162,9 +165,15 @@ def _parser() -> CommandParser:
     )
     size = "judge the model for a cluster's GPUs of this size, not this machine's"
     add("--gpu-memory-gb", type=float, metavar="GB", help=size)
-    of_model = "the memory of this model (a directory or a config.json) on GPUs of every size, and nothing else"
+    of_model = (
+        "the memory of this model (a directory or a config.json) on GPUs of every size, "
+        "and nothing else"
+    )
     add("--plan", type=Path, metavar="MODEL", help=of_model)
-    count = "with --gpu-memory-gb or --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
+    count = (
+        "with --gpu-memory-gb or --plan: GPUs of the trainer in all "
+        "(nodes × accelerators of the YAML)"
+    )
     add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser

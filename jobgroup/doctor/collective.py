@@ -19,28 +19,39 @@ TIMEOUT_S = 45.0
 
 def worker(rank: int, backend: str, world: int, rendezvous: Path) -> None:
     """Runs one rank; over nccl it uses the GPU of its number."""
-    if backend == "nccl" and (seen := torch.cuda.device_count()) != world:
+    seen = torch.cuda.device_count()
+    if backend == "nccl" and seen != world:
         raise RuntimeError(
             f"torch sees {seen} GPUs of {world} (built for CUDA {torch.version.cuda})"
         )
-    start, timeout = time.monotonic(), timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(backend, f"file://{rendezvous}", timeout, world, rank)
-    tensor = torch.full(
-        (1 << 20,), rank + 1.0, device=f"cuda:{rank}" if backend == "nccl" else "cpu"
+    start = time.monotonic()
+    dist.init_process_group(
+        backend,
+        f"file://{rendezvous}",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        world_size=world,
+        rank=rank,
     )
+    device = f"cuda:{rank}" if backend == "nccl" else "cpu"
+    tensor = torch.full((1 << 20,), rank + 1.0, device=device)
     dist.all_reduce(tensor)
-    if {tensor.min().item(), tensor.max().item()} != {world * (world + 1) / 2}:
+    right = world * (world + 1) / 2
+    if not (tensor == right).all():
         raise RuntimeError(
-            f"rank {rank} has the wrong sum {tensor.mean().item()}, {world * (world + 1) / 2} is right"
+            f"rank {rank} has the wrong sum {tensor.mean().item()}, {right} is right"
         )
     if rank == 0:
         print(f"{time.monotonic() - start:.1f}", flush=True)
     dist.destroy_process_group()
 
 
+def main(backend: str, world: int) -> None:
+    """Starts `world` processes and waits for them. Raises what one of them raises."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (backend, world, Path(folder) / "rendezvous")
+        # fork: torch is imported once. The parent must not touch a GPU before.
+        start_processes(worker, arguments, nprocs=world, start_method="fork")
+
+
 if __name__ == "__main__":
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # fork: torch is imported once, and the parent has touched no GPU
-        world, rendezvous = int(sys.argv[2]), Path(folder) / "rendezvous"
-        start_processes(worker, (sys.argv[1], world, rendezvous), world, start_method="fork")
+    main(sys.argv[1], int(sys.argv[2]))

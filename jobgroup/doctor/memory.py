@@ -2,8 +2,8 @@
 `common.models.memory`.
 """
 
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from common.errors import ConfigError
 from common.models.memory import (
@@ -30,8 +30,8 @@ _PROCESS = 600 << 20
 """Bytes of a torch process on a CPU before it loads a model (docs/how-to/scale.md)."""
 _FP32 = 4
 _SMALLER = (
-    "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, trainer.offload_optimizer or lora.rank, "
-    "use more GPUs, or use a smaller model"
+    "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing, "
+    "trainer.offload_optimizer or lora.rank, use more GPUs, or use a smaller model"
 )
 
 
@@ -44,35 +44,26 @@ def check_fit(plan: Plan) -> Iterator[Result]:
     try:
         shape = ModelShape.of(plan.shapes[name])
     except KeyError:
-        yield Result(
-            TITLE,
-            "warn",
-            f"not estimated: the config.json of {name} cannot be read",
-            "see the line of the model",
-        )
+        found = f"not estimated: the config.json of {name} cannot be read"
+        yield Result(TITLE, "warn", found, "see the line of the model")
         return
     except ConfigError as error:
-        found, fix = (
-            f"{error.message}: {error.value}",
-            "watch nvidia-smi in a first run with --env MAX_STEPS=3",
-        )
-        yield Result(TITLE, "warn", found, fix)
+        fix = "watch nvidia-smi in a first run with --env MAX_STEPS=3"
+        yield Result(TITLE, "warn", f"{error.message}: {error.value}", fix)
         return
+
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
     if plan.assumed_gb or plan.gpus:
-        size = (
-            int(plan.assumed_gb * 1e9) if plan.assumed_gb else min(gpu.total for gpu in plan.gpus)
-        )
         for job in jobs:
             try:
-                yield from _on_gpu(job, shape, size, plan)
+                yield from _on_gpu(job, shape, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
     elif needs_cuda(plan):
         fix = "--gpu-memory-gb 80 judges it for a cluster's GPUs"
         yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
     else:
-        yield _on_cpu(jobs, shape, *available_memory(plan.topology is not None))
+        yield _on_cpu(jobs, shape, in_group=plan.topology is not None)
 
 
 def _estimate(
@@ -88,91 +79,102 @@ def _estimate(
     return trainer_memory(shape, config, 1, width)
 
 
-def _parts(estimate: TrainerMemory) -> str:
-    return ", ".join(
-        f"{each.name} {gb(size)}"
-        for each in fields(estimate)
-        if (size := getattr(estimate, each.name))
-    )
+def parts(estimate: TrainerMemory) -> dict[str, str]:
+    """Returns the parts of an estimate that are not empty, by name."""
+    sizes = vars(estimate)
+    return {name: gb(size) for name, size in sizes.items() if size}
 
 
-def _on_gpu(job: PlannedTask, shape: ModelShape, size: int, plan: Plan) -> Iterator[Result]:
+def words(parts: Mapping[str, str]) -> str:
+    """Lists what `parts` returns."""
+    return ", ".join(f"{name} {size}" for name, size in parts.items())
+
+
+def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
+    if plan.assumed_gb:
+        size = int(plan.assumed_gb * 1e9)
+        gpus = job.gpus
+    else:
+        size = min(gpu.total for gpu in plan.gpus)
+        gpus = min(job.gpus, len(plan.gpus))
+
     if job.name == ROLLOUT:
         if job.uses_sglang and job.config.rollout.device != "cpu":
             yield judge_engine("memory of an engine", shape, job.config, size)
         return
-    here = job.gpus if plan.assumed_gb else min(job.gpus, len(plan.gpus))
-    ranks = (plan.assumed_gpus or job.num_nodes * max(1, here)) if job.name == TRAINER else 1
+
+    ranks = 1
+    if job.name == TRAINER:
+        ranks = plan.assumed_gpus or job.num_nodes * max(1, gpus)
     estimate = _estimate(job, shape, ranks)
-    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {_parts(estimate)}"
-    yield fits(f"memory of {job.name}", found, estimate.total, size, _SMALLER)
+    found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {words(parts(estimate))}"
+    title = f"memory of {job.name}"
+    yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
+
     if job.name == TRAINER and not plan.assumed_gb:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
-        left, bound = available_memory(bool(plan.topology))
+        left, bound = available_memory(in_use=plan.topology is not None)
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"
-        yield fits(
-            f"CPU memory of {job.name}",
-            found,
-            needed,
-            left,
-            "less offloading, LoRA, or a machine with more",
-        )
+        fix = "less offloading, LoRA, or a machine with more"
+        yield fits(f"CPU {title}", found, needed=needed, available=left, fix=fix)
 
 
 def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Result:
     """Judges the KV cache of SGLang on GPUs of `size` bytes: a group should fit, and a completion
     must.
     """
-    settings, one = config.rollout, _PROMPT + config.sampling.max_new_tokens
-    words = [part for word in settings.engine_args for part in word.split("=", 1)]
-    static = (
-        float(words[words.index("--mem-fraction-static") + 1])
-        if "--mem-fraction-static" in words[:-1]
-        else _STATIC
-    )
-    engine = engine_memory(shape, config, size, static)
-    tokens, left = engine.kv_tokens, gb(engine.kv_tokens * engine.kv_bytes_per_token)
+    engine = engine_memory(shape, config, size, static_share=_static_share(config))
+    tokens = engine.kv_tokens
+    completion = _PROMPT + config.sampling.max_new_tokens
     found = (
-        f"weights {gb(engine.weights)} on each of {settings.tensor_parallel_size} GPUs, {left} left for the KV cache: "
-        f"{tokens:,} tokens, {tokens // one:,} completions of {one:,}"
+        f"weights {gb(engine.weights)} on each of {config.rollout.tensor_parallel_size} GPUs, "
+        f"{gb(tokens * engine.kv_bytes_per_token)} left for the KV cache: "
+        f"{tokens:,} tokens, {tokens // completion:,} completions of {completion:,}"
     )
     fix = (
-        "raise rollout.tensor_parallel_size and the GPUs of a node with it, or --mem-fraction-static in rollout.engine_args; "
+        "raise rollout.tensor_parallel_size and the GPUs of a node with it, "
+        "or --mem-fraction-static in rollout.engine_args; "
         "lower sampling.max_new_tokens, or use a smaller model"
     )
+    group_fits = tokens >= completion * config.sampling.group_size
     return expect(
-        name,
-        tokens >= one * config.sampling.group_size,
-        found,
-        fix,
-        "warn" if tokens >= one else "fail",
+        name, group_fits, found, fix, otherwise="warn" if tokens >= completion else "fail"
     )
 
 
-def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, left: int, bound: str) -> Result:
+def _static_share(config: Config) -> float:
+    """Returns the share of a GPU that SGLang takes, with its argument written `--a 1` or `--a=1`."""
+    arguments = " ".join(config.rollout.engine_args).replace("=", " ").split()
+    if "--mem-fraction-static" not in arguments[:-1]:
+        return _STATIC
+    return float(arguments[arguments.index("--mem-fraction-static") + 1])
+
+
+def _on_cpu(jobs: list[PlannedTask], shape: ModelShape, *, in_group: bool) -> Result:
     """Judges all processes of all tasks in the memory of this machine, where everything is
     float32.
     """
-    parts, total = [], 0
+    left, bound = available_memory(in_use=in_group)
+    lines = []
+    total = 0
     for job in jobs:
         if job.name == ROLLOUT:
-            requests, tokens = (
-                job.config.rollout.max_running_requests,
-                job.config.rollout.max_context_tokens,
-            )
-            weights, per_token = (
-                _FP32 * shape.parameters,
-                2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim,
-            )
+            requests = job.config.rollout.max_running_requests
+            tokens = job.config.rollout.max_context_tokens
+            weights = _FP32 * shape.parameters
+            per_token = 2 * _FP32 * shape.layers * shape.kv_heads * shape.head_dim
             needed = _PROCESS + weights + per_token * requests * tokens
             found = f"weights {gb(weights)}, KV cache of {requests} × {tokens} tokens"
         else:
-            estimate = _estimate(job, shape, job.num_nodes, _FP32)
-            needed, found = (
-                estimate.total - estimate.overhead + _PROCESS,
-                _parts(estimate).rpartition(", overhead")[0],
-            )
-        parts.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
+            # The overhead of a GPU is no part of a process on a CPU.
+            estimate = replace(_estimate(job, shape, job.num_nodes, width=_FP32), overhead=0)
+            needed = estimate.total + _PROCESS
+            found = words(parts(estimate))
+        lines.append(f"{job.num_nodes} × {job.name} {gb(needed)} ({found})")
         total += job.num_nodes * needed
-    fix = "a smaller model, lora.rank, lower trainer.micro_batch_tokens or rollout.max_running_requests, fewer nodes; or GPUs"
-    return fits(TITLE, f"{gb(total)} of {gb(left)} {bound}: {'; '.join(parts)}", total, left, fix)
+    fix = (
+        "a smaller model, lora.rank, lower trainer.micro_batch_tokens or "
+        "rollout.max_running_requests, fewer nodes; or GPUs"
+    )
+    found = f"{gb(total)} of {gb(left)} {bound}: {'; '.join(lines)}"
+    return fits(TITLE, found, needed=total, available=left, fix=fix)

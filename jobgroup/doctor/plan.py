@@ -66,12 +66,11 @@ class PlannedTask(spec.Task):
 
     @property
     def needs_torch(self) -> bool:
-        neural = self.name == REWARD and "reward_model" in self.config.reward.function_names()
-        return (
-            self.name in (TRAINER, CRITIC)
-            or neural
-            or (self.name == ROLLOUT and not self.uses_sglang)
-        )
+        if self.name == REWARD:
+            return "reward_model" in self.config.reward.function_names()
+        if self.name == ROLLOUT:
+            return not self.uses_sglang
+        return self.name in (TRAINER, CRITIC)
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Plan:
     no_gpus: str = "not looked for"
     """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The config.json of every model that could be read; `hub.check_model` fills it."""
+    """The config.json of every model that could be read; `availability.check_model` fills it."""
 
     def job(self, name: str) -> PlannedTask | None:
         return next((job for job in self.here if job.name == name), None)
@@ -108,8 +107,8 @@ def make(
     path: Path | None,
     overrides: Mapping[str, str],
     env: Mapping[str, str],
-    task: str | None,
     *,
+    task: str | None = None,
     cluster: bool = False,
 ) -> Plan:
     """Reads YAML (the demo's when `path` is None), environment and settings; their errors become
@@ -121,53 +120,51 @@ def make(
     """
     path = path and packaged(path, "jobgroup")
     if path is not None and not path.is_file():
-        remedy = "name the YAML of a job group, such as jobgroup/rlhf-math-jobgroup.yaml"
-        raise ConfigError("there is no such file", field="YAML", value=str(path), remedy=remedy)
-    group, topology = env.get("SKYPILOT_JOBGROUP_NAME", ""), None
-    inside, jobs, problems = (
-        bool(group),
-        list[PlannedTask](),
-        dict[str, tuple[ConfigError, list[str]]](),
-    )
+        raise spec.no_job_group(path, "there is no such file")
+    group = env.get("SKYPILOT_JOBGROUP_NAME", "")
+    inside = bool(group)
+    demo = path is None and not inside
+    jobs: list[PlannedTask] = []
+    topology = None
+    errors: dict[str, ConfigError] = {}
+    wrong: dict[str, list[str]] = {}
+    """The tasks with each error; none for an error of the whole group."""
     try:
         topology = Topology.from_env(env) if inside else None
-        found = spec.load(
-            path or DEMO, overrides if path or inside else {**_DEMO_ENV, **overrides}, {}, {}
-        )
+        found = spec.load(path or DEMO, {**_DEMO_ENV, **overrides} if demo else overrides)
         group = group or found.name
         mounted = cluster or (topology is not None and not topology.local_hosts)
-        for each in found.tasks if mounted else [each.without_volumes() for each in found.tasks]:
-            # In a pod the environment is what the task was launched with; in a local run the YAML's
-            # wins.
+        for each in found.tasks:
+            each = each if mounted else each.without_volumes()
+            # A pod has the environment that the task was launched with; a local run, the YAML's.
             own = {**each.env, **env, **overrides} if inside else {**env, **each.env}
             try:
                 jobs += _planned(each, own, topology)
             except ConfigError as error:
-                problems.setdefault(str(error), (error, []))[1].append(each.name)
+                errors[str(error)] = error
+                wrong.setdefault(str(error), []).append(each.name)
     except ConfigError as error:
-        problems[str(error)] = error, []
-    if task is not None and not problems and task not in (names := [job.name for job in jobs]):
-        raise ConfigError(
-            "there is no such task", field="--task", value=task, remedy=did_you_mean(task, names)
-        )
-    lines = [
-        failed(f"settings of {', '.join(names)}" if names else "job group", error)
-        for error, names in problems.values()
-    ]
-    here = [job for job in jobs if (task is None and not inside) or job.name == task]
-    wanted = [
-        job
-        for job in jobs
-        if task in (None, job.name) or (inside and job.name in _CALLS.get(task, ()))
-    ]
+        errors[str(error)] = error
+
+    names = [job.name for job in jobs]
+    if task is not None and not errors and task not in names:
+        remedy = did_you_mean(task, names)
+        raise ConfigError("there is no such task", field="--task", value=task, remedy=remedy)
+
+    called = _CALLS.get(task or "", ()) if inside else ()
+    here = [job for job in jobs if job.name == task or (task is None and not inside)]
+    lines = []
+    for text, problem in errors.items():
+        tasks = ", ".join(wrong.get(text, []))
+        lines.append(failed(f"settings of {tasks}" if tasks else "job group", problem))
     return Plan(
-        group,
-        wanted,
-        here,
-        topology,
-        path is None and not inside,
-        lines,
-        {**env, **(here[0].env if here else {})},
+        group=group,
+        jobs=[job for job in jobs if task in (None, job.name) or job.name in called],
+        here=here,
+        topology=topology,
+        demo=demo,
+        problems=lines,
+        env={**env, **(here[0].env if here else {})},
     )
 
 
@@ -178,8 +175,7 @@ def _planned(
     ConfigError.
     """
     if topology is not None and topology.local_hosts:
-        task = replace(
-            task, num_nodes=sum(host.startswith(f"{task.name}-") for host in topology.local_hosts)
-        )
+        nodes = [host for host in topology.local_hosts if host.startswith(f"{task.name}-")]
+        task = replace(task, num_nodes=len(nodes))
     config = task.settings(env)
     return [PlannedTask(**{**vars(task), "env": env}, config=config)] if task.num_nodes else []

@@ -32,9 +32,11 @@ class Result:
         return f"{line}\n      fix: {self.fix}" if self.fix else line
 
     def redacted(self, redactors: Iterable[SecretRedactor]) -> "Result":
-        found, fix = self.found, self.fix
+        found = self.found
+        fix = self.fix
         for redactor in redactors:
-            found, fix = redactor.redact(found), redactor.redact(fix)
+            found = redactor.redact(found)
+            fix = redactor.redact(fix)
         return replace(self, found=found, fix=fix)
 
 
@@ -53,11 +55,12 @@ def fits(name: str, found: str, needed: float, available: float, fix: str) -> Re
 
 def failed(name: str, error: ServiceError) -> Result:
     """An error of the project, with its remedy as the fix."""
-    given = {"field": error.field, "value": error.value}
-    found = "".join(f" · {key}: {value}" for key, value in given.items() if value is not None)
-    return Result(
-        name, "fail", error.message + found, error.remedy or f"change {error.field or 'it'}"
-    )
+    found = error.message
+    if error.field is not None:
+        found += f" · field: {error.field}"
+    if error.value is not None:
+        found += f" · value: {error.value}"
+    return Result(name, "fail", found, error.remedy or f"change {error.field or 'it'}")
 
 
 class Check(NamedTuple):
@@ -121,12 +124,9 @@ def ask(
         problem = f"{words[0]} cannot be run: {error}"
         raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix) from None
     if done.returncode:
-        reason = (
-            (done.stderr + done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
-        )[-1]
-        raise ConfigError(
-            f"{words[0]} fails: {reason}", field=words[0], value=" ".join(words), remedy=fix
-        )
+        lines = (done.stderr + done.stdout).strip().splitlines()
+        problem = f"{words[0]} fails: {lines[-1] if lines else f'exit status {done.returncode}'}"
+        raise ConfigError(problem, field=words[0], value=" ".join(words), remedy=fix)
     return done.stdout
 
 

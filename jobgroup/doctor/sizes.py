@@ -4,20 +4,23 @@ if it does not fit.
 Uses the estimates of `common.models.memory`; needs neither the model's weights nor a GPU.
 """
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
 from common.models.memory import ModelShape, trainer_host_bytes, trainer_memory
 from common.settings.config import Config, load
-from jobgroup.doctor.memory import judge_engine
+from jobgroup.doctor.memory import judge_engine, parts, words
 from jobgroup.doctor.report import Result, fits, gb
 
 SIZES = (24, 40, 48, 80, 141, 180)
 """GB of usual GPUs: 4090 and L4, A100, L40S, A100 and H100, H200, B200."""
+_HELD = ("weights", "gradients", "optimizer", "reference", "critic")
+"""Parts of `TrainerMemory` that stay from one update to the next."""
 _NODE = 8
 """GPUs of a node."""
 _SAVINGS: tuple[dict[str, Any], ...] = (
@@ -34,7 +37,7 @@ _LORA = {"lora.rank": 16, "trainer.activation_checkpointing": True}
 
 
 def predict(
-    model: Path, gpus: int, env: Mapping[str, str], only_gb: float | None
+    model: Path, gpus: int, env: Mapping[str, str], *, only_gb: float | None
 ) -> Iterator[Result]:
     """Yields the prediction for `gpus` GPUs of the trainer, for every usual size or `only_gb`, with
     the settings in `env`.
@@ -42,39 +45,33 @@ def predict(
     Raises ConfigError for a model that cannot be read or estimated, and for settings that are
     wrong.
     """
-    config, shape = load([], env), ModelShape.of(_read(model))
-    estimate = trainer_memory(shape, config, gpus)
-    held = ("weights", "gradients", "optimizer", "reference", "critic")
-    parts = {
-        field.name: gb(size)
-        for field in fields(estimate)
-        if (size := getattr(estimate, field.name))
-    }
+    config = load([], env)
+    shape = ModelShape.of(_read(model))
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({model})")
-    kept = ", ".join(f"{name} {parts[name]}" for name in held if name in parts) or "nothing"
-    yield Result(
-        "held", "ok", f"{gb(estimate.held)} on each of {gpus} GPUs between updates: {kept}"
-    )
-    more = ", ".join(f"{name} {size}" for name, size in parts.items() if name not in held)
-    tokens = f"{config.trainer.micro_batch_tokens:,} tokens"
-    yield Result(
-        "peak",
-        "ok",
-        f"{gb(estimate.total)} in an update, in micro-batches of {tokens}: beside that, {more}",
-    )
+
+    estimate = trainer_memory(shape, config, gpus)
+    sizes = parts(estimate)
+    kept = {name: sizes.pop(name) for name in _HELD if name in sizes}
+    found = f"{gb(estimate.held)} on each of {gpus} GPUs between updates"
+    yield Result("held", "ok", f"{found}: {words(kept) or 'nothing'}")
+
+    tokens = config.trainer.micro_batch_tokens
+    found = f"{gb(estimate.total)} in an update, in micro-batches of {tokens:,} tokens"
+    yield Result("peak", "ok", f"{found}: beside that, {words(sizes)}")
+
     node = min(gpus, _NODE)
     host = gb(trainer_host_bytes(shape, config, gpus, node))
-    yield Result(
-        "CPU memory", "ok", f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
-    )
+    found = f"{host} on a trainer node of {node} GPUs, while a checkpoint is copied"
+    yield Result("CPU memory", "ok", found)
+
     for size in (only_gb,) if only_gb else SIZES:
         room = int(size * 1e9)
-        result = fits(f"trainer on {size:g} GB", gb(estimate.total), estimate.total, room, "")
-        yield (
-            result
-            if result.state == "ok"
-            else replace(result, fix=_changes(shape, config, gpus, room))
-        )
+        title = f"trainer on {size:g} GB"
+        total = estimate.total
+        result = fits(title, gb(total), needed=total, available=room, fix="")
+        if result.state != "ok":
+            result = replace(result, fix=_changes(shape, config, gpus, room))
+        yield result
         yield judge_engine(f"engine on {size:g} GB", shape, config, room)
 
 
@@ -84,23 +81,19 @@ def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:
     def needed(changes: Mapping[str, Any], ranks: int) -> int:
         return trainer_memory(shape, _changed(config, changes), ranks).total
 
-    found = []
-    saving = next((changes for changes in _SAVINGS if needed(changes, gpus) <= room), None)
-    for changes in (saving, _LORA if needed(_LORA, gpus) <= room else None):
-        if changes:
-            found.append(f"{_words(changes)} ({gb(needed(changes, gpus))})")
+    ways: list[tuple[Mapping[str, Any], int]] = []
+    ways += [(changes, gpus) for changes in _SAVINGS if needed(changes, gpus) <= room][:1]
+    if needed(_LORA, gpus) <= room:
+        ways.append((_LORA, gpus))
     counts = [gpus << doubled for doubled in range(1, 10)]
-    more = [
-        (count, changes)
-        for changes in ({}, _SAVINGS[0])
-        for count in counts
-        if needed(changes, count) <= room
-    ]
-    if more:
-        count, changes = more[0]
-        found.append(
-            f"{' '.join([f'--gpus {count}', *([_words(changes)] if changes else [])])} ({gb(needed(changes, count))})"
-        )
+    with_more_gpus = [*itertools.product(({}, _SAVINGS[0]), counts)]
+    ways += [way for way in with_more_gpus if needed(*way) <= room][:1]
+
+    found = []
+    for changes, count in ways:
+        more = [f"--gpus {count}"] if count != gpus else []
+        options = " ".join([*more, *_options(changes)])
+        found.append(f"{options} ({gb(needed(changes, count))})")
     return "; or ".join(found) or "a larger GPU, or a smaller model"
 
 
@@ -114,9 +107,10 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return config
 
 
-def _words(changes: Mapping[str, Any]) -> str:
-    names = {name: f"RLHF_{name.replace('.', '__').upper()}" for name in changes}
-    return " ".join(f"--env {names[name]}={str(value).lower()}" for name, value in changes.items())
+def _options(changes: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in changes.items():
+        variable = f"RLHF_{name.replace('.', '__').upper()}"
+        yield f"--env {variable}={str(value).lower()}"
 
 
 def _read(model: Path) -> dict[str, Any]:

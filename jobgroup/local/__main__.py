@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,9 +30,9 @@ from jobgroup import scrape, spec
 from jobgroup.local.launcher import SIGNALLED
 from jobgroup.local.node import Node
 from jobgroup.local.output import Screen
-from jobgroup.local.places import Places, choose, gpus_of_machine, share_gpus
+from jobgroup.local.placement import Placement, choose_addresses, gpus_of_machine, share_gpus
 from jobgroup.local.runner import Runner
-from jobgroup.spec import JobGroup, Task, assignment, seconds
+from jobgroup.spec import JobGroup, Task, assignments, seconds
 
 _PYTHON = ".venv/bin/python"
 """Interpreter in the YAMLs, made by `jobgroup/setup.sh`; this Python replaces it in a folder that
@@ -47,85 +46,85 @@ def main(argv: Sequence[str] | None = None) -> int:
         yaml = packaged(Path(options.yaml), "jobgroup")
         group = spec.load(
             yaml,
-            dict(assignment(text, "--env") for text in options.env),
-            dict(assignment(text, "--secret") for text in options.secret),
-            dict(_node_count(text) for text in options.num_nodes),
+            env=assignments(options.env, "--env"),
+            secrets=assignments(options.secret, "--secret"),
+            num_nodes=dict(map(_node_count, options.num_nodes)),
         )
         group = replace(group, tasks=tuple(task.without_volumes() for task in group.tasks))
-        tasks = list(group.tasks)
-        follow = (
-            f"{group.task(options.follow, '--follow').name}-0"
-            if options.follow is not None
-            else None
-        )
+        followed = None
+        if options.follow is not None:
+            followed = f"{group.task(options.follow, '--follow').name}-0"
         grace_s = seconds(options.grace, "--grace")
         log_dir = _log_dir(options.log_dir, group)
         with (
-            choose(group) as places,
+            choose_addresses(group) as placement,
             RunLock(log_dir, f"of jobgroup.local {group.name}", "--log-dir"),
         ):
             if options.clear:
                 _clear(Path(options.clear), log_dir)
-            return _run(options, yaml, group, tasks, places, log_dir, grace_s, follow)
+            screen = Screen(_nodes(group), followed)
+            if yaml != Path(options.yaml):
+                packaged_one = f"running {yaml}, which comes with the package"
+                screen.say(f"there is no file {options.yaml} here: {packaged_one}")
+            return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
         fail(error)
 
 
+def _nodes(group: JobGroup) -> list[str]:
+    return [f"{task.name}-{rank}" for task in group.tasks for rank in range(task.num_nodes)]
+
+
 def _run(
-    options: Namespace,
-    yaml: Path,
-    group: JobGroup,
-    tasks: list[Task],
-    places: Places,
-    log_dir: Path,
-    grace_s: float,
-    follow: str | None,
+    group: JobGroup, placement: Placement, screen: Screen, *, log_dir: Path, grace_s: float
 ) -> int:
-    names = [f"{task.name}-{rank}" for task in tasks for rank in range(task.num_nodes)]
-    screen = Screen(names, follow)
-    if yaml != Path(options.yaml):
-        screen.say(
-            f"there is no file {options.yaml} here: running {yaml}, which comes with the package"
-        )
-    lacking = [
-        task for task in tasks if _PYTHON in task.run and not (task.workdir / _PYTHON).exists()
-    ]
-    if lacking:
-        screen.say(
-            f"there is no {_PYTHON} here: {', '.join(task.name for task in lacking)} run with {sys.executable}"
-        )
-        python = shlex.quote(sys.executable)
-        tasks = [
-            replace(task, run=task.run.replace(_PYTHON, python)) if task in lacking else task
-            for task in tasks
-        ]
-    for line in [
-        *_notices(tasks, log_dir),
-        *_make_token(tasks, log_dir),
-        *_scraped(group, tasks, places, log_dir),
-    ]:
+    group = _with_an_interpreter(group, screen)
+    tasks = group.tasks
+    lines = _notices(tasks, log_dir)
+    lines += _make_token(tasks, log_dir)
+    lines += _write_scrape_configuration(group, placement, log_dir)
+    for line in lines:
         screen.say(line)
-    environment = _Environment(group, tasks, places)
+
+    environment = _Environment(group, placement)
     runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
     status = asyncio.run(runner.run())
+
     screen.table(_summary(runner))
-    for run in runner.runs:  # the reason comes last
+    for run in runner.runs:
         if run.failed is not None and run is not runner.reason:
             screen.tail(run.failed.name, run.failed.tail, run.failed.log)
-    if runner.reason is not None and (node := runner.reason.failed) is not None:
-        screen.tail(node.name, node.tail, node.log)
-        if unsaid := _not_in_output(node):
-            screen.say(unsaid, loud=True)
+    if runner.reason is not None and runner.reason.failed is not None:
+        _say_reason(runner.reason.failed, screen)  # last
     return status
 
 
-def _not_in_output(node: Node) -> str:
-    """Returns how a failed node ended if its own last line cannot say it; else nothing."""
+def _with_an_interpreter(group: JobGroup, screen: Screen) -> JobGroup:
+    """Returns the group with this Python for the tasks whose folder lacks the YAML's."""
+    names = []
+    tasks = []
+    for task in group.tasks:
+        if _PYTHON in task.run and not (task.workdir / _PYTHON).exists():
+            names.append(task.name)
+            python = shlex.quote(sys.executable)
+            task = replace(task, run=task.run.replace(_PYTHON, python))
+        tasks.append(task)
+    if names:
+        screen.say(f"there is no {_PYTHON} here: {', '.join(names)} run with {sys.executable}")
+    return replace(group, tasks=tuple(tasks))
+
+
+def _say_reason(node: Node, screen: Screen) -> None:
+    """Shows a failed node's last lines, and how it ended if they cannot say it."""
+    screen.tail(node.name, node.tail, node.log)
     status = node.ended.result()
     if status > SIGNALLED:
         with suppress(ValueError):  # a status of its own
-            return f"{node.name} was killed by {signal.Signals(status - SIGNALLED).name} (status {status})"
-    return "" if node.tail else f"{node.name} ended with status {status} and printed nothing"
+            name = signal.Signals(status - SIGNALLED).name
+            screen.say(f"{node.name} was killed by {name} (status {status})", loud=True)
+            return
+    if not node.tail:
+        screen.say(f"{node.name} ended with status {status} and printed nothing", loud=True)
 
 
 def _clear(directory: Path, log_dir: Path) -> None:
@@ -146,10 +145,11 @@ def _clear(directory: Path, log_dir: Path) -> None:
 class _Environment:
     """The environment of every node: this process's, the task's, and SkyPilot's variables."""
 
-    def __init__(self, group: JobGroup, tasks: Sequence[Task], places: Places) -> None:
-        self._group, self._places = group, places
+    def __init__(self, group: JobGroup, placement: Placement) -> None:
+        self._group = group
+        self._placement = placement
         self._gpus = gpus_of_machine()
-        self._shares = share_gpus(tasks, self._gpus)
+        self._shares = share_gpus(group.tasks, self._gpus)
         self._run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
 
     def __call__(self, task: Task, rank: int) -> Mapping[str, str]:
@@ -158,20 +158,20 @@ class _Environment:
             "SKYPILOT_JOBGROUP_NAME": self._group.name,
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_NODES": str(task.num_nodes),
-            "SKYPILOT_NODE_IPS": "\n".join(place.address for place in self._places.of(task)),
+            "SKYPILOT_NODE_IPS": "\n".join(host.address for host in self._placement.of(task)),
             "SKYPILOT_NUM_GPUS_PER_NODE": str(len(gpus)),
             "SKYPILOT_TASK_ID": f"{self._run}_{self._group.name}_{task.name}",
             "SKYPILOT_MANAGED_JOB_ID": str(os.getpid()),
-            "JOBGROUP_HOSTS": self._places.text(),
+            "JOBGROUP_HOSTS": self._placement.text(),
         }
         if self._gpus:
             skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         # The nodes share the cores, so waiting threads must not spin. Output is shown as it is
         # written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-        own = {
-            name: value for name, value in task.env.items() if value or name != TOKEN
-        }  # empty: this run's
+        own = dict(task.env)
+        if not own.get(TOKEN):
+            own.pop(TOKEN, None)  # that of this run
         return {**defaults, **os.environ, **own, **skypilot}
 
 
@@ -226,13 +226,13 @@ def _node_count(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-def _log_dir(given: str | None, group: JobGroup) -> Path:
-    run_dir = next(
-        (task.env["RUN_DIR"] for task in group.tasks if task.env.get("RUN_DIR")),
-        f"runs/{group.name}",
-    )
-    default = Path(run_dir) / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    log_dir = (Path(given) if given else default).resolve()
+def _log_dir(option: str | None, group: JobGroup) -> Path:
+    if option:
+        log_dir = Path(option).resolve()
+    else:
+        run_dirs = filter(None, (task.env.get("RUN_DIR") for task in group.tasks))
+        run_dir = Path(next(run_dirs, f"runs/{group.name}"))
+        log_dir = (run_dir / "logs" / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").resolve()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -246,9 +246,8 @@ def _log_dir(given: str | None, group: JobGroup) -> Path:
 
 
 def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
-    lines = [
-        f"{sum(task.num_nodes for task in tasks)} nodes of {len(tasks)} tasks; logs in {log_dir}"
-    ]
+    nodes = sum(task.num_nodes for task in tasks)
+    lines = [f"{nodes} nodes of {len(tasks)} tasks; logs in {log_dir}"]
     if any(task.setup for task in tasks):
         lines.append("the tasks' setup is not run: their environment must already exist")
     for field in ("volumes", "file_mounts"):
@@ -257,11 +256,13 @@ def _notices(tasks: Sequence[Task], log_dir: Path) -> list[str]:
             lines.append(
                 f"{field} of {', '.join(names)} are only for a cluster and not mounted here"
             )
-    unset = sorted({name for task in tasks for name in task.on_volumes})
+    unset: set[str] = set()
+    for task in tasks:
+        unset.update(task.on_volumes)
     if unset:
-        lines.append(
-            f"{' and '.join(unset)} of the YAML name folders on volumes: here the defaults count, or --env"
-        )
+        variables = " and ".join(sorted(unset))
+        remedy = "here the defaults count, or --env"
+        lines.append(f"{variables} of the YAML name folders on volumes: {remedy}")
     return lines
 
 
@@ -274,7 +275,8 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     wanting = [task for task in tasks if TOKEN in task.env]
     if not wanting or os.environ.get(TOKEN) or any(task.env[TOKEN] for task in wanting):
         return []
-    value = os.environ[TOKEN] = secrets.token_hex(16)
+    value = secrets.token_hex(16)
+    os.environ[TOKEN] = value
     file = log_dir / "api_token"
     try:
         file.unlink(missing_ok=True)
@@ -283,17 +285,17 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
     except OSError as error:
         return [f"API_TOKEN of this run: {value} ({file} cannot be written: {error.strerror})"]
     return [
-        f"API_TOKEN of this run: {value}, also in {file}; add #token={value} to the address of the dashboard, and to calls:",
+        f"API_TOKEN of this run: {value}, also in {file}; "
+        f"add #token={value} to the address of the dashboard, and to calls:",
         f'  curl -H "Authorization: Bearer $(cat {shlex.quote(str(file))})" …',
     ]
 
 
-def _scraped(group: JobGroup, tasks: Sequence[Task], places: Places, log_dir: Path) -> list[str]:
+def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> list[str]:
     """Writes `prometheus.yml` for the run's tasks; an error is only a notice."""
     try:
         token_file = "api_token" if token() else None  # beside it
-        chosen = replace(group, tasks=tuple(tasks))
-        text = scrape.configuration(chosen, {"JOBGROUP_HOSTS": places.text()}, token_file)
+        text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
         (log_dir / "prometheus.yml").write_text(text, encoding="utf-8")
     except (ConfigError, OSError) as error:
         return [f"there is no {log_dir / 'prometheus.yml'}: {error}"]

@@ -22,7 +22,8 @@ LEFTOVER_S = 1.0
 """Grace for processes that the command left behind when it ended by itself."""
 SIGNALLED = 128
 """Statuses above this are those of processes that a signal ended."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
@@ -35,7 +36,8 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for child, parent in _living():
         children.setdefault(parent, []).append(child)
-    found, queue = [], [pid]
+    found = []
+    queue = [pid]
     while queue:
         below = children.get(queue.pop(), [])
         found += below
@@ -49,7 +51,8 @@ def orphans(known: set[int]) -> list[int]:
     """
     if sys.platform != "linux":
         return []
-    return [pid for pid, parent in _living() if parent == os.getpid() and pid not in known]
+    own = os.getpid()
+    return [pid for pid, parent in _living() if parent == own and pid not in known]
 
 
 def end_descendants() -> None:
@@ -67,8 +70,10 @@ def reap() -> dict[int, int]:
     """Reaps ended children; returns their exit statuses by id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = exit_status(os.waitstatus_to_exitcode(found[1]))
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        while pid:
+            ended[pid] = exit_status(os.waitstatus_to_exitcode(status))
+            pid, status = os.waitpid(-1, os.WNOHANG)
     return ended
 
 
@@ -80,22 +85,26 @@ def exit_status(code: int) -> int:
 def _living() -> list[tuple[int, int]]:
     """Returns (id, parent's id) of every process that is not a zombie."""
     if not Path("/proc/self/stat").exists():
-        ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
-        rows = [line.split() for line in ps.communicate()[0].splitlines()]
-        return [
-            (int(pid), int(above))
-            for pid, above, state in rows
-            if state[0] != "Z" and int(pid) != ps.pid
-        ]
+        return _listed_by_ps()
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                state, parent, *_ = (
-                    (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-                )
-                if state != "Z":
-                    found.append((int(entry.name), int(parent)))
+        if not entry.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            stat = (entry / "stat").read_text(errors="replace")
+            state, parent, *_ = stat.rpartition(")")[2].split()
+            if state != "Z":
+                found.append((int(entry.name), int(parent)))
+    return found
+
+
+def _listed_by_ps() -> list[tuple[int, int]]:
+    ps = subprocess.Popen(["ps", "-axo", "pid=,ppid=,stat="], stdout=subprocess.PIPE, text=True)
+    found = []
+    for line in ps.communicate()[0].splitlines():
+        pid, parent, state = line.split()
+        if state[0] != "Z" and int(pid) != ps.pid:
+            found.append((int(pid), int(parent)))
     return found
 
 
@@ -167,7 +176,8 @@ def run(script: str, grace_s: float) -> int:
     watched = [0, wake_read]
     while init.advance():
         # While processes are ending, polls often: a stray's exit may send no SIGCHLD here.
-        ready, _, _ = select.select(watched, [], [], None if init.deadline is None else 0.05)
+        timeout_s = None if init.deadline is None else 0.05
+        ready, _, _ = select.select(watched, [], [], timeout_s)
         if 0 in ready and not os.read(0, 1):
             watched.remove(0)
             init.end(grace_s)

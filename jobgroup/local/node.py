@@ -30,12 +30,14 @@ class Node:
         *,
         grace_s: float,
     ) -> None:
-        self.name, self.log, self.screen = name, log, screen
+        self.name = name
+        self.log = log
+        self.screen = screen
         self.followed = name == screen.follow
         self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         self._file = log.open("ab")
         self._partial = b""
-        self._output, theirs = os.pipe()
+        self._output, output_of_process = os.pipe()
         os.set_blocking(self._output, False)
         command = [sys.executable, "-I", "-S", launcher.__file__, str(grace_s), script]
         self.process = subprocess.Popen(
@@ -43,11 +45,11 @@ class Node:
             cwd=workdir,
             env=dict(env),
             stdin=subprocess.PIPE,
-            stdout=theirs,
-            stderr=theirs,
+            stdout=output_of_process,
+            stderr=output_of_process,
             start_new_session=True,
         )
-        os.close(theirs)
+        os.close(output_of_process)
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[int] = loop.create_future()
         loop.add_reader(self._output, self._relay)
@@ -60,11 +62,15 @@ class Node:
         """Called when a child process ended: if it is this one, relays its remaining output and
         sets the exit status.
         """
-        if not self.ended.done() and (code := self.process.poll()) is not None:
-            while self._relay():
-                pass
-            self._close()
-            self.ended.set_result(launcher.exit_status(code))
+        if self.ended.done():
+            return
+        code = self.process.poll()
+        if code is None:
+            return
+        while self._relay():
+            pass
+        self._close()
+        self.ended.set_result(launcher.exit_status(code))
 
     def _close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._output)
@@ -92,7 +98,8 @@ class Node:
     def _lines(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _CHUNK:  # a line without end is shown in pieces
-            lines, self._partial = [*lines, self._partial], b""
+            lines.append(self._partial)
+            self._partial = b""
         for line in lines:
             self.tail.append(line)
             self.screen.line(self.name, line)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TextIO
 
 COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-_RED, _BOLD = 31, 1
+_RED = 31
+_BOLD = 1
 TAIL_LINES = 20
 
 
@@ -30,10 +31,8 @@ class Screen:
 
     def line(self, name: str, text: bytes) -> None:
         if self.follow is None:
-            shown = text.rstrip(b"\r\n").rpartition(b"\r")[
-                2
-            ]  # what a terminal would show of a progress bar
-            self._write(self._prefix(name, self._colours.get(name, _BOLD)) + shown + b"\n")
+            prefix = self._prefix(name, self._colours.get(name, _BOLD))
+            self._write(prefix + _shown(text) + b"\n")
 
     def raw(self, data: bytes) -> None:
         self._write(data, sys.stdout)
@@ -48,7 +47,7 @@ class Screen:
             return
         self.say(f"the last {len(lines)} lines of {name} (all are in {log}):", loud=True)
         for line in lines:
-            self._write(b"    " + line.rstrip(b"\r\n").rpartition(b"\r")[2] + b"\n")
+            self._write(b"    " + _shown(line) + b"\n")
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -67,8 +66,12 @@ class Screen:
         try:
             stream.buffer.write(data)
             stream.buffer.flush()
-        except (
-            BrokenPipeError
-        ):  # the reader went away (`| head`): as if the terminal had been closed
+        except BrokenPipeError:
+            # The reader went away (`| head`): as if the terminal had been closed.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             os.kill(os.getpid(), signal.SIGHUP)
+
+
+def _shown(line: bytes) -> bytes:
+    """Returns what a terminal would show of a line: of a progress bar, its last state."""
+    return line.rstrip(b"\r\n").rpartition(b"\r")[2]

@@ -24,7 +24,8 @@ class TaskRun:
     """One task: all its nodes are started, restarted and ended together."""
 
     def __init__(self, task: Task, start: Callable[[Task, int], Node], screen: Screen) -> None:
-        self.task, self.screen = task, screen
+        self.task = task
+        self.screen = screen
         self._start = start
         self.state: State = "PENDING"
         self.status = 0
@@ -60,18 +61,16 @@ class TaskRun:
             self.status = failed.ended.result()
             if not self._may_restart():
                 self._finish("FAILED")
-                own = (
-                    0 < self.nodes[0].ended.result() < launcher.SIGNALLED
-                )  # node 0 was not ended because another one had failed
-                self.failed = self.nodes[0] if own else failed
-                wrong = " (a setting is wrong)" * (self.status == WRONG_SETTING)
-                self._tell(failed, f"{self.task.name} FAILED after {self.restarts} restarts{wrong}")
+                # Else node 0 was ended because another one had failed.
+                by_itself = 0 < self.nodes[0].ended.result() < launcher.SIGNALLED
+                self.failed = self.nodes[0] if by_itself else failed
+                reason = " (a setting is wrong)" if self.status == WRONG_SETTING else ""
+                after = f"after {self.restarts} restarts{reason}"
+                self._tell(failed, f"{self.task.name} FAILED {after}")
                 return
             self.restarts += 1
-            self._tell(
-                failed,
-                f"restart {self.restarts} of {self.task.name} (at most {self.task.max_restarts})",
-            )
+            which = f"restart {self.restarts} of {self.task.name}"
+            self._tell(failed, f"{which} (at most {self.task.max_restarts})")
         self._finish("CANCELLED")
 
     def stop(self) -> None:
@@ -100,7 +99,8 @@ class TaskRun:
         return self._counted <= self.task.max_restarts
 
     def _finish(self, state: State) -> None:
-        self.state, self._ended = state, time.monotonic()
+        self.state = state
+        self._ended = time.monotonic()
 
     def _tell(self, failed: Node, then: str) -> None:
         self.screen.say(f"{failed.name} ended with status {self.status}: {then}", loud=True)
@@ -139,7 +139,9 @@ class Runner:
         *,
         grace_s: float,
     ) -> None:
-        self._environment, self.screen, self.log_dir = environment, screen, log_dir
+        self._environment = environment
+        self.screen = screen
+        self.log_dir = log_dir
         self.grace_s = grace_s
         self.runs = [TaskRun(task, self._start, screen) for task in tasks]
         some_primary = any(task.primary for task in tasks)
@@ -167,10 +169,8 @@ class Runner:
             return 128 + self._signal
         finally:
             launcher.end_descendants()
-            for number in (
-                *_SIGNALS,
-                signal.SIGCHLD,
-            ):  # a signal that the loop handles while it closes raises OSError
+            # A signal that the loop handles while it closes raises OSError.
+            for number in (*_SIGNALS, signal.SIGCHLD):
                 loop.remove_signal_handler(number)
 
     async def _main(self) -> int:
@@ -178,9 +178,8 @@ class Runner:
         try:
             await self._until_primaries_end(running)
             if all(run.state == "SUCCEEDED" for run in self._primary):
-                await asyncio.gather(
-                    *(self._stop_later(run) for run in self.runs if run.state == "RUNNING")
-                )
+                running_on = [run for run in self.runs if run.state == "RUNNING"]
+                await asyncio.gather(*map(self._stop_later, running_on))
         finally:
             for run in self.runs:
                 run.stop()
@@ -250,10 +249,8 @@ class Runner:
     def _on_signal(self, number: int, main: asyncio.Task[int]) -> None:
         if self._signal is None:
             self._signal = number
-            self.screen.say(
-                f"{signal.Signals(number).name}: ending every task (again: kill them now)",
-                loud=True,
-            )
+            name = signal.Signals(number).name
+            self.screen.say(f"{name}: ending every task (again: kill them now)", loud=True)
             main.cancel()
         else:
             launcher.end_descendants()

@@ -91,7 +91,7 @@ def test_any_value_of_any_setting_loads_or_is_named(
 @given(values)
 def test_any_yaml_loads_or_is_named(tmp_path: Path, content: Any) -> None:
     path = dump(tmp_path / "c.yaml", content)
-    for read in (lambda: load(["--config", str(path)], {}), lambda: spec.load(path, {}, {}, {})):
+    for read in (lambda: load(["--config", str(path)], {}), lambda: spec.load(path)):
         try:
             read()
         except ConfigError as error:
@@ -105,7 +105,7 @@ def test_any_yaml_loads_or_is_named(tmp_path: Path, content: Any) -> None:
 def test_any_bytes_load_or_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(content)
-    for read in (lambda: load(["--config", str(path)], {}), lambda: spec.load(path, {}, {}, {})):
+    for read in (lambda: load(["--config", str(path)], {}), lambda: spec.load(path)):
         try:
             read()
         except ConfigError as error:
@@ -136,7 +136,7 @@ def test_yaml_that_cannot_be_built_is_named(tmp_path: Path, content: bytes) -> N
     named(caught.value)
     assert "command line" not in caught.value.message
     with pytest.raises(ConfigError) as caught:
-        spec.load(path, {}, {}, {})
+        spec.load(path)
     named(caught.value)
 
 
@@ -175,7 +175,7 @@ def test_any_job_group_loads_or_is_named(
 ) -> None:
     path = dump(tmp_path / "g.yaml", HEADER | header, TASK | task)
     try:
-        group = spec.load(path, {}, {}, {})
+        group = spec.load(path)
     except ConfigError as error:
         named(error)
     else:

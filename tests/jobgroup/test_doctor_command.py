@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jobgroup.doctor import hub, machine, memory, software
+from jobgroup.doctor import availability, machine, memory, software
 from jobgroup.doctor.__main__ import main
 from jobgroup.doctor.plan import ROOT, make
 from jobgroup.doctor.report import Check, Result, perform
@@ -189,7 +189,7 @@ def test_no_secret_is_ever_printed(
 
 
 def test_without_a_yaml_the_demo_is_checked() -> None:
-    plan = make(None, {}, {"PATH": os.environ["PATH"]}, None)
+    plan = make(None, {}, {"PATH": os.environ["PATH"]})
     assert (plan.problems, plan.demo, plan.group) == ([], True, "rlhf-math")
     assert [job.name for job in plan.here] == [
         "data-server",
@@ -220,7 +220,7 @@ def test_data_sets_are_checked(
         "HF_HOME": str(tmp_path),
         "HF_TOKEN": token,
     }
-    (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env=env))
+    (result,) = availability.check_dataset(plan_of(tmp_path, DATA, env=env))
     assert (result.state, words in result.found) == (state, True)
 
 
@@ -232,7 +232,7 @@ def test_an_unreachable_hub_fails_unless_the_cache_has_the_data(tmp_path: Path) 
     }
 
     def state(**more: str) -> str:
-        (result,) = hub.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}))
+        (result,) = availability.check_dataset(plan_of(tmp_path, DATA, env={**env, **more}))
         return result.state
 
     assert (state(), state(HF_HUB_OFFLINE="1")) == ("fail", "fail")
@@ -255,7 +255,7 @@ def test_a_model_is_found_on_the_hub_or_in_a_folder_and_its_shape_is_read(
     ):
         env = {"MODEL_NAME": name, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
         plan = plan_of(tmp_path, {"ppo-trainer": ""}, env=env)
-        (result,) = hub.check_model(plan, name, plan.here[0])
+        (result,) = availability.check_model(plan, name, plan.here[0])
         shapes |= plan.shapes
         assert result.state == state, name
     assert shapes == {"org/model": QWEN_7B, str(large): LARGE}
@@ -360,7 +360,7 @@ def test_a_pod_of_an_environment_server_is_checked_for_what_it_uses(tmp_path: Pa
     (tmp_path / "constraints.txt").write_text("pytest==0.1\n")
     packages = list(software.check_packages(plan, tmp_path))[-1]
     assert packages.fix.endswith("[services]' transformers")
-    assert list(hub.models(plan)) == ["org/model"]
+    assert list(availability.models(plan)) == ["org/model"]
 
 
 @pytest.mark.integration

@@ -15,7 +15,7 @@ from common.process.topology import CRITIC
 from common.settings.config import load
 from jobgroup import spec
 from jobgroup.check import shell_faults
-from jobgroup.local.places import share_gpus
+from jobgroup.local.placement import share_gpus
 from tests.support.model_shapes import GPU, QWEN_05B, QWEN_7B
 from tests.support.paths import ROOT
 
@@ -70,7 +70,7 @@ GPUS = "accelerators: {H100: %d, H200: %d, B200: %d, A100-80GB: %d}"
 RESTARTS = "\n  job_recovery: {max_restarts_on_errors: 3}"
 RUN_DATA, RUN_TRAINER = (
     "run: exec .venv/bin/python -m services.data",
-    "run: exec .venv/bin/python -m common.process.topology torchrun",
+    "run: exec .venv/bin/python -m trainer.launch",
 )
 SETUP = "setup: bash jobgroup/setup.sh services"
 SETUP_REWARD = "setup: bash jobgroup/setup.sh reward"
@@ -410,7 +410,7 @@ def test_the_cpu_job_group_is_the_main_one_on_a_small_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    small, large = spec.load(CPU, {}, {}, {}), spec.load(MAIN, {}, {}, {})
+    small, large = spec.load(CPU), spec.load(MAIN)
     assert [(task.name, task.num_nodes, task.primary) for task in small.tasks] == [
         (task.name, task.num_nodes, task.primary) for task in large.tasks
     ]
@@ -427,7 +427,7 @@ def test_the_ppo_job_group_is_the_main_one_with_a_critic_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(ROOT)
-    group, main = spec.load(PPO, {}, {}, {}), spec.load(MAIN, {}, {}, {})
+    group, main = spec.load(PPO), spec.load(MAIN)
     critic = group.task(CRITIC, "")
     settings = {"RLHF_ALGORITHM__NAME": "ppo", "RLHF_CRITIC__LOCATION": "server"}
     for task, other in zip(
@@ -480,7 +480,7 @@ def test_all_tasks_load_the_same_settings(path: Path, monkeypatch: pytest.Monkey
     """Each process would load exactly these settings. Apart from folders, they are the same in all
     tasks."""
     monkeypatch.chdir(ROOT)
-    group = spec.load(path, {}, {}, {})
+    group = spec.load(path)
     configs = [load([], dict(task.env)) for task in group.tasks]
     assert all(
         config.model_dump(exclude={"state_dir": True, "trainer": {"run_dir"}})
@@ -491,7 +491,7 @@ def test_all_tasks_load_the_same_settings(path: Path, monkeypatch: pytest.Monkey
 
 def test_both_sides_request_one_gpu_and_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(ONEGPU, {}, {}, {})
+    group = spec.load(ONEGPU)
     assert {task.name: task.gpus for task in group.tasks if task.gpus} == {ROLLOUT: 1, TRAINER: 1}
     assert (
         share_gpus(group.tasks, ["0"])[ROLLOUT]
@@ -503,7 +503,7 @@ def test_both_sides_request_one_gpu_and_share_it(monkeypatch: pytest.MonkeyPatch
 
 def test_the_large_variant_fits_its_gpus_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(LARGE, {}, {}, {})
+    group = spec.load(LARGE)
     trainer, rollout = group.task(TRAINER, ""), group.task(ROLLOUT, "")
     config = load([], dict(trainer.env))
     assert config.rollout.tensor_parallel_size == rollout.gpus
@@ -526,7 +526,7 @@ def test_the_model_fits_every_gpu_that_skypilot_may_choose(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(path, {}, {}, {})
+    group = spec.load(path)
     shape = QWEN_7B if path == LARGE else QWEN_05B
     for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         task = group.task(document["name"], "")

@@ -14,7 +14,7 @@ GOOD = "name: small\nexecution: parallel\nprimary_tasks: [main]\n---\nname: main
 
 def _load(folder: Path, text: str) -> spec.JobGroup:
     (folder / "group.yaml").write_text(text)
-    return spec.load(folder / "group.yaml", {}, {}, {})
+    return spec.load(folder / "group.yaml")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ IMAGE = "resources: {infra: kubernetes, image_id: 'docker:some/image:1', acceler
 
 def _gpus(tmp_path: Path, resources: str) -> int:
     path = write_group(tmp_path, {"main": f"resources: {resources}\n"}, {})
-    return spec.load(path, {}, {}, {}).tasks[0].gpus
+    return spec.load(path).tasks[0].gpus
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_a_variable_for_a_volume_is_known(tmp_path: Path) -> None:
         "B": "7",
     }
     path = write_group(tmp_path, {"main": VOLUMES}, env)
-    task = spec.load(path, {}, {}, {}).tasks[0]
+    task = spec.load(path).tasks[0]
     assert task.on_volumes == ("STATE_DIR", "HF_HOME")
     assert dict(task.without_volumes().env) == {"RUN_DIR": "/database/run", "A": "data/b", "B": "7"}
-    given = spec.load(path, {"STATE_DIR": "/data/second"}, {}, {}).tasks[0]
+    given = spec.load(path, {"STATE_DIR": "/data/second"}).tasks[0]
     assert given.on_volumes == ("HF_HOME",)
     assert given.without_volumes().env["STATE_DIR"] == "/data/second"
 
@@ -79,12 +79,14 @@ def test_a_local_run_needs_no_volume_and_no_image(
 
 def test_the_doctor_takes_a_volume_into_account_only_where_it_is_mounted(tmp_path: Path) -> None:
     path = write_group(tmp_path, {"data-server": f"{VOLUMES}{IMAGE}"}, {"STATE_DIR": "/data/state"})
-    assert make(path, {}, {}, None).jobs[0].config.state_dir == Config().state_dir
-    assert make(path, {}, {}, None, cluster=True).jobs[0].config.state_dir == Path("/data/state")
+    assert make(path, {}, {}).jobs[0].config.state_dir == Config().state_dir
+    assert make(path, {}, {}, cluster=True).jobs[0].config.state_dir == Path("/data/state")
     pod = {"SKYPILOT_JOBGROUP_NAME": "small"}
-    assert make(path, {}, pod, None).jobs[0].config.state_dir == Path("/data/state")
+    assert make(path, {}, pod).jobs[0].config.state_dir == Path("/data/state")
     local = pod | {"JOBGROUP_HOSTS": "data-server-0.small=127.0.0.1:0"}
-    assert make(path, {}, local, "data-server").jobs[0].config.state_dir == Path("runs/small/state")
+    assert make(path, {}, local, task="data-server").jobs[0].config.state_dir == Path(
+        "runs/small/state"
+    )
 
 
 @pytest.mark.parametrize("kind", ["", "-7b", "-ppo", "-spot", "-tools"])
@@ -93,7 +95,7 @@ def test_the_volumes_have_room_for_what_the_doctor_expects(
 ) -> None:
     monkeypatch.chdir(ROOT)
     path = ROOT / "jobgroup" / f"rlhf-math{kind}-jobgroup.yaml"
-    plan = make(path, {}, {}, None, cluster=True)
+    plan = make(path, {}, {}, cluster=True)
     plan.shapes = dict.fromkeys(
         {job.config.model.name for job in plan.jobs}, QWEN_7B if kind == "-7b" else QWEN_05B
     )

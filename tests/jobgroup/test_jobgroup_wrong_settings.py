@@ -73,7 +73,7 @@ def test_torchrun_ends_with_the_status_and_the_reason_of_the_rank(tmp_path: "Pat
         "MODEL_NAME": "./nothing",
     }
     env |= {"JOBGROUP_HOSTS": "ppo-trainer-0.small=127.0.0.1", "RUN_DIR": str(tmp_path / "run")}
-    command = [sys.executable, "-m", "common.process.topology", "torchrun", "-m", "trainer"]
+    command = [sys.executable, "-m", "trainer.launch"]
     done = subprocess.run(
         command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

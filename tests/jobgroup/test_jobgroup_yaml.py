@@ -15,8 +15,9 @@ from common.process import topology
 from common.settings.config import Config
 from common.settings.sources import SHORT_NAMES
 from jobgroup import scrape, spec
-from jobgroup.local.places import choose, share_gpus
+from jobgroup.local.placement import choose_addresses, share_gpus
 from tests.support.paths import ROOT
+from trainer.launch import torchrun_arguments
 
 PATH = ROOT / "jobgroup" / "rlhf-math-jobgroup.yaml"
 TASKS = [topology.DATA, topology.ROLLOUT, topology.REWARD, topology.REPLAY, topology.TRAINER]
@@ -28,7 +29,7 @@ ON_GPUS = [path for path in GROUPS if path.stem != "rlhf-math-cpu-jobgroup"]
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> spec.JobGroup:
     monkeypatch.chdir(ROOT)
-    return spec.load(PATH, {}, {}, {})
+    return spec.load(PATH)
 
 
 def _commands(group: spec.JobGroup) -> str:
@@ -59,7 +60,7 @@ def test_a_packaged_configuration_is_found_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"}, {}, {})
+    group = spec.load(PATH, {"RUN_CONFIG": "jobgroup/configs/tiny-cpu.yaml"})
     assert "scrape_configs" in scrape.configuration(group, {}, None)
     (tmp_path / "own.yaml").write_text("data: {port: 9000}\n")
     monkeypatch.chdir(ROOT)
@@ -84,7 +85,10 @@ def test_every_command_starts_a_module_that_exists(group: spec.JobGroup) -> None
         assert len(task.run.strip().splitlines()) == 1
         module = task.run.split()[-1]
         assert task.run.startswith("exec .venv/bin/python -m ")
-        assert importlib.util.find_spec(f"{module}.__main__") is not None, module
+        found = importlib.util.find_spec(module)
+        assert found is not None, module
+        is_package = found.submodule_search_locations is not None
+        assert not is_package or importlib.util.find_spec(f"{module}.__main__"), module
 
 
 def test_an_env_from_the_command_line_reaches_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +117,7 @@ def test_a_setting_is_in_every_task_or_in_the_settings_file(
     """A variable reaches only the task that names it: what describes the run is a file, named once
     in each task."""
     monkeypatch.chdir(ROOT)
-    tasks = spec.load(path, {}, {}, {}).tasks
+    tasks = spec.load(path).tasks
     for task in tasks:
         names = {
             name
@@ -136,7 +140,7 @@ def test_trap_every_trainer_node_trains(
     trainer = group.task("ppo-trainer", "")
     assert trainer.num_nodes == 2
     # The command does not depend on the rank.
-    assert trainer.run == "exec .venv/bin/python -m common.process.topology torchrun -m trainer"
+    assert trainer.run == "exec .venv/bin/python -m trainer.launch"
     commands = []
     for rank in (0, 1):
         env = {
@@ -144,7 +148,7 @@ def test_trap_every_trainer_node_trains(
             "SKYPILOT_NUM_NODES": "2",
             "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
         }
-        command = topology.Topology.from_env(env).torchrun(["-m", "trainer"])
+        command = torchrun_arguments(topology.Topology.from_env(env), ["-m", "trainer"])
         place = command.index("--node-rank")
         assert command[place + 1] == str(rank)
         commands.append(command[:place] + command[place + 2 :])
@@ -187,7 +191,7 @@ def test_what_a_task_writes_is_on_a_volume_that_its_nodes_can_mount(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    group = spec.load(path, {}, {}, {})
+    group = spec.load(path)
     mounting: dict[str, list[spec.Task]] = {}
     for document in list(yaml.safe_load_all(path.read_text(encoding="utf-8")))[1:]:
         task = group.task(document["name"], "")
@@ -223,15 +227,15 @@ def test_the_volumes_can_be_left_out(
     with without.open("w") as file:
         subprocess.run(["sed", "/# volume$/d", str(path)], stdout=file, check=True)
     assert "volumes:" not in without.read_text()
-    tasks = spec.load(without, {}, {}, {}).tasks
-    with_volumes = [task.without_volumes() for task in spec.load(path, {}, {}, {}).tasks]
+    tasks = spec.load(without).tasks
+    with_volumes = [task.without_volumes() for task in spec.load(path).tasks]
     assert [(task.run, dict(task.env)) for task in tasks] == [
         (task.run, dict(task.env)) for task in with_volumes
     ]
 
 
 def test_every_node_has_its_own_address_and_gpus_are_shared_out(group: spec.JobGroup) -> None:
-    places = choose(group)
+    places = choose_addresses(group)
     with places.lock:
         assert len({(host.address, host.port_shift) for host in places.hosts.values()}) == 7
         assert set(topology.parse_hosts(places.text())) == set(places.hosts)

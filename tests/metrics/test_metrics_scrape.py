@@ -22,7 +22,7 @@ def made(
     hosts: str = "",
     group: Path = GROUP,
 ) -> dict[str, Any]:
-    loaded = spec.load(group, env or {}, {}, {})
+    loaded = spec.load(group, env or {})
     content: dict[str, Any] = yaml.safe_load(
         scrape.configuration(loaded, {"JOBGROUP_HOSTS": hosts}, token_file)
     )
@@ -91,7 +91,7 @@ def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     token_file = tmp_path / "api_token"
     token_file.write_text("x" * 32)
     path = tmp_path / "prometheus.yml"
-    path.write_text(scrape.configuration(spec.load(GROUP, {}, {}, {}), {}, str(token_file)))
+    path.write_text(scrape.configuration(spec.load(GROUP), {}, str(token_file)))
     done = subprocess.run(
         ["promtool", "check", "config", str(path)], capture_output=True, text=True, check=False
     )

@@ -64,7 +64,7 @@ def plan_of(
     env: Mapping[str, object] | None = None,
 ) -> Plan:
     """Returns the plan for such a group in the environment `around`; `env` goes into the YAML."""
-    return make(write_group(folder, tasks, env or {}), {}, around or {}, task)
+    return make(write_group(folder, tasks, env or {}), {}, around or {}, task=task)
 
 
 def write_model(folder: Path, config: Mapping[str, object]) -> Path:

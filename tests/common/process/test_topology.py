@@ -1,10 +1,5 @@
 """Where every task runs: on a cluster, under the local runner, and outside a job group."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from common.errors import ConfigError
@@ -17,7 +12,6 @@ from common.process.topology import (
     format_hosts,
     parse_hosts,
 )
-from tests.support.paths import ROOT
 
 CLUSTER = {
     "SKYPILOT_JOBGROUP_NAME": "rlhf-math",
@@ -99,88 +93,3 @@ def test_a_malformed_host_is_named(entry: str) -> None:
 def test_hosts_survive_the_round_trip() -> None:
     assert parse_hosts(format_hosts(HOSTS)) == HOSTS
     assert parse_hosts("") == {}
-
-
-def test_torchrun_spans_the_nodes_of_the_task() -> None:
-    command = Topology.from_env(CLUSTER).torchrun(["-m", "trainer", "--trainer.batch_size", "4"])
-    assert command[:2] == [sys.executable, "-c"]
-    assert "from torch.distributed.run import main" in command[2]
-    options = dict(zip(command[3:13:2], command[4:13:2], strict=True))
-    assert options == {
-        "--nnodes": "2",
-        "--node-rank": "1",
-        "--nproc-per-node": "8",
-        "--master-addr": "10.0.0.4",
-        "--master-port": "29500",
-    }
-    assert command[13:] == ["-m", "trainer", "--trainer.batch_size", "4"]
-    assert "--nproc-per-node 1 --master-addr 127.0.0.1" in " ".join(
-        Topology.from_env({}).torchrun([])
-    )
-
-
-def test_torchrun_of_two_local_runs_listens_on_different_ports() -> None:
-    def command(block: int) -> str:
-        hosts = f"ppo-trainer-0.g=127.{block}.5.1:0,ppo-trainer-1.g=127.{block}.5.2:0"
-        env = {
-            "SKYPILOT_JOBGROUP_NAME": "g",
-            "SKYPILOT_NUM_NODES": "2",
-            "SKYPILOT_NODE_IPS": f"127.{block}.5.1\n127.{block}.5.2",
-            "JOBGROUP_HOSTS": hosts,
-        }
-        return " ".join(Topology.from_env(env).torchrun([]))
-
-    assert "--master-addr 127.7.5.1 --master-port 29507" in command(7)
-    assert "--master-addr 127.8.5.1 --master-port 29508" in command(8)
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("arguments", [[], ["torchrun"], ["elsewhere", "-m", "trainer"]])
-def test_the_command_prints_its_usage(arguments: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "common.process.topology", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 1
-    assert "usage: python -m common.process.topology torchrun" in done.stderr
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    ("script", "status", "last"),
-    [
-        (
-            "import os, time; from common.process.cli import fail; from common.errors import ConfigError\n"
-            "if os.environ['RANK'] == '0': fail(ConfigError('the reason'))\n"
-            "time.sleep(1); print('the other one', file=os.sys.stderr); os._exit(75)",
-            2,
-            "rank 0: error: the reason",
-        ),
-        (
-            "import os, sys; print('the reason', file=sys.stderr); sys.stderr.flush(); os._exit(2)",
-            2,
-            "the reason",
-        ),
-        ("import os; os.kill(os.getpid(), 9)", 137, "rank 0 was ended by signal 9"),
-    ],
-)
-def test_torchrun_ends_with_the_reason_and_status_of_the_failed_rank(
-    tmp_path: Path, script: str, status: int, last: str
-) -> None:
-    (tmp_path / "rank.py").write_text(script)
-    command = [
-        sys.executable,
-        "-m",
-        "common.process.topology",
-        "torchrun",
-        str(tmp_path / "rank.py"),
-    ]
-    env = {
-        **os.environ,
-        "SKYPILOT_NUM_GPUS_PER_NODE": "2" if "RANK" in script else "1",
-        "PYTHONPATH": str(ROOT),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last)

@@ -3,6 +3,7 @@ GPUs.
 """
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -21,7 +22,7 @@ _SHIFTED_NODES = 30
 
 
 @dataclass(frozen=True)
-class Places:
+class Placement:
     """Addresses of every node of a group, reserved until `lock` is closed (by the system if the
     process dies).
     """
@@ -43,7 +44,7 @@ class Places:
         return format_hosts(self.hosts)
 
 
-def choose(group: JobGroup) -> Places:
+def choose_addresses(group: JobGroup) -> Placement:
     """Chooses an address for every node.
 
     On Linux all of 127.0.0.0/8 is this machine, so a run takes a block 127.B and its nodes use the
@@ -51,20 +52,20 @@ def choose(group: JobGroup) -> Places:
     reserves the block across the machine, without a file. Raises ConfigError when no block is free.
     """
     probe = _bind("127.254.254.253", 0)
-    if own_address := probe is not None:
+    own_address = probe is not None
+    if probe is not None:
         probe.close()
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
-        lock = (
-            _bind(f"127.{block}.255.254", _LOCK_PORT)
-            if own_address
-            else _bind("127.0.0.1", _LOCK_PORT - block)
-        )
+        address = f"127.{block}.255.254" if own_address else "127.0.0.1"
+        lock = _bind(address, _LOCK_PORT if own_address else _LOCK_PORT - block)
         if lock is not None:
-            return Places(group.name, _hosts(group, block, own_address), lock)
-    remedy = "end other runs of jobgroup.local"
+            return Placement(group.name, _hosts(group, block, own_address), lock)
     raise ConfigError(
-        "no block of loopback addresses is free", field="YAML", value=group.name, remedy=remedy
+        "no block of loopback addresses is free",
+        field="YAML",
+        value=group.name,
+        remedy="end other runs of jobgroup.local",
     )
 
 
@@ -109,12 +110,8 @@ def gpus_of_machine() -> list[str]:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
         ).stdout
-        return [
-            str(i)
-            for i, line in enumerate(
-                line for line in listed.splitlines() if line.startswith("GPU ")
-            )
-        ]
+        gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
+        return [str(number) for number in range(len(gpus))]
     return []
 
 
@@ -123,11 +120,8 @@ def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[lis
     are too few.
     """
     shares: dict[str, list[list[str]]] = {}
-    given = 0
+    in_turn = itertools.cycle(gpus)
     for task in tasks:
-        shares[task.name] = []
-        for _ in range(task.num_nodes):
-            count = min(task.gpus, len(gpus))
-            shares[task.name].append([gpus[(given + i) % len(gpus)] for i in range(count)])
-            given += count
+        count = min(task.gpus, len(gpus))
+        shares[task.name] = [list(itertools.islice(in_turn, count)) for _ in range(task.num_nodes)]
     return shares
