@@ -80,7 +80,8 @@ def serve_environment(name: str, port: int, engine: int) -> None:
         Metrics("environment-server"),
     )
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
-    service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
+    template = Template(tokenizer, [stop])
+    service = EpisodeService(section, template, router, stop_token_ids=[stop], metrics=metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
     for i in range(SESSIONS):  # of programs that others started
         request = EpisodeRequest(

@@ -155,7 +155,7 @@ def check_sandbox(plan: Plan) -> Iterator[Result]:
 
         wanted.append((TIMEOUT_S, MEMORY_MB, ""))
     if wanted:
-        from services.sandbox.run import Limits, Sandbox
+        from services.sandbox.sandbox import Limits, Sandbox
 
         for timeout_s, memory_mb, python in wanted:
             Sandbox(Limits(timeout_s, memory_mb), 1, python=python)

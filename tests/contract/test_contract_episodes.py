@@ -91,7 +91,7 @@ async def environment_server(
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with RolloutClient("rollout-server", router_url) as router:
         service = EpisodeService(
-            EnvironmentSection(name=NAME), template, router, stops, gateway=url
+            EnvironmentSection(name=NAME), template, router, stop_token_ids=stops, gateway=url
         )
         async with serving(create_environment_app(service), sock):
             yield service, url

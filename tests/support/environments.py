@@ -15,8 +15,8 @@ from common.clients.rollout import RolloutClient
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
-from services.environment.kinds import needs_gateway
 from services.environment.outcome import EnvironmentLost
+from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import listen, serving
@@ -177,7 +177,11 @@ async def served(
         sock = listen("127.0.0.1", 0)
         gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
         service = EpisodeService(
-            section, template, router, [engine.tokenizer.eos_token_id], gateway=gateway
+            section,
+            template,
+            router,
+            stop_token_ids=[engine.tokenizer.eos_token_id],
+            gateway=gateway,
         )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)

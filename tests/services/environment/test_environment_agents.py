@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
-from services.environment import agent
-from services.environment.kinds import load_kind
+from services.environment import program_runner
+from services.environment.runners import load_runner
 from services.http.app import listen, serving
 from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
@@ -129,7 +129,7 @@ async def gone(pids: Path, count: int) -> None:
 async def test_program_leaves_no_process_or_session_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "GRACE_S", 0.1)
+    monkeypatch.setattr(program_runner, "GRACE_S", 0.1)
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (
             ("leaves", "ok", 2, 60),
@@ -245,5 +245,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_command_that_cannot_be_run_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[name]) as caught:
-        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
     assert caught.value.field == "environment.name"

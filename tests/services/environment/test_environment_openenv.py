@@ -12,7 +12,7 @@ from aiohttp import WSMsgType, web
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
-from services.environment.kinds import load_kind
+from services.environment.runners import load_runner
 from services.http.app import listen
 from tests.support.environments import request_for, served
 
@@ -192,4 +192,4 @@ async def test_a_command_that_ends_says_why() -> None:
 )
 def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")

@@ -157,7 +157,10 @@ async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     session, _, tokenizer = trap_session([CALL, "3"])
     chat = [user("1+2")]
     first = await ask(session, chat, TOOLS)
-    assert first.message.calls[0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2.0}}
+    assert first.message.tool_calls[0]["function"] == {
+        "name": "add",
+        "arguments": {"a": 1, "b": 2.0},
+    }
     call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
     result = {"role": "tool", "content": "3", "tool_call_id": "own"}
     await ask(
@@ -301,8 +304,8 @@ async def test_parallel_calls_with_equal_answers_are_told_apart_by_their_ids() -
     one, other = await asyncio.gather(
         *(ask(session, [user("1+2")], TOOLS, key) for key in ("a", "b"))
     )
-    assert one.message.calls[0]["id"] != other.message.calls[0]["id"]
-    result = {"role": "tool", "content": "3", "tool_call_id": other.message.calls[0]["id"]}
+    assert one.message.tool_calls[0]["id"] != other.message.tool_calls[0]["id"]
+    result = {"role": "tool", "content": "3", "tool_call_id": other.message.tool_calls[0]["id"]}
     await ask(session, [user("1+2"), sent_back(other), result], TOOLS)
     first, second = session.sequences()
     assert first.token_ids.tolist() == letters(tokenizer, CALL)
@@ -316,7 +319,7 @@ async def test_several_results_of_tools_are_one_continuation() -> None:
     first = await ask(session, [user("x")], TOOLS)
     results = [
         {"role": "tool", "content": str(i), "tool_call_id": call["id"]}
-        for i, call in enumerate(first.message.calls)
+        for i, call in enumerate(first.message.tool_calls)
     ]
     await ask(session, [user("x"), sent_back(first), *results], TOOLS)
     (found,) = session.sequences()
@@ -341,7 +344,7 @@ async def test_tool_call_that_is_not_json_stays_in_the_text() -> None:
     session, _, _ = trap_session([text, "ok"])
     first = await ask(session, [user("x")], TOOLS)
     assert "not JSON" in first.problem
-    assert (first.message.content, first.message.calls) == (text, [])
+    assert (first.message.content, first.message.tool_calls) == (text, [])
     await ask(session, [user("x"), sent_back(first), user("again")], TOOLS)
     assert len(session.sequences()) == 1
 
