@@ -375,8 +375,8 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(
 def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = command.bwrap_command
 
-    def leaky(*arguments: Any) -> list[str]:
-        words = whole(*arguments)
+    def leaky(*arguments: Any, **options: Any) -> list[str]:
+        words = whole(*arguments, **options)
         words[words.index("--proc") if "--proc" in words else 1 : 0] = ["--ro-bind", "/etc", "/etc"]
         return words
 
@@ -430,9 +430,9 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
 ) -> None:
     whole, calls = command.bwrap_command, []
 
-    def failing(*arguments: Any) -> list[str]:
+    def failing(*arguments: Any, **options: Any) -> list[str]:
         calls.append(1)
-        words = whole(*arguments)
+        words = whole(*arguments, **options)
         return (
             words
             if len(calls) % 2 == 0
@@ -442,7 +442,7 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
     monkeypatch.setattr(sandbox, "bwrap_command", failing)
     cases = [[{"input": "", "output": "1"}]]
     assert code([block("print(1)")], test_cases=cases) == [1.0]
-    monkeypatch.setattr(sandbox, "bwrap_command", lambda *_: ["/usr/bin/false"])
+    monkeypatch.setattr(sandbox, "bwrap_command", lambda *_, **__: ["/usr/bin/false"])
     [score] = code.scores([block("print(1)")], test_cases=cases)
     assert (score.value, score.status) == (None, "error")
     assert score.reason.startswith("it did not start")
