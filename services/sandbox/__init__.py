@@ -12,7 +12,8 @@
     Case.verdict ◄──┘
        compares with the expected values; values.py carries the program's values between the two
 
-`command.py` builds the command line and the seccomp filters, `selftest.py` tries to break out before
-the first program runs, `meter.py` counts the time of processes. `inside`, `program`, `remote`,
-`values` and `meter` are also source text for the Python inside, which may be as old as 3.8.
+`command.py` builds the command line and the seccomp filters, `selftest.py` tries to break out
+before the first program runs, `meter.py` counts the time of processes. `inside`, `program`,
+`remote`, `values` and `meter` are also source text for the Python inside, which may be as old as
+3.8.
 """

@@ -158,10 +158,10 @@ def _read_test(case_index: int) -> str:
 
 # Starting them
 
-Work = Callable[[Json, Json], "dict[str, Any]"]
 
-
-def _fork(job: Json, case: Json, fds: tuple[int, ...], work: Work) -> int:
+def _fork(
+    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
+) -> int:
     """Starts a process of a case with `fds` as its descriptors 0, 1, 2, …; it writes what `work`
     returns to 3.
     """
@@ -174,7 +174,9 @@ def _fork(job: Json, case: Json, fds: tuple[int, ...], work: Work) -> int:
         os._exit(2)
 
 
-def _run_child(job: Json, case: Json, fds: tuple[int, ...], work: Work) -> NoReturn:
+def _run_child(
+    job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
+) -> NoReturn:
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
     os.closerange(len(fds), 256)

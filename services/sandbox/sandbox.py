@@ -156,7 +156,7 @@ class Sandbox:
                         raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
                     break
                 if line == b'"test"\n':
-                    # In a thread: nobody may read it, and then a full pipe would block this one.
+                    # In a thread: if the program has killed its reader, a full pipe blocks.
                     test = _line([len(results), case.request["code"]])
                     threading.Thread(target=_send, args=(process, test), daemon=True).start()
                     continue
