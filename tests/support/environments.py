@@ -63,7 +63,8 @@ class Guess:
 
     def reset(self, ground_truth: str) -> None:
         """Begins."""
-        self.wanted, self.guesses = ground_truth, 0
+        self.wanted = ground_truth
+        self.guesses = 0
 
     def step(self, messages: list[dict[str, Any]]) -> str | None:
         """Judges a guess."""
@@ -190,7 +191,7 @@ async def served(
             EnvironmentClient("environment-server", BASE, transport=transport) as client,
             httpx.AsyncClient(transport=transport, base_url=BASE) as http,
         ):
-            yield Served(service, engine, client, http, app)
+            yield Served(service, engine, client, http=http, app=app)
             await service.close()
         sock.close()
 

@@ -137,7 +137,8 @@ async def test_program_leaves_no_process_or_session_behind(
             ("hangs", "timeout", 2, 8),
         ):
             request = request_for(NAME, mode, deadline_s=deadline_s)
-            request.request_id, pids = mode, tmp_path / mode
+            request.request_id = mode
+            pids = tmp_path / mode
             request.task.columns = {"pids": str(pids)}
             (episode,) = await server.client.episodes(request)
             assert (mode, episode.status, episode.reward) == (
@@ -146,7 +147,9 @@ async def test_program_leaves_no_process_or_session_behind(
                 1.0 if status == "ok" else None,
             )
             await gone(pids, count)
-        request.request_id, request.limits.deadline_s, pids = "deleted", 600, tmp_path / "deleted"
+        request.request_id = "deleted"
+        request.limits.deadline_s = 600
+        pids = tmp_path / "deleted"
         request.task.columns = {"pids": str(pids)}
         running = asyncio.create_task(server.client.episodes(request))
         await until(lambda: len(noted(pids)) == 2)

@@ -26,13 +26,11 @@ class Server:
     """Answers each kind of message as its test defines."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.told, self.open, self.schema, self.full = (
-            answers,
-            list[Any](),
-            0,
-            dict(TEXT),
-            0,
-        )
+        self.answers = answers
+        self.told: list[Any] = []
+        self.open = 0
+        self.schema = dict(TEXT)
+        self.full = 0
 
     async def ws(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

@@ -59,18 +59,15 @@ def sent_back(answer: CallAnswer, **changes: Any) -> dict[str, Any]:
     message = {
         name: value for name, value in answer.message.fields.items() if name != "reasoning_content"
     }
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [
-            call
-            | {
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"]),
-                }
-            }
-            for call in calls
-        ]
+    if "tool_calls" in message:
+        message["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
     return message | changes
+
+
+def _with_text_arguments(tool_call: dict[str, Any]) -> dict[str, Any]:
+    function = tool_call["function"]
+    arguments = json.dumps(function["arguments"])
+    return tool_call | {"function": {"name": function["name"], "arguments": arguments}}
 
 
 def is_sequence(
@@ -355,8 +352,8 @@ async def test_weight_versions_change_under_a_running_session() -> None:
     engine.version = 4
     await ask(session, [user("x"), sent_back(first), user("y")])
     (found,) = session.sequences()
-    (start, end) = found.turns[1].start, found.turns[1].end
-    assert found.weight_versions == [(0, 0, start), (4, start, end)]
+    turn = found.turns[1]
+    assert found.weight_versions == [(0, 0, turn.start), (4, turn.start, turn.end)]
 
 
 @pytest.mark.parametrize(
@@ -484,7 +481,11 @@ def test_a_template_that_cannot_continue_is_refused_with_the_reason(
 
 
 async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
-    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    plain = (
+        "{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}"
+    )
     asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     session, _, _ = trap_session(["ok", "ok"], plain + asks)
     with pytest.raises(InvalidInput, match="does not support tools"):
