@@ -218,8 +218,10 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         async with asyncio.timeout(400):
-            while server.service.stats()["sessions"] or server.service.stats()["running"]:  # noqa: ASYNC110
+            stats = server.service.stats()
+            while stats["sessions"] or stats["running"]:
                 await asyncio.sleep(0.01)
+                stats = server.service.stats()
         with pytest.raises(ServiceError, match="no such request"):
             await server.client.delete("r1")
 

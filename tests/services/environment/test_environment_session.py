@@ -167,7 +167,10 @@ async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     )
     (found,) = session.sequences()
     prompt = tokenizer(f"{HEAD}<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n").input_ids
-    response = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    response = (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     is_sequence(
         found,
         prompt,
@@ -259,7 +262,10 @@ async def test_a_compacted_history_opens_a_new_sequence() -> None:
     await ask(session, [user("in short: abab"), user("go on")])
     one, other = session.sequences()
     assert one.mask.sum() == len(letters(tokenizer, "abab")) + len(letters(tokenizer, "aba"))
-    text = "<|im_start|>user\nin short: abab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>user\nin short: abab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     is_sequence(other, tokenizer(text).input_ids, [(letters(tokenizer, "ok"), 1)])
 
 
