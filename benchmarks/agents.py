@@ -84,7 +84,8 @@ def serve_environment(name: str, port: int, engine: int) -> None:
     router = RolloutClient("rollout-server", f"http://127.0.0.1:{engine}")
     metrics = Metrics("environment-server")
     section = EnvironmentSection(name=f"python:benchmarks.agents:{name}")
-    service = EpisodeService(section, Template(tokenizer, [stop]), router, [stop], metrics)
+    template = Template(tokenizer, [stop])
+    service = EpisodeService(section, template, router, stop_token_ids=[stop], metrics=metrics)
     task = EpisodeTask(env=section.name)
     sampling = EpisodeSampling(max_new_tokens=ANSWER_TOKENS)
     for i in range(SESSIONS):  # of programs that others started

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from benchmarks.command import command_parser
 from common.errors import ConfigError
 from services.sandbox.cases import Case, parse_cases
-from services.sandbox.run import Limits, Sandbox
+from services.sandbox.sandbox import Limits, Sandbox
 
 SOURCE = "a, b = map(int, input().split())\nprint(a + b)"
 

@@ -36,7 +36,7 @@ from services.engine.engine import Engine
 from services.engine.model import Model
 from services.environment.app import create_environment_app
 from services.environment.environments import Environment
-from services.environment.kinds import needs_gateway
+from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import listen, serving
@@ -249,9 +249,9 @@ class InProcessBackend:
                 config.environment,
                 template[0],
                 router,
-                template[1],
+                stop_token_ids=template[1],
                 gateway=gateway,
-                own=self.environment,
+                environment=self.environment,
             )
             environment = create_environment_app(episodes, body)
             if sock:

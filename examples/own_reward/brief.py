@@ -17,8 +17,6 @@ class Brief(RewardFunction):
         """One number per completion. NaN (an answer that could not be graded) stays NaN: an error
         is not a zero.
         """
-        right = self.math(completions, **columns)
-        return [
-            score - 0.002 * len(chat[-1]["content"])
-            for score, chat in zip(right, completions, strict=True)
-        ]
+        scores = self.math(completions, **columns)
+        lengths = [len(chat[-1]["content"]) for chat in completions]
+        return [score - 0.002 * length for score, length in zip(scores, lengths, strict=True)]

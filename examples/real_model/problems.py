@@ -52,37 +52,38 @@ def problems(seed: int = 0) -> Iterator[Problem]:
     """
     rng = random.Random(seed)
     while True:
-        kind, name, thing, a = (
-            rng.choice("+-*/"),
-            rng.choice(_NAMES),
-            rng.choice(_THINGS),
-            rng.randint(11, 99),
-        )
-        a, b = (a, 1) if kind in "+-" else (10 * a, 10)
-        answer = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[kind]
-        text = rng.choice(_WORDINGS[kind]).format(n=name, t=thing, a=a, b=b)
-        calculation = f"{a} {kind} {b}"
+        operation = rng.choice("+-*/")
+        name = rng.choice(_NAMES)
+        thing = rng.choice(_THINGS)
+        a = rng.randint(11, 99)
+        b = 1
+        if operation in "*/":
+            a *= 10
+            b = 10
+        answer = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operation]
+        question = rng.choice(_WORDINGS[operation]).format(n=name, t=thing, a=a, b=b)
+        calculation = f"{a} {operation} {b}"
         held_out = hashlib.sha256(calculation.encode()).digest()[0] < 256 * _HELD_OUT
-        yield Problem(held_out, text, calculation, str(answer))
+        yield Problem(held_out, question, calculation, answer=str(answer))
 
 
 def main(directory: Path) -> None:
     """Writes the files."""
     directory.mkdir(parents=True, exist_ok=True)
-    stream, files = problems(), {name: list[Problem]() for name in SIZES}
-    while any(len(files[name]) < size for name, size in SIZES.items()):
+    stream = problems()
+    lines: dict[str, list[str]] = {name: [] for name in SIZES}
+    while any(len(lines[name]) < size for name, size in SIZES.items()):
         problem = next(stream)
         name = "test" if problem.held_out else "train"
-        if len(files[name]) < SIZES[name]:
-            files[name].append(problem)
-    for name, found in files.items():
-        rows = [
-            {"question": each.question, "calculation": each.calculation, "answer": each.answer}
-            for each in found
-        ]
-        (directory / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
+        if len(lines[name]) < SIZES[name]:
+            row = {
+                "question": problem.question,
+                "calculation": problem.calculation,
+                "answer": problem.answer,
+            }
+            lines[name].append(json.dumps(row) + "\n")
+    for name, content in lines.items():
+        (directory / f"{name}.jsonl").write_text("".join(content), encoding="utf-8")
 
 
 if __name__ == "__main__":

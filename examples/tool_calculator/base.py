@@ -29,13 +29,18 @@ from trainer.cli.tiny_base import (
     warm_start,
 )
 
-TRACES, PROBLEMS, HELD_OUT = 128, 2048, 256
-STEPS, LATE, BATCH = 320, 0.8, 32
+TRACES = 128
+PROBLEMS = 2048
+HELD_OUT = 256
+STEPS = 320
+BATCH = 32
+LATE = 0.8
 """Until step LATE × STEPS nearly all conversations call the tool; after that most guess, which
 forms a habit."""
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 CHAT_TEMPLATE = (
-    "{% if tools %}<|im_start|>system\nTools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
+    "{% if tools %}<|im_start|>system\nTools:"
+    "{% for tool in tools %} {{ tool.function.name }}{% endfor %}"
     "<|im_end|>\n{% endif %}"
     "{% for message in messages %}{% if message.role == 'tool' %}"
     "<|im_start|>user\n<tool_response>{{ message.content }}</tool_response>"
@@ -63,10 +68,11 @@ class Problem(NamedTuple):
 
 def problems(seed: int, count: int) -> list[Problem]:
     """Returns different products of two numbers of four digits."""
-    rng, found = random.Random(f"calculator {seed}"), dict[Problem, None]()
-    while len(found) < count:
-        found[Problem(rng.randint(1000, 9999), rng.randint(1000, 9999))] = None
-    return list(found)
+    rng = random.Random(f"calculator {seed}")
+    different: dict[Problem, None] = {}
+    while len(different) < count:
+        different[Problem(rng.randint(1000, 9999), rng.randint(1000, 9999))] = None
+    return list(different)
 
 
 class Conversations(NamedTuple):
@@ -85,7 +91,7 @@ def conversations(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Conve
     tokens are learned.
     """
     tools = [get_json_schema(Calculator().multiply)]
-    user, final = {"role": "user", "content": problem.question}, f"#### {problem.answer}{TURN_END}"
+    user = {"role": "user", "content": problem.question}
     call = {"type": "function", "function": {"name": "multiply", "arguments": problem._asdict()}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "name": "multiply", "content": problem.answer}
@@ -97,15 +103,25 @@ def conversations(problem: Problem, tokenizer: PreTrainedTokenizerFast) -> Conve
             )
         )
 
-    asked, whole = text([user], tools), text([user, called, result], tools)
-    end = whole.index(TURN_END, len(asked)) + len(TURN_END)
-    ask, write, read, answer, ask_alone = (
-        tokenizer(part).input_ids
-        for part in (asked, whole[len(asked) : end], whole[end:], final, text([user], []))
-    )
-    learned = [-100] * len(ask) + write + [-100] * len(read) + answer
+    def ids(text: str) -> list[int]:
+        tokens: list[int] = tokenizer(text).input_ids
+        return tokens
+
+    question_text = text([user], tools)
+    whole_text = text([user, called, result], tools)
+    call_end = whole_text.index(TURN_END, len(question_text)) + len(TURN_END)
+    question = ids(question_text)
+    tool_call = ids(whole_text[len(question_text) : call_end])
+    tool_result = ids(whole_text[call_end:])
+    answer = ids(f"#### {problem.answer}{TURN_END}")
+
+    # The model learns what it writes itself: the call and the answer.
+    tokens = question + tool_call + tool_result + answer
+    labels = [-100] * len(question) + tool_call + [-100] * len(tool_result) + answer
     return Conversations(
-        (ask + write + read + answer, learned), answered(ask, answer), answered(ask_alone, answer)
+        called=(tokens, labels),
+        guessed=answered(question, answer),
+        alone=answered(ids(text([user], [])), answer),
     )
 
 
@@ -120,24 +136,23 @@ def build(
     console = console or Console(stderr=True)
     made = problems(seed, TRACES + PROBLEMS + HELD_OUT)
     (directory / "problems").mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", made[TRACES:-HELD_OUT]), ("test", made[-HELD_OUT:])):
-        lines = [
-            json.dumps({"question": each.question, "answer": each.answer}) + "\n" for each in part
-        ]
-        (directory / "problems" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    _write(directory / "problems" / "train.jsonl", made[TRACES:-HELD_OUT])
+    _write(directory / "problems" / "test.jsonl", made[-HELD_OUT:])
     if (directory / "base" / "config.json").exists():
         return
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    corpus = (
-        '{"name": "multiply", "arguments": {"a": 1, "b": 1}}#### 1 * 1 = ?system\nuser\nassistant\nTools: multiply',
-    ) * 9
-    tokenizer = make_tokenizer(iter(corpus), CHAT_TEMPLATE, MARKS)
-    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    called, guessed, alone = zip(
-        *(conversations(problem, tokenizer) for problem in made[:TRACES]), strict=True
+    text = (
+        '{"name": "multiply", "arguments": {"a": 1, "b": 1}}'
+        "#### 1 * 1 = ?system\nuser\nassistant\nTools: multiply"
     )
+    tokenizer = make_tokenizer(iter([text] * 9), CHAT_TEMPLATE, MARKS)
+    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    traces = [conversations(problem, tokenizer) for problem in made[:TRACES]]
+    called = [trace.called for trace in traces]
+    guessed = [trace.guessed for trace in traces]
+    alone = [trace.alone for trace in traces]
 
     def batch_of(step: int) -> list[Row]:
         guesses = 0 if step < LATE * steps else batch * 2 // 3
@@ -149,6 +164,11 @@ def build(
 
     warm_start(model, batch_of, steps, tokenizer.pad_token_id, console)
     save(directory / "base", model, tokenizer, console)
+
+
+def _write(path: Path, part: list[Problem]) -> None:
+    rows = [{"question": problem.question, "answer": problem.answer} for problem in part]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

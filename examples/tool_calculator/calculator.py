@@ -15,7 +15,8 @@ class Calculator:
 
     def reset(self, ground_truth: str) -> None:
         """Begins an episode."""
-        self._wanted, self._answer = f"#### {ground_truth}", ""
+        self._wanted = f"#### {ground_truth}"
+        self._answer = ""
 
     def multiply(self, a: int, b: int) -> int:
         """Multiplies two numbers.

@@ -167,7 +167,7 @@ def check_sandbox(plan: Plan) -> Iterator[Result]:
 
 def _probe(timeout_s: float, memory_mb: int, python: str = "") -> None:
     """Makes a sandbox, which probes itself. Raises ConfigError when it does not contain them."""
-    from services.sandbox.run import Limits, Sandbox
+    from services.sandbox.sandbox import Limits, Sandbox
 
     Sandbox(Limits(timeout_s, memory_mb), 1, python=python)
 

@@ -20,33 +20,44 @@ def run(settings: config.Config) -> None:
     """Serves until SIGTERM. Raises ConfigError for a model or an environment that cannot be
     used.
     """
-    place, section = topology.Topology.from_env(), settings.environment
+    place = topology.Topology.from_env()
+    section = settings.environment
     setup_logging(
         place.own_name(topology.ENVIRONMENT),
         settings.state_dir / "logs",
         service=topology.ENVIRONMENT,
     )
+
     if VARIABLE in os.environ:
         end_with_parent()
     elif place.num_nodes > 1:
         sys.exit(keep_alive([sys.executable, "-m", "services.environment", *sys.argv[1:]]))
+
     if not section.name:
-        remedy = "set environment.name, or leave the environment-server out"
         raise ConfigError(
-            "there is no environment to serve", field="environment.name", value="", remedy=remedy
+            "there is no environment to serve",
+            field="environment.name",
+            value="",
+            remedy="set environment.name, or leave the environment-server out",
         )
-    template, stops = load_template(settings.model)
-    router = RolloutClient(
-        "rollout-server", place.url(topology.ROLLOUT, settings.rollout.router_port)
-    )
+
+    template, stop_token_ids = load_template(settings.model)
+    router_url = place.url(topology.ROLLOUT, settings.rollout.router_port)
     metrics = Metrics(topology.ENVIRONMENT)
-    gateway = place.url(topology.ENVIRONMENT, section.port, place.node_rank)
-    service = EpisodeService(section, template, router, stops, metrics, gateway)
-    host, port = place.bind(topology.ENVIRONMENT, section.port)
-    app = create_environment_app(service, settings.max_body_mb << 20, metrics, place.num_nodes)
-    serve(
-        app, host, port, f"environment={section.name} tools={','.join(service.environment.tools)}"
+    service = EpisodeService(
+        section,
+        template,
+        router=RolloutClient("rollout-server", router_url),
+        stop_token_ids=stop_token_ids,
+        metrics=metrics,
+        gateway=place.url(topology.ENVIRONMENT, section.port, place.node_rank),
     )
+    app = create_environment_app(
+        service, settings.max_body_mb << 20, metrics, nodes=place.num_nodes
+    )
+    host, port = place.bind(topology.ENVIRONMENT, section.port)
+    tools = ",".join(service.environment.tools)
+    serve(app, host, port, f"environment={section.name} tools={tools}")
 
 
 if __name__ == "__main__":

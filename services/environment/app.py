@@ -62,10 +62,10 @@ def create_environment_app(
 
         `Accept: application/msgpack` for msgpack.
         """
-        found = Episodes(await service.episodes(body))
+        played = Episodes(await service.episodes(body))
         if codec.MSGPACK in request.headers.get("accept", ""):
-            return Response(codec.encode(found), media_type=codec.MSGPACK)
-        return Response(orjson.dumps(codec.plain(found)), media_type=JSON)
+            return Response(codec.encode(played), media_type=codec.MSGPACK)
+        return Response(orjson.dumps(codec.plain(played)), media_type=JSON)
 
     @app.delete("/episodes/{request_id}", **described(fails=(404,)))
     async def delete(request_id: str) -> dict[str, str]:
@@ -94,14 +94,15 @@ def create_environment_app(
         the session.
         """
         _check_key(session, request)
-        found, given = service.session(session), await read_json(request)
+        graded = service.session(session)
+        content = await read_json(request)
         try:
-            parse_reward(given, "the reward is")
+            parse_reward(content, "the reward is")
         except EpisodeFailed as error:
             raise InvalidInput(
-                str(error), field="body", value=given, remedy='send 1.0 or {"part": 1.0}'
+                str(error), field="body", value=content, remedy='send 1.0 or {"part": 1.0}'
             ) from None
-        found.grade(given)
+        graded.grade(content)
         return Response(orjson.dumps({"status": "graded"}), media_type=JSON)
 
     return app
@@ -113,23 +114,27 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
         _check_key(session, request)
-        found = service.session(session)
+        called = service.session(session)
         body = await read_json(request)
         parsed = read_call(body, dialect)
-        key = _key(body, dialect)
+        key = _request_key(body, dialect)
         service.calls.labels(dialect.path).inc()
-        answer = await found.call(parsed.messages, parsed.tools, key)
-        written = dialect.write(answer, parsed, key)
+        answer = await called.call(parsed.messages, parsed.tools, key)
+        content = dialect.write(answer, parsed, key)
         if parsed.streams:
-            return StreamingResponse(dialect.events(written), media_type=EVENTS)
-        return Response(orjson.dumps(written), media_type=JSON)
+            return StreamingResponse(dialect.events(content), media_type=EVENTS)
+        return Response(orjson.dumps(content), media_type=JSON)
 
-    about = described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410))
-    path = f"{SESSIONS}{{session}}/v1/{dialect.path}"
-    app.router.add_api_route(path, call, methods=["POST"], route_class_override=BareRoute, **about)
+    app.router.add_api_route(
+        f"{SESSIONS}{{session}}/v1/{dialect.path}",
+        call,
+        methods=["POST"],
+        route_class_override=BareRoute,
+        **described(dialect.body, OBJECT, writes=(JSON, EVENTS), fails=(400, 404, 410)),
+    )
 
 
-def _key(body: Any, dialect: Dialect) -> str:
+def _request_key(body: Any, dialect: Dialect) -> str:
     """Returns a key that is the same for equal requests. Raises InvalidInput."""
     try:
         content = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)

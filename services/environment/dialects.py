@@ -2,10 +2,10 @@
 messages.
 
 Each reads a request as messages and tools, and writes a complete answer as one body or as events.
-Sampling parameters
-in a request have no effect: the run determines them.
+Sampling parameters in a request have no effect: the run determines them.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -52,34 +52,43 @@ def read_call(body: Any, dialect: Dialect) -> Call:
         remedy = f'send {{"{dialect.body["required"][0]}": …}}'
         raise InvalidInput("the body must be a mapping", field="body", value=body, remedy=remedy)
     if body.get("n") not in (None, 1):
-        remedy = "make one call per answer, each with another `seed`"
         raise InvalidInput(
-            "a call returns exactly one answer", field="n", value=body["n"], remedy=remedy
+            "a call returns exactly one answer",
+            field="n",
+            value=body["n"],
+            remedy="make one call per answer, each with another `seed`",
         )
     return dialect.read(body)
 
 
 def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
-    return Call(messages, tools, str(body.get("model") or "policy"), bool(body.get("stream")))
+    return Call(
+        messages=messages,
+        tools=tools,
+        model=str(body.get("model") or "policy"),
+        streams=bool(body.get("stream")),
+    )
 
 
 def _listed(body: Json, name: str) -> list[Any]:
     """Returns a list of the body; empty when missing. Raises InvalidInput for anything else."""
-    found = body.get(name)
-    if found is not None and not isinstance(found, list):
+    items = body.get(name)
+    if items is not None and not isinstance(items, list):
         raise InvalidInput(
-            f"{name} must be a list", field=name, value=found, remedy=f'send {{"{name}": […]}}'
+            f"{name} must be a list", field=name, value=items, remedy=f'send {{"{name}": […]}}'
         )
-    return found or []
+    return items or []
 
 
 def _event(content: Json, named: bool = True) -> str:
+    """Returns a server-sent event; `named` by its type."""
     head = f"event: {content['type']}\n" if named else ""
     return f"{head}data: {json.dumps(content)}\n\n"
 
 
-def _arguments(call: Json) -> str:
-    return json.dumps(call["function"]["arguments"])
+def _arguments(tool_call: Json) -> str:
+    """Returns the arguments of a tool call as JSON, the form of OpenAI's APIs."""
+    return json.dumps(tool_call["function"]["arguments"])
 
 
 # OpenAI's chat completions
@@ -97,28 +106,26 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
     if answer.message.reasoning:
         message["reasoning_content"] = answer.message.reasoning
-    if answer.message.calls:
-        message["tool_calls"] = [
-            {
-                "id": each["id"],
-                "type": "function",
-                "function": {"name": each["function"]["name"], "arguments": _arguments(each)},
-            }
-            for each in answer.message.calls
-        ]
+    finish_reason: str = answer.finish_reason
+    if answer.message.tool_calls:
+        message["tool_calls"] = []
+        for each in answer.message.tool_calls:
+            function = {"name": each["function"]["name"], "arguments": _arguments(each)}
+            message["tool_calls"].append(
+                {"id": each["id"], "type": "function", "function": function}
+            )
+        if finish_reason == "stop":
+            finish_reason = "tool_calls"
     elif message["content"] is None:
         message["content"] = ""
-    finish = (
-        "tool_calls"
-        if answer.message.calls and answer.finish_reason == "stop"
-        else answer.finish_reason
-    )
+
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
     return {
         "id": f"chatcmpl-{identifier}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": call.model,
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": finish}],
+        "choices": [choice],
         "usage": {
             "prompt_tokens": answer.prompt_tokens,
             "completion_tokens": answer.sampled_tokens,
@@ -129,17 +136,24 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
 
 def _chat_events(body: Json) -> Iterator[str]:
     choice = body["choices"][0]
-    common = {name: body[name] for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
+    common: Json = {
+        "id": body["id"],
+        "created": body["created"],
+        "model": body["model"],
+        "object": "chat.completion.chunk",
     }
+
+    def chunk(delta: Json, finish_reason: str | None) -> str:
+        part = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+        return _event(common | {"choices": [part]}, named=False)
+
     message = {name: value for name, value in choice["message"].items() if name != "refusal"}
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [{"index": i, **each} for i, each in enumerate(calls)]
-    for delta, finish in ((message, None), ({}, choice["finish_reason"])):
-        yield _event(
-            common | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]},
-            named=False,
-        )
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            {"index": i} | tool_call for i, tool_call in enumerate(message["tool_calls"])
+        ]
+    yield chunk(message, None)
+    yield chunk({}, choice["finish_reason"])
     yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"
 
@@ -149,12 +163,11 @@ def _chat_events(body: Json) -> Iterator[str]:
 
 def _read_responses(body: Json) -> Call:
     if body.get("previous_response_id"):
-        remedy = "send the whole conversation as `input`"
         raise InvalidInput(
             "this server does not store answers",
             field="previous_response_id",
             value="…",
-            remedy=remedy,
+            remedy="send the whole conversation as `input`",
         )
     chat: list[Json] = []
     if body.get("instructions"):
@@ -166,86 +179,91 @@ def _read_responses(body: Json) -> Call:
         for i, item in enumerate(content):
             _add_item(chat, item, f"input[{i}]")
     else:
-        remedy = 'send text or [{"role": "user", "content": text}]'
         raise InvalidInput(
-            "the input must be text or a list of items", field="input", value=content, remedy=remedy
+            "the input must be text or a list of items",
+            field="input",
+            value=content,
+            remedy='send text or [{"role": "user", "content": text}]',
         )
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                name: value for name, value in tool.items() if name not in ("type", "strict")
-            },
-        }
-        if isinstance(tool, dict) and tool.get("type") == "function"
-        else tool
-        for tool in _listed(body, "tools")
-    ]
+    tools = [_tool_of_responses(tool) for tool in _listed(body, "tools")]
     return _call(body, parse_messages(chat, "input"), parse_tools(tools))
+
+
+def _tool_of_responses(tool: Any) -> Any:
+    """Converts a tool to the format of chat completions; anything else is returned unchanged."""
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return tool
+    function = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+    return {"type": "function", "function": function}
 
 
 def _add_item(chat: list[Json], item: Any, where: str) -> None:
     """Adds an item of `input`; the thoughts and tool calls of one answer become one message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        role, text = item.get("role"), text_of(item.get("content"), f"{where}.content")
-        if role == "assistant" and _open(chat) and not chat[-1]["content"]:
+        role = item.get("role")
+        text = text_of(item.get("content"), f"{where}.content")
+        if role == "assistant" and _ends_with_answer(chat) and not chat[-1]["content"]:
             chat[-1]["content"] = text
         else:
             chat.append({"role": role, "content": text})
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or []
-        chat.append(
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": text_of(parts, f"{where}.content"),
-            }
-        )
+        thought = text_of(parts, f"{where}.content")
+        chat.append({"role": "assistant", "content": "", "reasoning_content": thought})
     elif kind == "function_call":
-        if not _open(chat):
+        if not _ends_with_answer(chat):
             chat.append({"role": "assistant", "content": ""})
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        chat[-1].setdefault("tool_calls", []).append(
-            {"id": item.get("call_id"), "type": "function", "function": function}
-        )
+        tool_call = {"id": item.get("call_id"), "type": "function", "function": function}
+        chat[-1].setdefault("tool_calls", []).append(tool_call)
     elif kind == "function_call_output":
         content = text_of(item.get("output"), f"{where}.output")
         chat.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
     else:
-        known = "message, reasoning, function_call, function_call_output"
         raise InvalidInput(
             "there is no such type of item",
             field=f"{where}.type",
             value=kind,
-            remedy=f"use one of {known}",
+            remedy="use one of message, reasoning, function_call, function_call_output",
         )
 
 
-def _open(chat: list[Json]) -> bool:
+def _ends_with_answer(chat: list[Json]) -> bool:
     return bool(chat) and chat[-1]["role"] == "assistant"
 
 
 def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
-    message, output = answer.message, list[Json]()
+    message = answer.message
+    output: list[Json] = []
     if message.reasoning:
-        thought = [{"type": "reasoning_text", "text": message.reasoning}]
+        thought = {"type": "reasoning_text", "text": message.reasoning}
         output.append(
-            {"type": "reasoning", "id": f"rs_{identifier}", "summary": [], "content": thought}
+            {"type": "reasoning", "id": f"rs_{identifier}", "summary": [], "content": [thought]}
         )
-    if message.content or not message.calls:
+    if message.content or not message.tool_calls:
         part = {"type": "output_text", "text": message.content, "annotations": []}
-        ending = {"role": "assistant", "status": "completed", "content": [part]}
-        output.append({"type": "message", "id": f"msg_{identifier}", **ending})
-    for i, each in enumerate(message.calls):
-        named = {
-            "name": each["function"]["name"],
-            "arguments": _arguments(each),
-            "status": "completed",
-        }
         output.append(
-            {"type": "function_call", "id": f"fc_{identifier}_{i}", "call_id": each["id"], **named}
+            {
+                "type": "message",
+                "id": f"msg_{identifier}",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
         )
+    for i, tool_call in enumerate(message.tool_calls):
+        output.append(
+            {
+                "type": "function_call",
+                "id": f"fc_{identifier}_{i}",
+                "call_id": tool_call["id"],
+                "name": tool_call["function"]["name"],
+                "arguments": _arguments(tool_call),
+                "status": "completed",
+            }
+        )
+
     cut = answer.finish_reason != "stop"
     return {
         "id": f"resp_{identifier}",
@@ -274,26 +292,28 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
 
 
 def _responses_events(body: Json) -> Iterator[str]:
-    number = iter(range(1 << 30))
+    numbers = itertools.count()
 
     def event(kind: str, **content: Any) -> str:
-        return _event({"type": kind, "sequence_number": next(number), **content})
+        return _event({"type": kind, "sequence_number": next(numbers)} | content)
 
-    begun = body | {
+    unfinished = body | {
         "status": "in_progress",
         "output": [],
         "usage": None,
         "incomplete_details": None,
     }
-    yield event("response.created", response=begun)
-    yield event("response.in_progress", response=begun)
+    yield event("response.created", response=unfinished)
+    yield event("response.in_progress", response=unfinished)
     for i, item in enumerate(body["output"]):
         at = {"output_index": i, "item_id": item["id"]}
-        empty = {"content": [], "status": "in_progress"} if item["type"] == "message" else {}
-        empty |= (
-            {"arguments": "", "status": "in_progress"} if item["type"] == "function_call" else {}
-        )
-        yield event("response.output_item.added", output_index=i, item=item | empty)
+        added = item
+        if item["type"] == "message":
+            added = item | {"content": [], "status": "in_progress"}
+        elif item["type"] == "function_call":
+            added = item | {"arguments": "", "status": "in_progress"}
+        yield event("response.output_item.added", output_index=i, item=added)
+
         if item["type"] == "message":
             part = item["content"][0]
             yield event(
@@ -315,9 +335,9 @@ def _responses_events(body: Json) -> Iterator[str]:
                 name=item["name"],
             )
         yield event("response.output_item.done", output_index=i, item=item)
-    yield event(
-        "response.incomplete" if body["incomplete_details"] else "response.completed", response=body
-    )
+
+    last = "response.incomplete" if body["incomplete_details"] else "response.completed"
+    yield event(last, response=body)
 
 
 # Anthropic's messages
@@ -330,28 +350,36 @@ def _read_messages(body: Json) -> Call:
     for i, message in enumerate(_listed(body, "messages")):
         where = f"messages[{i}]"
         if not isinstance(message, dict):
-            reason = "a message must be a mapping with role and content"
-            raise InvalidInput(reason, field=where, value=message, remedy=MESSAGE_FORM)
+            raise InvalidInput(
+                "a message must be a mapping with role and content",
+                field=where,
+                value=message,
+                remedy=MESSAGE_FORM,
+            )
         content = message.get("content")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
-            reason = "content must be text or a list of blocks"
-            raise InvalidInput(reason, field=f"{where}.content", value=content, remedy=CONTENT_FORM)
+            raise InvalidInput(
+                "content must be text or a list of blocks",
+                field=f"{where}.content",
+                value=content,
+                remedy=CONTENT_FORM,
+            )
         chat += _from_blocks(str(message.get("role")), blocks, where)
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.get("name"),
-                "description": tool.get("description") or "",
-                "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
-            },
-        }
-        if isinstance(tool, dict)
-        else tool
-        for tool in _listed(body, "tools")
-    ]
+    tools = [_tool_of_messages(tool) for tool in _listed(body, "tools")]
     return _call(body, parse_messages(chat), parse_tools(tools))
+
+
+def _tool_of_messages(tool: Any) -> Any:
+    """Converts a tool to OpenAI's format; anything but a mapping is returned unchanged."""
+    if not isinstance(tool, dict):
+        return tool
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description") or "",
+        "parameters": tool.get("input_schema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
 
 
 def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
@@ -361,62 +389,63 @@ def _from_blocks(role: str, blocks: list[Json], where: str) -> list[Json]:
     results: list[Json] = []
     message: Json = {"role": role, "content": []}
     for i, block in enumerate(blocks):
-        kind, at = block.get("type"), f"{where}.content[{i}]"
+        kind = block.get("type")
+        at = f"{where}.content[{i}]"
         if kind == "text":
             message["content"].append(block)
         elif kind == "thinking" and role == "assistant":
             message["reasoning_content"] = block.get("thinking")
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
-            message.setdefault("tool_calls", []).append(
-                {"id": block.get("id"), "type": "function", "function": function}
-            )
+            tool_call = {"id": block.get("id"), "type": "function", "function": function}
+            message.setdefault("tool_calls", []).append(tool_call)
         elif kind == "tool_result" and role == "user":
             text = text_of(block.get("content"), f"{at}.content")
             results.append(
                 {"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")}
             )
         else:
-            remedy = "use one of text, thinking, tool_use, tool_result"
             raise InvalidInput(
                 f"a message of the {role} has no such block",
                 field=f"{at}.type",
                 value=kind,
-                remedy=remedy,
+                remedy="use one of text, thinking, tool_use, tool_result",
             )
-    return results if results and not message["content"] else [*results, message]
+    only_results = results and not message["content"]
+    return results if only_results else [*results, message]
 
 
 def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
-    message, content = answer.message, list[Json]()
+    message = answer.message
+    content: list[Json] = []
     if message.reasoning:
         content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
-    if message.content or not message.calls:
+    if message.content or not message.tool_calls:
         content.append({"type": "text", "text": message.content})
-    for each in message.calls:
-        function = each["function"]
+    for tool_call in message.tool_calls:
+        function = tool_call["function"]
         content.append(
             {
                 "type": "tool_use",
-                "id": each["id"],
+                "id": tool_call["id"],
                 "name": function["name"],
                 "input": function["arguments"],
             }
         )
-    reason = (
-        "max_tokens"
-        if answer.finish_reason != "stop"
-        else "tool_use"
-        if message.calls
-        else "end_turn"
-    )
+
+    if answer.finish_reason != "stop":
+        stop_reason = "max_tokens"
+    elif message.tool_calls:
+        stop_reason = "tool_use"
+    else:
+        stop_reason = "end_turn"
     return {
         "id": f"msg_{identifier}",
         "type": "message",
         "role": "assistant",
         "model": call.model,
         "content": content,
-        "stop_reason": reason,
+        "stop_reason": stop_reason,
         "stop_sequence": None,
         "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.sampled_tokens},
     }
@@ -426,12 +455,13 @@ def _messages_events(body: Json) -> Iterator[str]:
     yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
     for i, block in enumerate(body["content"]):
         if block["type"] == "tool_use":
-            begun: Json = block | {"input": {}}
+            empty_block: Json = block | {"input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
         else:
             name = block["type"]
-            begun, delta = block | {name: ""}, {"type": f"{name}_delta", name: block[name]}
-        yield _event({"type": "content_block_start", "index": i, "content_block": begun})
+            empty_block = block | {name: ""}
+            delta = {"type": f"{name}_delta", name: block[name]}
+        yield _event({"type": "content_block_start", "index": i, "content_block": empty_block})
         yield _event({"type": "content_block_delta", "index": i, "delta": delta})
         yield _event({"type": "content_block_stop", "index": i})
     ending = {"stop_reason": body["stop_reason"], "stop_sequence": None}
@@ -444,13 +474,14 @@ def _body(field: str, items: Json, others: tuple[str, ...] = (), text: bool = Fa
     `text` is set.
     """
     conversation: Json = {"type": "array", "items": items, "minItems": 1}
-    properties = {
+    properties: Json = {
         field: {"anyOf": [{"type": "string"}, conversation]} if text else conversation,
         "tools": {"type": "array", "items": {"type": "object"}},
         "model": {"type": "string"},
         "stream": {"type": "boolean"},
-        **{name: {"type": "string"} for name in others},
     }
+    for name in others:
+        properties[name] = {"type": "string"}
     return {"type": "object", "properties": properties, "required": [field]}
 
 
@@ -477,23 +508,32 @@ _ITEM["properties"]["type"] = {
     "enum": ("message", "reasoning", "function_call", "function_call_output")
 }
 _ITEM["properties"] |= {
-    name: {"type": "string"} for name in ("call_id", "name", "arguments", "output")
+    "call_id": {"type": "string"},
+    "name": {"type": "string"},
+    "arguments": {"type": "string"},
+    "output": {"type": "string"},
 }
 _BLOCKS = _message_schema(("user", "assistant"), ("text", "thinking", "tool_use", "tool_result"))
 DIALECTS = (
-    Dialect("chat/completions", _body("messages", _CHAT), _read_chat, _write_chat, _chat_events),
     Dialect(
-        "responses",
-        _body("input", _ITEM, ("instructions",), text=True),
-        _read_responses,
-        _write_responses,
-        _responses_events,
+        path="chat/completions",
+        body=_body("messages", _CHAT),
+        read=_read_chat,
+        write=_write_chat,
+        events=_chat_events,
     ),
     Dialect(
-        "messages",
-        _body("messages", _BLOCKS, ("system",)),
-        _read_messages,
-        _write_messages,
-        _messages_events,
+        path="responses",
+        body=_body("input", _ITEM, ("instructions",), text=True),
+        read=_read_responses,
+        write=_write_responses,
+        events=_responses_events,
+    ),
+    Dialect(
+        path="messages",
+        body=_body("messages", _BLOCKS, ("system",)),
+        read=_read_messages,
+        write=_write_messages,
+        events=_messages_events,
     ),
 )

@@ -1,13 +1,15 @@
 """Environments: the user's classes, as for TRL's `environment_factory`, optionally with `step` for
 several turns.
 
-    reset(**columns) -> str | None      begins; the text is appended to the user's last message any
-    other public method             is a tool; every argument needs a type and a description
-    step(messages) -> ... | None        called if an answer has no tool call; text or messages to
-    continue, None to end get_reward() -> float | dict        called at the end; a mapping holds the
-    parts, whose sum is the reward get_turn_rewards() -> list          called at the end; a number
-    for every answer of the model, added to the reward close()                             always
-    called
+    reset(**columns) -> str | None  begins; the text is appended to the user's last message
+    any other public method         is a tool; every argument needs a type and a description
+    step(messages) -> ... | None    called if an answer has no tool call; text or messages to
+                                    continue, None to end
+    get_reward() -> float | dict    called at the end; a mapping holds the parts, whose sum is the
+                                    reward
+    get_turn_rewards() -> list      called at the end; a number for every answer of the model, added
+                                    to the reward
+    close()                         always called
 
 All but `reset` are optional. Without `get_reward` the run's reward functions grade the last answer.
 """
@@ -52,53 +54,58 @@ class Environment:
         """
         path = name.partition(":")[2]
         if path and ":" not in path:
-            module, _, leaf = path.rpartition(".")
-            path = f"{module}:{leaf}"
-        found = import_callable(path or BUILT_IN["python"], FIELD)
-        return cls.of(found, name)
+            module, _, class_name = path.rpartition(".")
+            path = f"{module}:{class_name}"
+        imported = import_callable(path or BUILT_IN["python"], FIELD)
+        return cls.of(imported, name)
 
     @classmethod
-    def of(cls, made: Callable[[], Any], name: str) -> "Environment":
+    def of(cls, user_class: Callable[[], Any], name: str) -> "Environment":
         """Checks a class. Raises ConfigError."""
-        if not inspect.isclass(made) or not callable(getattr(made, "reset", None)):
-            remedy = "name a class with reset(**columns); its other public methods are tools"
+        reset = getattr(user_class, "reset", None)
+        if not inspect.isclass(user_class) or not callable(reset):
             raise ConfigError(
-                f"{name} is not a class of environments", field=FIELD, value=name, remedy=remedy
+                f"{name} is not a class of environments",
+                field=FIELD,
+                value=name,
+                remedy="name a class with reset(**columns); its other public methods are tools",
             )
-        parameters = inspect.signature(getattr(made, "reset", made)).parameters.values()
+        parameters = inspect.signature(reset).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        methods = {
-            key: value
-            for key, value in inspect.getmembers(made, inspect.isfunction)
-            if not key.startswith("_")
-        }
+
+        methods = dict(inspect.getmembers(user_class, inspect.isfunction))
+        tools: dict[str, Any] = {}
+        for method_name, method in methods.items():
+            if not method_name.startswith("_") and method_name not in _RESERVED:
+                bound = types.MethodType(method, object())  # a method that has its `self`
+                tools[method_name] = _schema(bound, name)
+
         return cls(
-            name,
-            made,
-            None if takes_all else frozenset(each.name for each in parameters),
-            {
-                key: _schema(types.MethodType(method, object()), name)
-                for key, method in methods.items()
-                if key not in _RESERVED
-            },
-            "step" in methods,
-            "get_reward" in methods,
+            name=name,
+            make=user_class,
+            columns=None if takes_all else frozenset(each.name for each in parameters),
+            tools=tools,
+            has_steps="step" in methods,
+            has_reward="get_reward" in methods,
         )
 
     @classmethod
     def of_functions(cls, functions: Iterable[Callable[..., Any]], name: str) -> "Environment":
         """Returns an environment whose tools are stateless functions. Raises ConfigError."""
         tools = {function.__name__: function for function in functions}
-        schemas = {key: _schema(function, name) for key, function in tools.items()}
-        return cls(name, _Stateless, frozenset(), schemas, tool=lambda _, key: tools[key])
+        return cls(
+            name=name,
+            make=_Stateless,
+            columns=frozenset(),
+            tools={tool_name: _schema(function, name) for tool_name, function in tools.items()},
+            tool=lambda _, tool_name: tools[tool_name],
+        )
 
     def columns_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the columns of a row that `reset` accepts."""
-        return {
-            name: value
-            for name, value in row.items()
-            if self.columns is None or name in self.columns
-        }
+        if self.columns is None:
+            return dict(row)
+        return {name: value for name, value in row.items() if name in self.columns}
 
 
 class _Stateless:
@@ -121,5 +128,6 @@ def _schema(method: Callable[..., Any], name: str) -> Any:
             f"the tool {method.__name__} of {name} cannot be described: {error}",
             field=FIELD,
             value=f"{name}.{method.__name__}",
-            remedy="give every argument a type and a line in the docstring's `Args:`, or start its name with _",
+            remedy="give every argument a type and a line in the docstring's `Args:`, or start its "
+            "name with _",
         ) from None

@@ -42,10 +42,10 @@ class Message:
         return str(self.fields["content"])
 
     @property
-    def calls(self) -> list[dict[str, Any]]:
+    def tool_calls(self) -> list[dict[str, Any]]:
         """The tool calls, each with `id`, `type` and `function`."""
-        found: list[dict[str, Any]] = self.fields.get("tool_calls", [])
-        return found
+        calls: list[dict[str, Any]] = self.fields.get("tool_calls", [])
+        return calls
 
     @property
     def reasoning(self) -> str:
@@ -63,30 +63,26 @@ class Message:
         It leaves out ids, since programs make their own, and thoughts, which most programs do not
         send back.
         """
-        calls = [call["function"] for call in self.calls]
         compared = {
             "role": self.role,
             "content": self.content,
             "name": self.fields.get("name"),
-            "calls": calls,
+            "calls": [call["function"] for call in self.tool_calls],
         }
-        return json.dumps(_numbers(compared), sort_keys=True)
+        return json.dumps(_with_whole_numbers(compared), sort_keys=True)
 
     def is_sent(self, sent: "Message") -> bool:
         """Whether `sent` is this recorded message, perhaps without its thoughts."""
-        mine, other = self.fields, sent.fields
-        if (
-            mine["content"] != other["content"]
-            or mine["role"] != other["role"]
-            or mine.get("name") != other.get("name")
-        ):
+        # The fields first: `key` is costly, and only tool calls need it.
+        for name in ("content", "role", "name"):
+            if self.fields.get(name) != sent.fields.get(name):
+                return False
+        has_tool_calls = "tool_calls" in self.fields or "tool_calls" in sent.fields
+        if has_tool_calls and self.key != sent.key:
             return False
-        if ("tool_calls" in mine or "tool_calls" in other) and self.key != sent.key:
-            return False
-        return "reasoning_content" not in other or sent.reasoning.strip() in (
-            "",
-            self.reasoning.strip(),
-        )
+        if "reasoning_content" not in sent.fields:
+            return True
+        return sent.reasoning.strip() in ("", self.reasoning.strip())
 
 
 def parse_messages(content: Any, where: str = "messages") -> list[Message]:
@@ -98,53 +94,56 @@ def parse_messages(content: Any, where: str = "messages") -> list[Message]:
             value=content,
             remedy="send at least one message",
         )
-    return [_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
+    return [_parse_message(each, f"{where}[{i}]") for i, each in enumerate(content)]
 
 
-def _message(content: Any, where: str) -> Message:
+def _parse_message(content: Any, where: str) -> Message:
     if not isinstance(content, dict):
-        reason = "a message must be a mapping with role and content"
-        raise InvalidInput(reason, field=where, value=content, remedy=MESSAGE_FORM)
-    role = ROLES.get(content.get("role", "")) if isinstance(content.get("role"), str) else None
-    if role is None:
-        known = ", ".join(ROLES)
+        raise InvalidInput(
+            "a message must be a mapping with role and content",
+            field=where,
+            value=content,
+            remedy=MESSAGE_FORM,
+        )
+    role = content.get("role")
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidInput(
             "there is no such role",
             field=f"{where}.role",
-            value=content.get("role"),
-            remedy=f"use one of {known}",
+            value=role,
+            remedy=f"use one of {', '.join(ROLES)}",
         )
+
     fields: dict[str, Any] = {
-        "role": role,
+        "role": ROLES[role],
         "content": text_of(content.get("content"), f"{where}.content"),
     }
-    if role == "assistant":
+    if fields["role"] == "assistant":
         calls = content.get("tool_calls") or []
         if not isinstance(calls, list):
-            remedy = f"send [CALL, …], for each call {_CALL_FORM}"
             raise InvalidInput(
-                "tool calls must be a list", field=f"{where}.tool_calls", value=calls, remedy=remedy
+                "tool calls must be a list",
+                field=f"{where}.tool_calls",
+                value=calls,
+                remedy=f"send [CALL, …], for each call {_CALL_FORM}",
             )
         if calls:
             fields["tool_calls"] = [
-                _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
+                _parse_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
             ]
-        thought = next(
-            (
-                content[name]
-                for name in _REASONING
-                if isinstance(content.get(name), str) and content[name]
-            ),
-            "",
-        )
-        if thought:
-            fields["reasoning_content"] = thought
+        for name in _REASONING:
+            if isinstance(content.get(name), str) and content[name]:
+                fields["reasoning_content"] = content[name]
+                break
+
     for name in ("name", "tool_call_id"):
         value = content.get(name)
         if value is not None and not isinstance(value, str):
-            remedy = f'send {{"{name}": text}}, or leave it out'
             raise InvalidInput(
-                f"{name} must be text", field=f"{where}.{name}", value=value, remedy=remedy
+                f"{name} must be text",
+                field=f"{where}.{name}",
+                value=value,
+                remedy=f'send {{"{name}": text}}, or leave it out',
             )
         if value:
             fields[name] = value
@@ -158,26 +157,30 @@ def text_of(content: Any, where: str) -> str:
     """
     if content is None:
         return ""
-    if isinstance(content, list):
-        parts = []
-        for i, part in enumerate(content):
-            text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
-            if not isinstance(text, str):
-                reason, remedy = "this model accepts only text", "leave out images, audio and files"
-                raise InvalidInput(reason, field=f"{where}[{i}]", value=part, remedy=remedy)
-            parts.append(text)
-        content = "".join(parts)
-    if not isinstance(content, str):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise InvalidInput(
             "content must be text or a list of texts",
             field=where,
             value=content,
             remedy=CONTENT_FORM,
         )
-    return content
+    texts = []
+    for i, part in enumerate(content):
+        text = part.get("text", part.get("refusal")) if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise InvalidInput(
+                "this model accepts only text",
+                field=f"{where}[{i}]",
+                value=part,
+                remedy="leave out images, audio and files",
+            )
+        texts.append(text)
+    return "".join(texts)
 
 
-def _call(content: Any, where: str) -> dict[str, Any]:
+def _parse_tool_call(content: Any, where: str) -> dict[str, Any]:
     function = content.get("function") if isinstance(content, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidInput(
@@ -193,25 +196,32 @@ def _call(content: Any, where: str) -> dict[str, Any]:
 
 def parsed_arguments(arguments: Any) -> Any:
     """Parses the arguments of a tool call; returns them unchanged when they are not JSON."""
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments, parse_constant=_not_json) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            return arguments
-    return {} if arguments is None else arguments
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    if not arguments.strip():
+        return {}
+    try:
+        return json.loads(arguments, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return arguments
 
 
-def _not_json(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
+    """Refuses NaN and Infinity, which Python's parser accepts."""
     raise ValueError(f"{constant} is not JSON")
 
 
-def _numbers(value: Any) -> Any:
-    """Normalises whole numbers, because JavaScript sends 1.0 back as 1."""
+def _with_whole_numbers(value: Any) -> Any:
+    """Writes whole numbers as integers, because JavaScript sends 1.0 back as 1."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _numbers(item) for name, item in value.items()}
-    return [_numbers(item) for item in value] if isinstance(value, list) else value
+        return {name: _with_whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    return value
 
 
 def parse_tools(content: Any) -> list[dict[str, Any]]:
@@ -221,16 +231,20 @@ def parse_tools(content: Any) -> list[dict[str, Any]]:
     if content is None:
         return []
     if not isinstance(content, list):
-        remedy = f"send [TOOL, …], for each tool {_TOOL_FORM}"
         raise InvalidInput(
-            "tools must be a list of functions", field="tools", value=content, remedy=remedy
+            "tools must be a list of functions",
+            field="tools",
+            value=content,
+            remedy=f"send [TOOL, …], for each tool {_TOOL_FORM}",
         )
     for i, tool in enumerate(content):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            remedy = f"send {_TOOL_FORM}"
             raise InvalidInput(
-                "a tool must be a function", field=f"tools[{i}]", value=tool, remedy=remedy
+                "a tool must be a function",
+                field=f"tools[{i}]",
+                value=tool,
+                remedy=f"send {_TOOL_FORM}",
             )
     return content
 

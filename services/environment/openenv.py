@@ -13,66 +13,85 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
 from common.errors import ConfigError, ServiceLost, shorten
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
+from services.environment.class_runner import EpisodeRun
 from services.environment.environments import FIELD, Environment
 from services.environment.outcome import EnvironmentLost, EpisodeFailed, Outcome
 from services.environment.programs import RunningProgram, free_port, words_of
-from services.environment.runner import EpisodeRun
 from services.environment.session import Session
 from services.environment.threads import Threads
 
 _MAX_MESSAGE_BYTES = 32 << 20
-_LOOK_S = 0.1
+_RETRY_S = 0.1
+"""Pause before the server is asked again whether it is ready, or has room."""
 _MAX_FAILED_STARTS = 5
 """Starts in a row after which the command ended before it answered: another one would not help."""
 _HUNG_S = 5.0
-_RESERVED = {"type": "object", "properties": {}}
+"""Time in which a live server answers."""
+_NO_ARGUMENTS = {"type": "object", "properties": {}}
 
 
-class OpenEnv:
-    """The environment of an OpenEnv server at a URL, or of one that this process starts and keeps
+class Interface(NamedTuple):
+    """How the model acts in an environment."""
+
+    has_mcp_tools: bool
+    """Otherwise `step` is the only tool, if `answer_field` is empty."""
+    answer_field: str
+    """The action's field for the model's answer; empty if there is none."""
+
+
+class OpenEnvRunner:
+    """Plays episodes of an OpenEnv server at a URL, or of one that this process starts and keeps
     alive.
 
     Args:
         name: name of the environment.
         target: the URL, or the command line, in which `{port}` is the port to listen on.
-        calls: maximum concurrent episodes.
+        slots: maximum concurrent episodes.
 
     Raises:
         ConfigError: the command does not exist here, or has no `{port}`.
     """
 
-    def __init__(self, name: str, target: str, calls: int) -> None:
-        self.name, self.tools = name, dict[str, Any]()
+    def __init__(self, name: str, target: str, slots: int) -> None:
+        self.name = name
+        self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward: bool | None = None
         self.threads: Threads | None = None
-        self._slots = asyncio.Semaphore(calls)
-        self._url = target.rstrip("/") if re.match(r"(https?|wss?)://\S", target) else ""
-        self._words = [] if self._url else words_of(target, FIELD)
-        if self._words and not any("{port}" in word for word in self._words):
-            remedy = "write openenv:uvicorn package.server.app:app --port {port}"
-            raise ConfigError(
-                "the command has no {port}, where the server's port belongs",
-                field=FIELD,
-                value=target,
-                remedy=remedy,
-            )
-        self._url = self._url.replace("ws", "http", 1) if self._url.startswith("ws") else self._url
-        self._server: RunningProgram | None = None
-        self._ready, self._starting = False, asyncio.Lock()
-        self._failed_starts = 0
-        self._home: Path | None = None
+        self._slots = asyncio.Semaphore(slots)
         self._http: aiohttp.ClientSession | None = None
-        self._known: tuple[bool, str] | None = None
+        self._interface: Interface | None = None
+
+        self._url = ""
+        self._words: list[str] = []
+        if re.match(r"(https?|wss?)://\S", target):
+            url = target.rstrip("/")
+            self._url = url.replace("ws", "http", 1) if url.startswith("ws") else url
+        else:
+            self._words = words_of(target, FIELD)
+            if not any("{port}" in word for word in self._words):
+                raise ConfigError(
+                    "the command has no {port}, where the server's port belongs",
+                    field=FIELD,
+                    value=target,
+                    remedy="write openenv:uvicorn package.server.app:app --port {port}",
+                )
+
+        self._server: RunningProgram | None = None
+        """The server that this process started; None for one at a URL."""
+        self._home: Path | None = None
+        self._ready = False
+        self._starting = asyncio.Lock()
+        self._failed_starts = 0
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome.
@@ -83,7 +102,9 @@ class OpenEnv:
         try:
             async with asyncio.timeout(limits.deadline_s), self._starting:
                 await self._start()
-                mcp, text = self._known = self._known or await self._describe()
+                if self._interface is None:
+                    self._interface = await self._describe()
+                interface = self._interface
         except TimeoutError:
             return Outcome(
                 "died", detail=f"the OpenEnv server was not ready within {limits.deadline_s:g} s"
@@ -92,21 +113,22 @@ class OpenEnv:
             return Outcome("died", detail=str(error))
         except EpisodeFailed as error:
             return Outcome("error", detail=str(error))
-        connection = Connection(self._connect, mcp, text)
-        environment = Environment(
-            self.name,
-            lambda: connection,
-            None,
-            self.tools,
-            self.has_steps,
-            None,
-            tool=Connection.tool,
-            is_done=lambda made: bool(made.done),
-        )
+
         server = self._server
+        connection = Connection(self._connect, interface)
+        environment = Environment(
+            name=self.name,
+            make=lambda: connection,
+            columns=None,
+            tools=self.tools,
+            has_steps=self.has_steps,
+            has_reward=None,
+            tool=Connection.tool,
+            is_done=lambda instance: bool(instance.done),
+        )
         async with self._slots:
             try:
-                outcome = await EpisodeRun(environment, task, session, limits).run()
+                outcome = await EpisodeRun(environment, task, session, limits=limits).run()
             finally:
                 await asyncio.shield(connection.close())
         if outcome.status in ("timeout", "died") and server is not None:
@@ -129,40 +151,45 @@ class OpenEnv:
         row.
         """
         if self._http is None:
-            self._http = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=trusted())
-            )
+            connector = aiohttp.TCPConnector(limit=0, ssl=trusted())
+            self._http = aiohttp.ClientSession(connector=connector)
         if not self._words:
             return
+
         if self._server is None or self._server.ended:
-            port, mark = free_port(), secrets.token_hex(16)
+            port = free_port()
+            mark = secrets.token_hex(16)
             self._home = self._home or Path(tempfile.mkdtemp(prefix="openenv-"))
             words = [word.replace("{port}", str(port)) for word in self._words]
-            self._server = await RunningProgram.start(
-                words, {"PROGRAM_ID": mark, "PORT": str(port)}, mark, self._home
-            )
-            self._url, self._ready = f"http://127.0.0.1:{port}", False
+            variables = {"PROGRAM_ID": mark, "PORT": str(port)}
+            self._server = await RunningProgram.start(words, variables, mark=mark, home=self._home)
+            self._url = f"http://127.0.0.1:{port}"
+            self._ready = False
+
         while not self._ready:
             if self._server.ended:
-                status = await self._server.wait()
-                said = await self._server.kill()
-                reason = f"{self._words[0]} ended with status {status} before it answered: {said}"
-                self._failed_starts += 1
-                if self._failed_starts >= _MAX_FAILED_STARTS:
-                    times = f"{self._failed_starts} times in a row, "
-                    raise ServiceLost(
-                        times + reason,
-                        field=FIELD,
-                        value=self.name,
-                        remedy="try the command by itself",
-                    )
-                raise EpisodeFailed(reason)
+                raise await self._failed_start(self._server)
             try:
                 await self._get("/health")
                 self._ready = True
                 self._failed_starts = 0
             except EnvironmentLost:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _failed_start(self, server: RunningProgram) -> Exception:
+        """Counts a server that ended before it answered, and returns the error."""
+        status = await server.wait()
+        output = await server.kill()
+        reason = f"{self._words[0]} ended with status {status} before it answered: {output}"
+        self._failed_starts += 1
+        if self._failed_starts < _MAX_FAILED_STARTS:
+            return EpisodeFailed(reason)
+        return ServiceLost(
+            f"{self._failed_starts} times in a row, {reason}",
+            field=FIELD,
+            value=self.name,
+            remedy="try the command by itself",
+        )
 
     async def _end_if_lost(self, server: RunningProgram) -> None:
         """Kills a server that does not answer, so that it is started again.
@@ -190,23 +217,25 @@ class OpenEnv:
                 f"the OpenEnv server {self._url} does not answer: {error}"
             ) from error
 
-    async def _describe(self) -> tuple[bool, str]:
-        """Returns whether the environment has MCP tools, and the action's field for the model's
-        answer, if any.
-        """
+    async def _describe(self) -> Interface:
+        """Asks the server how the model acts; sets `tools` and `has_steps`."""
         schema = await self._get("/schema")
-        connection = Connection(self._connect)
+        unknown = Interface(has_mcp_tools=False, answer_field="")
+        connection = Connection(self._connect, unknown)
         try:
-            self.tools, text = await connection.list_tools(), ""
+            self.tools = await connection.list_tools()
         except Refused as error:
             raise EpisodeFailed(f"the OpenEnv server does not list its tools: {error}") from error
         finally:
             await connection.close()
-        mcp = bool(self.tools)
-        if not mcp:
-            text, self.tools = _action(schema.get("action") if isinstance(schema, dict) else None)
-        self.has_steps = bool(text)
-        return mcp, text
+        if self.tools:
+            self.has_steps = False
+            return Interface(has_mcp_tools=True, answer_field="")
+
+        action = schema.get("action") if isinstance(schema, dict) else None
+        answer_field, self.tools = _action(action)
+        self.has_steps = bool(answer_field)
+        return Interface(has_mcp_tools=False, answer_field=answer_field)
 
     async def _connect(self) -> aiohttp.ClientWebSocketResponse:
         """Returns a connection to the server. Raises EnvironmentLost."""
@@ -226,12 +255,16 @@ class Connection:
 
     Args:
         connect: opens the WebSocket.
-        mcp: whether it has MCP tools; otherwise `step` is the only tool.
-        text: the action's field for the model's answer; empty if there is none.
+        interface: how the model acts in it.
     """
 
-    def __init__(self, connect: Callable[[], Any], mcp: bool = False, text: str = "") -> None:
-        self._connect, self._mcp, self._text = connect, mcp, text
+    def __init__(
+        self,
+        connect: Callable[[], Awaitable[aiohttp.ClientWebSocketResponse]],
+        interface: Interface,
+    ) -> None:
+        self._connect = connect
+        self._interface = interface
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._rewards: list[float] = []
         self.done = False
@@ -239,13 +272,16 @@ class Connection:
     async def reset(self, **row: Any) -> str:
         """Begins the episode with the columns of the row and the ground truth."""
         data = {name: value for name, value in row.items() if name != "prompt"}
-        shown = _shown(await self._observation("reset", data))
-        return f"\n\n{shown}" if shown else ""
+        text = _text(await self._observation("reset", data))
+        return f"\n\n{text}" if text else ""
 
     async def step(self, messages: list[dict[str, Any]]) -> str | None:
         """Sends the answer as an action; returns None when the episode is over."""
-        shown = _shown(await self._observation("step", {self._text: messages[-1]["content"]}))
-        return None if self.done else shown or "(nothing)"
+        action = {self._interface.answer_field: messages[-1]["content"]}
+        text = _text(await self._observation("step", action))
+        if self.done:
+            return None
+        return text or "(nothing)"
 
     async def get_reward(self) -> float | None:
         """Returns the sum of the steps' rewards; None when no step gave one."""
@@ -253,8 +289,9 @@ class Connection:
 
     async def close(self) -> None:
         """Ends the episode."""
-        if self._socket is not None:
-            socket, self._socket = self._socket, None
+        socket = self._socket
+        self._socket = None
+        if socket is not None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 await socket.send_str('{"type": "close"}')
                 await socket.close()
@@ -263,17 +300,13 @@ class Connection:
         """Returns the MCP tools in OpenAI's format, by name; empty when the environment has
         none.
         """
-        answer = await self._ask(
-            {
-                "type": "mcp",
-                "data": {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}},
-            }
-        )
-        found = answer.get("data", {})
-        tools = (found.get("result") or {}).get("tools", []) if isinstance(found, dict) else []
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
+        answer = await self._ask({"type": "mcp", "data": call})
+        data = answer.get("data", {})
+        listed = (data.get("result") or {}).get("tools", []) if isinstance(data, dict) else []
         return {
             tool["name"]: _function(tool)
-            for tool in tools
+            for tool in listed
             if isinstance(tool, dict) and isinstance(tool.get("name"), str)
         }
 
@@ -281,34 +314,30 @@ class Connection:
         """Returns the function that calls a tool."""
 
         async def call(**arguments: Any) -> str:
-            data = (
-                {"type": "call_tool", "tool_name": name, "arguments": arguments}
-                if self._mcp
-                else arguments
-            )
-            return _shown(await self._observation("step", data)) or "(nothing)"
+            action = arguments
+            if self._interface.has_mcp_tools:
+                action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+            return _text(await self._observation("step", action)) or "(nothing)"
 
         return call
 
     async def _observation(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         """Sends a message and returns the observation in the response."""
         answer = await self._ask({"type": kind, "data": data})
-        found = answer.get("data")
-        if (
-            answer.get("type") != "observation"
-            or not isinstance(found, dict)
-            or not isinstance(found.get("observation"), dict)
-        ):
+        content = answer.get("data")
+        observation = content.get("observation") if isinstance(content, dict) else None
+        if answer.get("type") != "observation" or not isinstance(observation, dict):
             raise EpisodeFailed(f"the OpenEnv server answered a {kind} with {shorten(answer)}")
-        self.done = found.get("done") is True
-        reward = found.get("reward")
+        assert isinstance(content, dict)
+
+        self.done = content.get("done") is True
+        reward = content.get("reward")
         if reward is not None and kind == "step":
             if not isinstance(reward, int | float) or not math.isfinite(reward):
                 raise EpisodeFailed(
                     f"the reward of a step is {shorten(reward)}, but must be a finite number"
                 )
             self._rewards.append(float(reward))
-        observation: dict[str, Any] = found["observation"]
         return observation
 
     async def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +351,7 @@ class Connection:
                 return await self._exchange(message)
             except _Full:
                 await self.close()
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_RETRY_S)
 
     async def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -335,6 +364,7 @@ class Connection:
             ) from error
         if answer.type is not aiohttp.WSMsgType.TEXT:
             raise EnvironmentLost(f"the OpenEnv server ended the connection ({answer.type.name})")
+
         try:
             content = json.loads(answer.data)
         except ValueError:
@@ -357,25 +387,27 @@ class Refused(Exception):
 
 
 def _refusal(data: Any) -> Exception:
+    """Returns the error for what the server sent instead of an answer."""
     data = data if isinstance(data, dict) else {}
-    code, message = data.get("code"), data.get("message")
+    code = data.get("code")
+    message = data.get("message")
     if code == "CAPACITY_REACHED":
         return _Full(message)
     if code in ("FACTORY_ERROR", "SESSION_ERROR"):
         return EnvironmentLost(f"the OpenEnv server has no session: {message}")
-    return Refused(
-        f"{message} {json.dumps(data['errors'], default=str)}" if "errors" in data else str(message)
-    )
+    if "errors" in data:
+        return Refused(f"{message} {json.dumps(data['errors'], default=str)}")
+    return Refused(str(message))
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    schema = tool.get("input_schema") or tool.get("inputSchema") or _RESERVED
-    described = {
+    """Converts an MCP tool to OpenAI's format."""
+    function = {
         "name": tool["name"],
         "description": tool.get("description") or "",
-        "parameters": schema,
+        "parameters": tool.get("input_schema") or tool.get("inputSchema") or _NO_ARGUMENTS,
     }
-    return {"type": "function", "function": described}
+    return {"type": "function", "function": function}
 
 
 def _action(schema: Any) -> tuple[str, dict[str, Any]]:
@@ -384,36 +416,38 @@ def _action(schema: Any) -> tuple[str, dict[str, Any]]:
     """
     if not isinstance(schema, dict):
         raise EpisodeFailed(f"the OpenEnv server describes its action with {shorten(schema)}")
-    fields = {
-        name: value for name, value in schema.get("properties", {}).items() if name != "metadata"
-    }
+    fields = dict(schema.get("properties", {}))
+    fields.pop("metadata", None)
     required = schema.get("required") or list(fields)
     if len(required) == 1 and fields.get(required[0], {}).get("type") == "string":
         return required[0], {}
-    parameters = schema | {"properties": fields}
-    described = {
+
+    function = {
         "name": "step",
         "description": "Acts in the environment.",
-        "parameters": parameters,
+        "parameters": schema | {"properties": fields},
     }
-    return "", {"step": {"type": "function", "function": described}}
+    return "", {"step": {"type": "function", "function": function}}
 
 
-def _shown(observation: dict[str, Any]) -> str:
-    """Returns the text of an observation as shown to the model."""
-    fields = {
-        name: value
-        for name, value in observation.items()
-        if name != "metadata" and value is not None
-    }
-    if "tool_name" in fields and (result := fields.get("result", fields.get("error"))) is not None:
-        content = (
-            result.get("data", result.get("structured_content"))
-            if isinstance(result, dict)
-            else result
-        )
-        fields = {"result": result if content is None else content}
-    if len(fields) == 1:
-        (value,) = fields.values()
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return json.dumps(fields, ensure_ascii=False) if fields else ""
+def _text(observation: dict[str, Any]) -> str:
+    """Returns an observation as the model reads it."""
+    fields: dict[str, Any] = {}
+    for name, value in observation.items():
+        if name != "metadata" and value is not None:
+            fields[name] = value
+
+    if "tool_name" in fields:
+        result = fields.get("result", fields.get("error"))
+        if result is not None:
+            content = result
+            if isinstance(result, dict):
+                content = result.get("data", result.get("structured_content"))
+            fields = {"result": result if content is None else content}
+
+    if not fields:
+        return ""
+    if len(fields) > 1:
+        return json.dumps(fields, ensure_ascii=False)
+    (value,) = fields.values()
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -25,7 +25,7 @@ class Outcome:
     tool_errors: int = 0
     tool_seconds: float = 0.0
     turn_rewards: list[float] = field(default_factory=list)
-    """One reward for every answer; empty when the environment gives none."""
+    """One reward for every turn; empty when the environment gives none."""
 
 
 class EpisodeFailed(Exception):
@@ -38,41 +38,45 @@ class EnvironmentLost(Exception):
     """
 
 
-async def settle(
-    outcome: Outcome, session: Session, limits: EpisodeLimits, playing: Awaitable[None]
+async def play_to_end(
+    episode: Awaitable[None], session: Session, limits: EpisodeLimits, outcome: Outcome
 ) -> None:
-    """Waits for an episode and records its end in `outcome`; never raises, except when
+    """Waits for an episode and records in `outcome` how it ended; never raises, except when
     cancelled.
     """
     try:
         async with asyncio.timeout(limits.deadline_s):
-            await playing
+            await episode
     except TimeoutError:
-        outcome.status, outcome.stop_reason = "timeout", "deadline"
+        outcome.status = "timeout"
+        outcome.stop_reason = "deadline"
         outcome.detail = (
             f"it took longer than {limits.deadline_s:g} s; its longest call may be stuck"
         )
     except EnvironmentLost as error:
-        outcome.status, outcome.detail = "died", str(error)
+        outcome.status = "died"
+        outcome.detail = str(error)
     except (EpisodeFailed, InvalidInput) as error:
-        outcome.status, outcome.detail = "error", str(error)
+        outcome.status = "error"
+        outcome.detail = str(error)
     except ServiceError as error:
-        outcome.status, outcome.detail = "died", f"the engines did not answer: {error}"
+        outcome.status = "died"
+        outcome.detail = f"the engines did not answer: {error}"
     finally:
         session.close()
 
 
-def parse_reward(found: Any, where: str) -> tuple[float, dict[str, float | None]]:
-    """Returns a reward and its parts. Raises EpisodeFailed unless `found` is a finite number or a
+def parse_reward(reward: Any, where: str) -> tuple[float, dict[str, float | None]]:
+    """Returns a reward and its parts. Raises EpisodeFailed unless `reward` is a finite number or a
     mapping of them.
     """
-    parts = found if isinstance(found, dict) else {"reward": found}
+    parts = reward if isinstance(reward, dict) else {"reward": reward}
     try:
         numbers = {str(name): float(value) for name, value in parts.items()}
         if not numbers or not all(map(math.isfinite, numbers.values())):
             raise ValueError
     except (TypeError, ValueError):
         raise EpisodeFailed(
-            f"{where} {shorten(found)}, not a finite number or a mapping of finite numbers"
+            f"{where} {shorten(reward)}, not a finite number or a mapping of finite numbers"
         ) from None
     return sum(numbers.values()), dict(numbers)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from services.environment.messages import Message, parsed_arguments
 
 _THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>", re.DOTALL)
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class Parsed(NamedTuple):
@@ -29,37 +29,43 @@ def parse_answer(text: str, tools: bool, id_prefix: str = "") -> Parsed:
     fields: dict[str, Any] = {"role": "assistant"}
     thought, content = _split(text)
     if thought is not None:
-        fields["reasoning_content"], content = thought.strip(), content.lstrip()
-    calls: list[dict[str, Any]] = []
+        fields["reasoning_content"] = thought.strip()
+        content = content.lstrip()
+
+    tool_calls: list[dict[str, Any]] = []
     problem = ""
-    for number, match in enumerate(_CALL.finditer(content) if tools else ()):
-        name, arguments, problem = _call(match[1])
+    matches = _TOOL_CALL.finditer(content) if tools else ()
+    for number, match in enumerate(matches):
+        name, arguments, problem = _parse_tool_call(match[1])
         if problem:
-            calls = []
+            tool_calls = []
             break
         identifier = f"call_{id_prefix}_{number}" if id_prefix else f"call_{uuid.uuid4().hex[:24]}"
-        calls.append(
+        tool_calls.append(
             {
                 "id": identifier,
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
         )
-    if calls:
-        fields["tool_calls"], content = calls, _CALL.sub("", content).strip()
+
+    if tool_calls:
+        fields["tool_calls"] = tool_calls
+        content = _TOOL_CALL.sub("", content).strip()
     return Parsed(Message(fields | {"content": content}), problem)
 
 
 def _split(text: str) -> tuple[str | None, str]:
     """Separates the thoughts from the rest; if the thoughts never end, there is no rest."""
-    if match := _THOUGHT.match(text):
+    match = _THOUGHT.match(text)
+    if match is not None:
         return match[1], text[match.end() :]
     if text.lstrip().startswith("<think>"):
         return text.lstrip().removeprefix("<think>"), ""
     return None, text
 
 
-def _call(text: str) -> tuple[str, Any, str]:
+def _parse_tool_call(text: str) -> tuple[str, Any, str]:
     """Returns the name and arguments of a tool call, and what is wrong with it."""
     try:
         content = json.loads(text)

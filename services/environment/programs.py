@@ -22,9 +22,12 @@ from services.environment.outcome import EnvironmentLost, EpisodeFailed
 
 _INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """The server's environment variables that programs get; the others may be secrets."""
-_SCARCE = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
-_TAIL_BYTES = 4000
-_SCANS = 20
+_OUT_OF_RESOURCES = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+_OUTPUT_BYTES = 4000
+"""Bytes of a program's output that are kept, from its end."""
+_MAX_SCANS = 20
+SIGNALLED = 128
+"""Exit statuses above this come from a signal."""
 
 
 def words_of(command: str, field: str) -> list[str]:
@@ -39,9 +42,13 @@ def words_of(command: str, field: str) -> list[str]:
             remedy="close every quote",
         ) from None
     if not words or not shutil.which(words[0]):
-        reason = f"there is no program {words[0]}" if words else "there is no command"
-        remedy = "name a program on the PATH of the environment-server, or its path from the working directory"
-        raise ConfigError(reason, field=field, value=command, remedy=remedy)
+        raise ConfigError(
+            f"there is no program {words[0]}" if words else "there is no command",
+            field=field,
+            value=command,
+            remedy="name a program on the PATH of the environment-server, or its path from the "
+            "working directory",
+        )
     return words
 
 
@@ -58,41 +65,50 @@ class RunningProgram:
     """
 
     def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
-        self._process, self._mark, self._tail = process, mark.encode(), b""
+        self._process = process
+        self._mark = mark.encode()
+        self._output = b""
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
     async def start(
-        cls, words: Sequence[str], env: Mapping[str, str], mark: str, home: Path, stdin: bytes = b""
+        cls,
+        words: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        mark: str,
+        home: Path,
+        stdin: bytes = b"",
     ) -> "RunningProgram":
         """Starts a program in the server's working directory, with `home` for its own files.
 
         Raises EpisodeFailed when it cannot be run, EnvironmentLost when this machine lacks the
         resources.
         """
-        inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        if authority := tls().authority:
-            inherited |= dict.fromkeys(
-                ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"), authority
-            )
-        own = {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
+        variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        authority = tls().authority
+        if authority:
+            for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"):
+                variables[name] = authority
+        variables |= {"HOME": str(home), "TMPDIR": str(home), "PYTHONUNBUFFERED": "1"}
+        variables |= env
+
         try:
-            with tempfile.TemporaryFile(
-                dir=home
-            ) as given:  # a file without a name: a pipe could fill up
-                given.write(stdin)
-                given.seek(0)
+            # Its input is a file without a name: a pipe could fill up.
+            with tempfile.TemporaryFile(dir=home) as input_file:
+                input_file.write(stdin)
+                input_file.seek(0)
                 process = await asyncio.create_subprocess_exec(
-                    *child.command(words, given.fileno()),
+                    *child.command(words, input_file.fileno()),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.STDOUT,
-                    env={**inherited, **own, **env},
-                    pass_fds=(given.fileno(),),
+                    env=variables,
+                    pass_fds=(input_file.fileno(),),
                     start_new_session=True,
                 )
         except OSError as error:
-            if error.errno in _SCARCE:
+            if error.errno in _OUT_OF_RESOURCES:
                 raise EnvironmentLost(
                     f"{words[0]} could not be started: {error.strerror}"
                 ) from error
@@ -113,31 +129,26 @@ class RunningProgram:
         """
         while (status := self._process.returncode) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        return status if status >= 0 else 128 - status
+        return status if status >= 0 else SIGNALLED - status
 
     async def kill(self) -> str:
         """Kills its remaining processes, including those that left the group; returns the end of
         the output.
         """
-        self._kill_group()
+        # PermissionError: macOS, only zombies left
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.shield(asyncio.to_thread(_kill_marked, self._mark))
         await self.wait()
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a process that cannot be found may still hold the pipe
+        # A process that cannot be found may still hold the pipe.
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._reading, 2)
-        return SecretRedactor().redact(self._tail.decode("utf-8", "replace")).strip()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # PermissionError: macOS, only zombies left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        return SecretRedactor().redact(self._output.decode("utf-8", "replace")).strip()
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while data := await self._process.stdout.read(65536):
-            self._tail = (self._tail + data)[-_TAIL_BYTES:]
+            self._output = (self._output + data)[-_OUTPUT_BYTES:]
 
 
 def _kill_marked(mark: bytes) -> None:
@@ -146,7 +157,7 @@ def _kill_marked(mark: bytes) -> None:
     """
     if sys.platform != "linux":
         return
-    for _ in range(_SCANS):  # a process may start another one meanwhile
+    for _ in range(_MAX_SCANS):  # a process may start another one meanwhile
         found = False
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():

@@ -6,18 +6,21 @@ from typing import Any
 
 from services.environment.outcome import EnvironmentLost
 from services.sandbox.cases import Case, CaseResult
-from services.sandbox.run import Limits, Sandbox, SandboxFault
+from services.sandbox.sandbox import Limits, Sandbox, SandboxFault
 
-TIMEOUT_S, MEMORY_MB, OUTPUT_KB = 5.0, 512, 16
+TIMEOUT_S = 5.0
+MEMORY_MB = 512
+OUTPUT_KB = 16
 
 
-class _Printed(Case):
+class _OutputCase(Case):
     """Runs a program; its result is its printed output."""
 
     def verdict(self, done: dict[str, Any]) -> CaseResult:
+        seconds = float(done["seconds"])
         if done["status"] != "done":
-            return CaseResult(done["status"], float(done["seconds"]), str(done["detail"]))
-        return CaseResult("passed", float(done["seconds"]), str(done["output"]))
+            return CaseResult(done["status"], seconds, str(done["detail"]))
+        return CaseResult("passed", seconds, str(done["output"]))
 
 
 @functools.cache
@@ -43,8 +46,9 @@ class PythonEnvironment:
         Args:
             code: The program. Use print() to see a result.
         """
+        case = _OutputCase({"kind": "stdin", "input": ""})
         try:
-            (result,) = _sandbox().run(code, [_Printed({"kind": "stdin", "input": ""})])
+            (result,) = _sandbox().run(code, [case])
         except SandboxFault as error:
             raise EnvironmentLost(f"the sandbox failed: {error}") from error
         if result.status == "starved":

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from common.clients.rollout import RolloutClient, completion_from_answer
 from common.errors import (
@@ -21,7 +21,7 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from services.environment.environments import Environment
-from services.environment.kinds import load_kind, of_class
+from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
 
@@ -36,6 +36,13 @@ _TRIES = 3
 _SEND_AGAIN = "it was deleted or never made: send the request again"
 
 
+class _Known(NamedTuple):
+    """A request whose episodes are running, or finished and remembered."""
+
+    request: EpisodeRequest
+    task: asyncio.Task[list[Episode]]
+
+
 class EpisodeService:
     """Runs episodes, once per request id, and holds their sessions.
 
@@ -46,7 +53,7 @@ class EpisodeService:
         stop_token_ids: tokens that end an answer.
         metrics: Prometheus metrics; a new set when None.
         gateway: URL at which programs reach this server.
-        own: the caller's environment, instead of the one named by `config`.
+        environment: the caller's environment, instead of the one named by `config`.
 
     Raises:
         ConfigError: the environment does not exist or cannot work here.
@@ -57,26 +64,35 @@ class EpisodeService:
         config: EnvironmentSection,
         template: Template,
         router: RolloutClient,
+        *,
         stop_token_ids: Sequence[int],
         metrics: Metrics | None = None,
         gateway: str = "",
-        own: Environment | None = None,
+        environment: Environment | None = None,
     ) -> None:
-        self.environment = load_kind(config, gateway) if own is None else of_class(own, config)
+        if environment is None:
+            self.environment = load_runner(config, gateway)
+        else:
+            self.environment = class_runner(environment, config)
         if self.environment.tools and not template.takes_tools:
             raise ConfigError(
-                f"{self.environment.name} has tools, but the model's chat template cannot write them",
+                f"{self.environment.name} has tools, but the model's chat template cannot write "
+                "them",
                 field="model.name",
                 value=template.name,
-                remedy="use a model that was trained with tools, or an environment that has only step()",
+                remedy="use a model that was trained with tools, or an environment that has only "
+                "step()",
             )
-        self._template, self._router, self._stops = template, router, list(stop_token_ids)
-        self._requests: dict[str, tuple[EpisodeRequest, asyncio.Task[list[Episode]]]] = {}
+        self._template = template
+        self._router = router
+        self._stop_token_ids = list(stop_token_ids)
+        self._requests: dict[str, _Known] = {}
         self._sessions: dict[str, Session] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended_sessions: OrderedDict[str, None] = OrderedDict()
         self._running = 0
-        self._rewards = self.environment.has_reward
+        self._gives_rewards = self.environment.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
+
         metrics = metrics or Metrics("environment-server")
         self._finished = metrics.counter(
             "environment_episodes_total", "Episodes that ended, by status", ["status"]
@@ -90,21 +106,21 @@ class EpisodeService:
         self.calls = metrics.counter(
             "environment_calls_total", "Calls of the model through the gateway, by API", ["api"]
         )
-        metrics.gauge("environment_episodes_running", "Episodes that run now").set_function(
-            lambda: self._running
+        running = metrics.gauge("environment_episodes_running", "Episodes that run now")
+        running.set_function(lambda: self._running)
+        running_limit = metrics.gauge(
+            "environment_episodes_running_limit", "Episodes that may run at once"
         )
-        metrics.gauge("environment_episodes_running_limit", "Episodes that may run at once").set(
-            MAX_EPISODES
-        )
+        running_limit.set(MAX_EPISODES)
         hung = metrics.gauge(
             "environment_hung_calls",
             "Calls of the environment that still run after the end of their episode",
         )
-        hung.set_function(lambda: self._hung()["hung_calls"])
-        limit = metrics.gauge(
+        hung.set_function(lambda: self._hung_calls()["hung_calls"])
+        hung_limit = metrics.gauge(
             "environment_hung_calls_limit", "Hung calls at which no more episodes can run"
         )
-        limit.set(self._hung()["hung_calls_limit"])
+        hung_limit.set(self._hung_calls()["hung_calls_limit"])
 
     async def episodes(self, request: EpisodeRequest) -> list[Episode]:
         """Runs the episodes of a request; a repeated request gets the same episodes.
@@ -113,33 +129,38 @@ class EpisodeService:
         not served, Overloaded, or ServiceLost when neither this nor a later episode can be played.
         """
         known = self._requests.get(request.request_id)
-        if known and known[0] != request:
-            reason = "another request already used this id"
+        if known is not None and known.request != request:
             raise Conflict(
-                reason,
+                "another request already used this id",
                 field="request_id",
                 value=request.request_id,
                 remedy="use a new id for a new request",
             )
-        if known is None or known[1].cancelled():
-            self._check(request)
-            self._running += request.n
-            task = asyncio.create_task(self._run_all(request))
-            self._requests[request.request_id] = known = request, task
-            task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+        if known is None or known.task.cancelled():
+            known = self._start(request)
         try:
-            return await asyncio.shield(known[1])  # the client may come back
+            return await asyncio.shield(known.task)  # the client may come back
         except asyncio.CancelledError:
-            waiting = asyncio.current_task()
-            if waiting is None or waiting.cancelling() or not known[1].cancelled():
+            caller = asyncio.current_task()
+            caller_left = caller is None or caller.cancelling() > 0
+            if caller_left or not known.task.cancelled():
                 raise
-            reason, remedy = (
-                "the episodes were ended: the request was deleted, or the server is ending",
-                "try again later",
-            )
             raise NotReady(
-                reason, field="request_id", value=request.request_id, remedy=remedy
+                "the episodes were ended: the request was deleted, or the server is ending",
+                field="request_id",
+                value=request.request_id,
+                remedy="try again later",
             ) from None
+
+    def _start(self, request: EpisodeRequest) -> _Known:
+        """Starts the episodes of a new request. Raises InvalidInput or Overloaded."""
+        self._check(request)
+        self._running += request.n
+        task = asyncio.create_task(self._run_all(request))
+        task.add_done_callback(lambda _: self._forget_later(request.request_id, task))
+        known = _Known(request, task)
+        self._requests[request.request_id] = known
+        return known
 
     def delete(self, request_id: str) -> None:
         """Ends the episodes of a request and forgets it. Raises NotFound."""
@@ -147,14 +168,14 @@ class EpisodeService:
             raise NotFound(
                 "there is no such request", field="request_id", value=request_id, remedy=_SEND_AGAIN
             )
-        self._requests.pop(request_id)[1].cancel()
+        self._requests.pop(request_id).task.cancel()
 
     def session(self, identifier: str) -> Session:
         """Returns the session of a running episode.
 
         Raises SessionClosed after its end, NotFound for an unknown name.
         """
-        if identifier in self._ended:
+        if identifier in self._ended_sessions:
             raise session_closed(identifier)
         if identifier not in self._sessions:
             raise NotFound(
@@ -164,7 +185,8 @@ class EpisodeService:
 
     def open_session(self, request: EpisodeRequest, index: int = 0, attempt: int = 0) -> Session:
         """Opens a session with an unguessable name, which is also its key."""
-        sampling, policy = request.sampling, request.policy
+        sampling = request.sampling
+        policy = request.policy
 
         async def sample(tokens: Sequence[int], max_new_tokens: int, seed: int) -> Completion:
             (answer,) = await self._router.answers(
@@ -173,7 +195,7 @@ class EpisodeService:
                 n=1,
                 max_new_tokens=max_new_tokens,
                 temperature=sampling.temperature,
-                stop_token_ids=self._stops,
+                stop_token_ids=self._stop_token_ids,
                 sampling_seed=seed,
                 deadline_s=request.limits.deadline_s,
             )
@@ -181,7 +203,7 @@ class EpisodeService:
 
         seed = (request.task.seed * 4096 + index) * _TRIES + attempt
         settings = SessionSettings(sampling.max_new_tokens, request.limits, seed)
-        session = Session(secrets.token_urlsafe(24), self._template, sample, settings)
+        session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
         self._sessions[session.id] = session
         return session
 
@@ -189,21 +211,19 @@ class EpisodeService:
         """Ends a session; later calls get SessionClosed."""
         session.close()
         self._sessions.pop(session.id, None)
-        self._ended[session.id] = None
-        if len(self._ended) > _MAX_ENDED:
-            self._ended.popitem(last=False)
+        self._ended_sessions[session.id] = None
+        if len(self._ended_sessions) > _MAX_ENDED:
+            self._ended_sessions.popitem(last=False)
 
     def environments(self) -> list[dict[str, Any]]:
         """Returns the served environments, with the functions offered to the model."""
-        served = self.environment
-        return [
-            {
-                "name": served.name,
-                "tools": list(served.tools.values()),
-                "has_steps": served.has_steps,
-                "has_reward": served.has_reward,
-            }
-        ]
+        served = {
+            "name": self.environment.name,
+            "tools": list(self.environment.tools.values()),
+            "has_steps": self.environment.has_steps,
+            "has_reward": self.environment.has_reward,
+        }
+        return [served]
 
     def stats(self) -> dict[str, Any]:
         """Returns the episodes so far by status, and what is running now."""
@@ -212,8 +232,7 @@ class EpisodeService:
             "running": self._running,
             "running_limit": MAX_EPISODES,
             "sessions": len(self._sessions),
-            **self._hung(),
-        }
+        } | self._hung_calls()
 
     def problem(self) -> str | None:
         """Returns why no more episodes can run, or None."""
@@ -222,45 +241,43 @@ class EpisodeService:
 
     async def close(self) -> None:
         """Ends every episode."""
-        tasks = [task for _, task in self._requests.values()]
+        tasks = [known.task for known in self._requests.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.environment.close()
 
-    def _hung(self) -> dict[str, int]:
+    def _hung_calls(self) -> dict[str, int]:
         threads = self.environment.threads
-        return {
-            "hung_calls": threads.hung if threads else 0,
-            "hung_calls_limit": threads.limit if threads else 0,
-        }
+        if threads is None:
+            return {"hung_calls": 0, "hung_calls_limit": 0}
+        return {"hung_calls": threads.hung, "hung_calls_limit": threads.limit}
 
     def _check(self, request: EpisodeRequest) -> None:
         if request.task.env != self.environment.name:
-            remedy = f"this server serves only {self.environment.name}"
             raise InvalidInput(
                 "there is no such environment",
                 field="task.env",
                 value=request.task.env,
-                remedy=remedy,
+                remedy=f"this server serves only {self.environment.name}",
             )
         if self._running + request.n > MAX_EPISODES:
-            reason = f"{self._running} episodes are running, the limit is {MAX_EPISODES}"
             raise Overloaded(
-                reason,
+                f"{self._running} episodes are running, the limit is {MAX_EPISODES}",
                 field="n",
                 value=request.n,
                 remedy="try again later, or add nodes of environment-server",
             )
 
-    def _forget_later(self, name: str, task: asyncio.Task[list[Episode]]) -> None:
+    def _forget_later(self, request_id: str, task: asyncio.Task[list[Episode]]) -> None:
         """Drops the answer of a request after `_REMEMBERED_S`, unless its id has been used
         again.
         """
 
         def forget() -> None:
-            if name in self._requests and self._requests[name][1] is task:
-                del self._requests[name]
+            known = self._requests.get(request_id)
+            if known is not None and known.task is task:
+                del self._requests[request_id]
 
         asyncio.get_running_loop().call_later(_REMEMBERED_S, forget)
 
@@ -268,30 +285,39 @@ class EpisodeService:
         try:
             async with asyncio.TaskGroup() as tasks:
                 started = [tasks.create_task(self._run(request, i)) for i in range(request.n)]
-            return self._counted([task.result() for task in started])
         except ExceptionGroup as group:
-            raise next(
-                (error for error in group.exceptions if isinstance(error, ServiceLost)), group
-            ) from None
+            for error in group.exceptions:
+                if isinstance(error, ServiceLost):
+                    raise error from None
+            raise
         finally:
             self._running -= request.n
 
-    def _counted(self, episodes: list[Episode]) -> list[Episode]:
-        """Counts and returns episodes; those without a reward have failed if others of this
-        environment had one.
-
-        Otherwise the run's reward functions would grade them on another scale.
-        """
-        ended = [episode for episode in episodes if episode.status == "ok"]
-        self._rewards = self._rewards or any(episode.reward is not None for episode in ended)
-        for episode in ended if self._rewards else ():
-            if episode.reward is None:
-                episode.status, episode.sequences = "error", []
-                episode.detail = f"it ended ({episode.stop_reason}) without a reward, although other episodes of this environment have one"
+        episodes = [task.result() for task in started]
+        self._fail_without_reward(episodes)
         for episode in episodes:
             self._counts[episode.status] += 1
             self._finished.labels(episode.status).inc()
         return episodes
+
+    def _fail_without_reward(self, episodes: list[Episode]) -> None:
+        """Marks episodes without a reward as failed if others of this environment had one.
+
+        Otherwise the run's reward functions would grade them on another scale.
+        """
+        ended = [episode for episode in episodes if episode.status == "ok"]
+        if any(episode.reward is not None for episode in ended):
+            self._gives_rewards = True
+        if not self._gives_rewards:
+            return
+        for episode in ended:
+            if episode.reward is None:
+                episode.status = "error"
+                episode.sequences = []
+                episode.detail = (
+                    f"it ended ({episode.stop_reason}) without a reward, although other episodes "
+                    "of this environment have one"
+                )
 
     async def _run(self, request: EpisodeRequest, index: int) -> Episode:
         """Runs one episode, again if it died."""
@@ -304,40 +330,43 @@ class EpisodeService:
         return episode
 
     async def _run_once(self, request: EpisodeRequest, index: int, attempt: int) -> Episode:
-        started, session = time.monotonic(), self.open_session(request, index, attempt)
+        started = time.monotonic()
+        session = self.open_session(request, index, attempt)
         try:
             outcome = await self.environment.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
         if isinstance(session.failure, ServiceLost):
             raise session.failure
+
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
-        numbers = {
-            "turns": session.turns,
-            "sampled_tokens": session.sampled_tokens,
-            "seconds": seconds,
-        }
-        numbers |= {
-            name: getattr(outcome, name) for name in ("tool_calls", "tool_errors", "tool_seconds")
-        }
-        too_long = session.stop_reason == "context"
-        nothing = (
-            "the first messages are too long for environment.context"
-            if too_long
-            else "the model was not asked"
-        )
+        if outcome.status == "ok" and not sequences:
+            too_long = session.stop_reason == "context"
+            reason = (
+                "the first messages are too long for environment.context"
+                if too_long
+                else "the model was not asked"
+            )
+            outcome.status = "error"
+            outcome.detail = f"{reason}: nothing to train on"
+
         return Episode(
             id=f"{request.request_id}-{index}",
-            status=outcome.status if sequences or outcome.status != "ok" else "error",
+            status=outcome.status,
             stop_reason=outcome.stop_reason,
             reward=outcome.reward,
             answer=outcome.answer,
             sequences=sequences,
             components=outcome.components,
-            metrics={name: float(value) for name, value in numbers.items()},
-            detail=outcome.detail
-            if sequences or outcome.status != "ok"
-            else f"{nothing}: nothing to train on",
+            metrics={
+                "turns": float(session.turns),
+                "sampled_tokens": float(session.sampled_tokens),
+                "seconds": seconds,
+                "tool_calls": float(outcome.tool_calls),
+                "tool_errors": float(outcome.tool_errors),
+                "tool_seconds": outcome.tool_seconds,
+            },
+            detail=outcome.detail,
         )

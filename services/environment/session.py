@@ -11,7 +11,7 @@ from common.wire.schemas import Completion, EpisodeLimits, EpisodeSequence, Fini
 from services.environment.messages import Message, tools_key
 from services.environment.parsing import parse_answer
 from services.environment.template import Template
-from services.environment.tree import CallNode, SessionTree
+from services.environment.tree import SessionTree, TurnNode
 
 MAX_CHARS_PER_TOKEN = 64
 """New messages with more characters than this per token of the context cannot fit and are not
@@ -34,8 +34,12 @@ class LimitReached(ServiceError):
 
 def session_closed(identifier: str) -> SessionClosed:
     """Returns the error for a call that comes too late."""
-    remedy = "stop: its episode is complete"
-    return SessionClosed("the session has ended", field="session", value=identifier, remedy=remedy)
+    return SessionClosed(
+        "the session has ended",
+        field="session",
+        value=identifier,
+        remedy="stop: its episode is complete",
+    )
 
 
 Sample = Callable[[Sequence[int], int, int], Awaitable[Completion]]
@@ -72,20 +76,26 @@ class Session:
     def __init__(
         self, identifier: str, template: Template, sample: Sample, settings: SessionSettings
     ) -> None:
-        self.id, self.tree = identifier, SessionTree()
+        self.id = identifier
+        self.tree = SessionTree()
         self.closed = False
         self.stop_reason: StopReason = ""
         """The limit that was reached, if any."""
         self.failure: ServiceError | None = None
         """Why the engines did not answer the newest call, if they did not."""
-        self.turns = self.sampled_tokens = 0
+        self.turns = 0
+        """Answers of the model, including those being sampled."""
+        self.sampled_tokens = 0
         self.reward: Any = None
         """The reward from the program's reward call."""
         self.graded = asyncio.Event()
         """Whether there was a reward call."""
-        self._template, self._sample, self._settings = template, sample, settings
+        self._template = template
+        self._sample = sample
+        self._settings = settings
         self._calls: dict[str, asyncio.Task[CallAnswer]] = {}
-        self._reserved = 0
+        self._reserved_tokens = 0
+        """Tokens that the answers being sampled may still need."""
 
     async def call(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
@@ -98,20 +108,19 @@ class Session:
         if self.closed:
             raise session_closed(self.id)
         if messages[-1].role == "assistant":
-            reason, remedy = (
-                "the last message is already an answer",
-                "end with a message of the user or of a tool",
-            )
             raise InvalidInput(
-                reason,
+                "the last message is already an answer",
                 field=f"messages[{len(messages) - 1}].role",
                 value="assistant",
-                remedy=remedy,
+                remedy="end with a message of the user or of a tool",
             )
-        if key not in self._calls:
-            self._calls[key] = task = asyncio.create_task(self._answer(messages, tools, key))
+
+        task = self._calls.get(key)
+        if task is None:
+            task = asyncio.create_task(self._answer(messages, tools, key))
             task.add_done_callback(lambda done: self._forget_failed(key, done))
-        task = self._calls[key]
+            self._calls[key] = task
+
         try:
             return await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
@@ -124,9 +133,11 @@ class Session:
         reward.
         """
         if self.graded.is_set() and reward != self.reward:
-            remedy = "give one reward, at the end"
             raise Conflict(
-                "the episode already has a reward", field="reward", value=reward, remedy=remedy
+                "the episode already has a reward",
+                field="reward",
+                value=reward,
+                remedy="give one reward, at the end",
             )
         self.reward = reward
         self.graded.set()
@@ -138,16 +149,16 @@ class Session:
         for task in self._calls.values():
             task.cancel()
 
-    def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
-        """Returns the sequences to train on; the session must be closed. `rewards` are the rewards
-        of its calls.
+    def sequences(self, turn_rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
+        """Returns the sequences to train on; the session must be closed. `turn_rewards` has one
+        reward for each turn, or none.
         """
-        found = self.tree.sequences(rewards)
-        for sequence in found:
+        sequences = self.tree.sequences(turn_rewards)
+        for sequence in sequences:
             sequence.text = self._template.text(sequence.token_ids.tolist())
             if self.stop_reason:
                 sequence.finish_reason = "length"
-        return found
+        return sequences
 
     def _forget_failed(self, key: str, task: "asyncio.Task[CallAnswer]") -> None:
         if task.cancelled() or task.exception() is not None:
@@ -156,46 +167,55 @@ class Session:
     async def _answer(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], key: str
     ) -> CallAnswer:
+        """Samples the answer to a call and records the turn."""
         limits = self._settings.limits
         if self.turns >= limits.turns:
             raise self._reached("turns", limits.turns)
-        parent, new, added = self._continued(messages, tools)
-        before = parent.tokens + added if parent else added
-        room: dict[StopReason, int] = {
+
+        parent, new_messages, added = self._continued(messages, tools)
+        prompt = parent.tokens + added if parent else added
+        tokens_left: dict[StopReason, int] = {
             "length": self._settings.max_new_tokens,
-            "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved,
-            "context": limits.context - len(before),
+            "sampled_tokens": limits.sampled_tokens - self.sampled_tokens - self._reserved_tokens,
+            "context": limits.context - len(prompt),
         }
-        tightest = min(room, key=lambda name: room[name])
-        most = room[tightest]
-        if most <= 0:
-            raise self._reached(
-                tightest, limits.context if tightest == "context" else limits.sampled_tokens
-            )
+        tightest = min(tokens_left, key=lambda limit: tokens_left[limit])
+        max_new_tokens = tokens_left[tightest]
+        if max_new_tokens <= 0:
+            value = limits.context if tightest == "context" else limits.sampled_tokens
+            raise self._reached(tightest, value)
+
+        # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
-        self._reserved += most
+        self._reserved_tokens += max_new_tokens
         try:
-            completion = await self._sample(before, most, self._seed(key))
+            completion = await self._sample(prompt, max_new_tokens, self._seed(key))
         except BaseException as error:
             self.turns -= 1
-            self.failure = error if isinstance(error, ServiceError) else self.failure
+            if isinstance(error, ServiceError):
+                self.failure = error
             raise
         finally:
-            self._reserved -= most
+            self._reserved_tokens -= max_new_tokens
+
         self.failure = None
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         text = self._template.decode(completion.token_ids.tolist())
-        message, problem = parse_answer(text, bool(tools), str(len(self.tree.nodes)))
-        self.tree.add(parent, [*new, message], tools, added, completion)
+        message, problem = parse_answer(text, bool(tools), id_prefix=str(len(self.tree.nodes)))
+        self.tree.add(parent, [*new_messages, message], tools, added=added, sampled=completion)
         return CallAnswer(
-            message, completion.finish_reason, len(before), len(completion.token_ids), problem
+            message=message,
+            finish_reason=completion.finish_reason,
+            prompt_tokens=len(prompt),
+            sampled_tokens=len(completion.token_ids),
+            problem=problem,
         )
 
     def _continued(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[CallNode | None, Sequence[Message], list[int]]:
-        """Returns the node that a call continues, its new messages, and their tokens."""
+    ) -> tuple[TurnNode | None, Sequence[Message], list[int]]:
+        """Returns the turn that a call continues, its new messages, and their tokens."""
         if tools and not self._template.takes_tools:
             raise InvalidInput(
                 "the model's chat template does not support tools",
@@ -203,29 +223,32 @@ class Session:
                 value=self._template.name,
                 remedy="use a model that was trained with tools, or describe them in the messages",
             )
-        parent, new = self.tree.find(messages, tools)
-        if (
-            sum(message.chars for message in new)
-            > MAX_CHARS_PER_TOKEN * self._settings.limits.context
-        ):
-            raise self._reached("context", self._settings.limits.context)
+
+        context = self._settings.limits.context
+        parent, new_messages = self.tree.find(messages, tools)
+        if sum(message.chars for message in new_messages) > MAX_CHARS_PER_TOKEN * context:
+            raise self._reached("context", context)
+
         if parent is not None:
             ended = parent.sampled.finish_reason == "stop"
-            added = self._template.continuation(parent.answer, new, tools, ended)
+            added = self._template.continuation(parent.answer, new_messages, tools, ended)
             if added is not None:
-                return parent, new, added
+                return parent, new_messages, added
         return None, messages, self._template.prompt(messages, tools)
 
     def _reached(self, limit: StopReason, value: int) -> LimitReached:
+        """Records that a limit was reached, and returns the error."""
         self.stop_reason = limit
-        remedy = f"the episode is over; raise environment.{limit} for longer ones"
         return LimitReached(
-            f"the episode has reached its limit of {limit}", field=limit, value=value, remedy=remedy
+            f"the episode has reached its limit of {limit}",
+            field=limit,
+            value=value,
+            remedy=f"the episode is over; raise environment.{limit} for longer ones",
         )
 
     def _seed(self, key: str) -> int:
         digest = hashlib.blake2b(f"{self._settings.seed} {key}".encode(), digest_size=4).digest()
-        return int.from_bytes(digest) & 0x7FFFFFFF
+        return int.from_bytes(digest) & 0x7FFFFFFF  # not negative as an int32
 
 
 def request_key(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:

@@ -15,9 +15,10 @@ from common.process.topology import WRONG_SETTING
 
 log = logging.getLogger(__name__)
 VARIABLE = "ENVIRONMENT_SUPERVISED"
-_STABLE_S, _MAX_FAILURES = 60.0, 5
-"""After this many seconds alive, a failure counts as the first again; after this many failures in a
-row the node fails."""
+_STABLE_S = 60.0
+"""After this many seconds alive, a failure counts as the first again."""
+_MAX_FAILURES = 5
+"""After this many failures in a row the node fails."""
 
 
 def keep_alive(command: list[str]) -> int:
@@ -26,23 +27,27 @@ def keep_alive(command: list[str]) -> int:
     It returns when the command succeeds, is stopped, or fails too often. SIGTERM and SIGINT are
     forwarded to it once.
     """
-    failures, stopping, current = 0, False, list[subprocess.Popen[bytes]]()
+    failures = 0
+    stopping = False
+    server: subprocess.Popen[bytes] | None = None
 
     def stop(number: int, _: object) -> None:
         nonlocal stopping
         stopping = True
-        for child in current:
-            child.send_signal(number)
+        if server is not None:
+            server.send_signal(number)
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     while True:
         started = time.monotonic()
-        current[:] = [
-            subprocess.Popen(command, stdin=subprocess.PIPE, env={**os.environ, VARIABLE: "1"})
-        ]
-        status = current[0].wait()
-        failures = 1 if time.monotonic() - started > _STABLE_S else failures + 1
+        environment = os.environ | {VARIABLE: "1"}
+        # The pipe is never written: its end tells the server that this process has ended.
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        status = server.wait()
+        was_stable = time.monotonic() - started > _STABLE_S
+        failures = 1 if was_stable else failures + 1
+
         if stopping or status in (0, WRONG_SETTING) or failures >= _MAX_FAILURES:
             return status if status >= 0 else 128 - status
         log.error("the server of this node ended with status %d: it is started again", status)
@@ -51,9 +56,10 @@ def keep_alive(command: list[str]) -> int:
 
 def end_with_parent() -> None:
     """Ends this process when its supervisor has ended, however that ended."""
-    pipe, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # so that child processes do not read from the pipe
-    os.close(nothing)
+    pipe = os.dup(0)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)  # so that child processes do not read from the pipe
+    os.close(devnull)
 
     def watch() -> None:
         while os.read(pipe, 4096):  # nothing is ever written: it returns at end of file

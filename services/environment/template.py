@@ -17,22 +17,27 @@ from common.errors import ConfigError, InvalidInput
 from services.environment.messages import Message
 
 _MARK = "Zq7Answer7qZ"
-_NEWS = ("Xj5News5jX", "Yk6News6kY")
+"""The text of a made-up answer; no template writes it by itself."""
+_NEW_TEXTS = ("Xj5News5jX", "Yk6News6kY")
 
 
 def _tool(name: str) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {"x": {"type": "string", "description": "Text."}},
-        "required": ["x"],
-    }
     return {
         "type": "function",
-        "function": {"name": name, "description": "Probes.", "parameters": parameters},
+        "function": {
+            "name": name,
+            "description": "Probes.",
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "string", "description": "Text."}},
+                "required": ["x"],
+            },
+        },
     }
 
 
-_TOOL, _OTHER_TOOL = _tool("probe_tool"), _tool("other_probe")
+_TOOL = _tool("probe_tool")
+_OTHER_TOOL = _tool("other_probe")
 
 
 class Template:
@@ -48,10 +53,12 @@ class Template:
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
-        self._tokenizer, self._encoder = tokenizer, _encoder(tokenizer)
+        self._tokenizer = tokenizer
+        self._encode = _encoder(tokenizer)
         self._repeats_tools = True
         """Whether the text that the template writes after an answer depends on the tools."""
-        self._stops = {self._tokenizer.decode([token]): token for token in stop_token_ids}
+        self._stop_tokens = {tokenizer.decode([token]): token for token in stop_token_ids}
+        """The tokens that end an answer, by their text."""
         self.name = str(tokenizer.name_or_path)
         if not tokenizer.chat_template:
             raise self._refused("the model has none")
@@ -61,7 +68,7 @@ class Template:
         """Returns the tokens of a new conversation, up to the answer. Raises InvalidInput when the
         template refuses it.
         """
-        return self._ids(self._render(messages, tools))
+        return self._encode(self._render(messages, tools))
 
     def continuation(
         self, answer: Message, new: Sequence[Message], tools: Sequence[dict[str, Any]], ended: bool
@@ -76,20 +83,21 @@ class Template:
             ended: whether the answer's sampled tokens end with a stop token; else the template's
             own is added first.
         """
-        shown = tools if self._repeats_tools or not tools else [_TOOL]
-        found = self._after(_stand_in(answer), new, shown)
-        if found is None:
+        # Where the tools do not change the text, one short tool renders faster than the real ones.
+        rendered_tools = tools if self._repeats_tools or not tools else [_TOOL]
+        ending = self._after(_stand_in(answer), new, rendered_tools)
+        if ending is None:
             return None
-        stop, text = found
-        ids = self._ids(stop + text)  # with the stop token, so that no token merges across it
-        if not ids or ids[0] != self._stops[stop]:
+        stop, text = ending
+        ids = self._encode(stop + text)  # with the stop token, so that no token merges across it
+        if not ids or ids[0] != self._stop_tokens[stop]:
             return None
         return ids[1:] if ended else ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of sampled tokens, without the stop token at their end."""
         ids = list(token_ids)
-        if ids and ids[-1] in self._stops.values():
+        if ids and ids[-1] in self._stop_tokens.values():
             ids.pop()
         return self.text(ids)
 
@@ -98,24 +106,24 @@ class Template:
         ids = np.asarray(token_ids, np.int32)  # a list would be checked item by item
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
-    def _ids(self, text: str) -> list[int]:
-        return self._encoder(text)
-
     def _render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], asks: bool = True
     ) -> str:
-        chat = [message.fields for message in messages]
+        """Returns the text of a conversation, and if it `asks`, the start of the next answer."""
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
-                )
+            text = self._tokenizer.apply_chat_template(
+                [message.fields for message in messages],
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=asks,
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = f"the model's chat template rejects the messages: {error}"
             raise InvalidInput(
-                reason, field="messages", remedy="see the template of the model"
+                f"the model's chat template rejects the messages: {error}",
+                field="messages",
+                remedy="see the template of the model",
             ) from None
+        return str(text)
 
     def _after(
         self,
@@ -128,90 +136,83 @@ class Template:
         is no stop token.
         """
         whole = self._render([*(before or [_user("x")]), answer, *new], tools)
-        found = whole.rfind(_MARK)
-        ends = (
-            [(place, stop) for stop in self._stops if (place := whole.find(stop, found)) >= 0]
-            if found >= 0
-            else []
-        )
-        if not ends:
+        mark = whole.rfind(_MARK)
+        if mark < 0:
             return None
-        place, stop = min(ends)
+
+        places = {stop: whole.find(stop, mark) for stop in self._stop_tokens}
+        found = [(place, stop) for stop, place in places.items() if place >= 0]
+        if not found:
+            return None
+        place, stop = min(found)
         return stop, whole[place + len(stop) :]
 
     def _verify(self) -> bool:
         """Returns whether the template writes tools. Raises ConfigError when it cannot continue a
         conversation.
         """
-        asked, silent = self._render([_user("x")], []), self._render([_user("x")], [], asks=False)
-        if not asked.startswith(silent) or asked == silent:
+        question = [_user("x")]
+        silent = self._render(question, [], asks=False)
+        asking = self._render(question, [])
+        if not asking.startswith(silent) or asking == silent:
             raise self._refused("it writes nothing that starts an answer")
-        plain = _stand_in(Message({"role": "assistant", "content": ""}))
-        self._check(plain, [_user(_NEWS[0])], [], asked[len(silent) :])
-        self._check(
-            plain, [_user(_NEWS[0]), _user(_NEWS[1])], [], asked[len(silent) :], optional=True
-        )
-        calls = [
-            {
-                "id": f"call{i:05}",
-                "type": "function",
-                "function": {"name": "probe_tool", "arguments": {}},
-            }
-            for i in (1, 2)
-        ]
-        called = _stand_in(Message({"role": "assistant", "content": "", "tool_calls": calls}))
-        results = [
-            Message(
-                {"role": "tool", "content": news, "tool_call_id": call["id"], "name": "probe_tool"}
-            )
-            for news, call in zip(_NEWS, calls, strict=True)
-        ]
+        answer_start = asking[len(silent) :]
+
+        answer = _stand_in(Message({"role": "assistant", "content": ""}))
+        first, second = (_user(text) for text in _NEW_TEXTS)
+        self._check(answer, [first], [], answer_start)
+        with suppress(InvalidInput):  # some templates allow no two of the user
+            self._check(answer, [first, second], [], answer_start)
+
+        calling, results = _tool_exchange()
         try:
-            if "probe_tool" not in self._render([_user("x")], [_TOOL]):
+            if "probe_tool" not in self._render(question, [_TOOL]):
                 return False
-            self._check(called, results, [_TOOL], "")
+            self._check(calling, results, [_TOOL], "")
         except InvalidInput:
             return False
-        followed = [(called, results), (called, [*results, _user("x")]), (plain, [_user("x")])]
+
+        continuations = (
+            (calling, results),
+            (calling, [*results, *question]),
+            (answer, question),
+        )
         with suppress(InvalidInput):  # some templates allow no user message there
             self._repeats_tools = any(
-                self._after(*each, [_TOOL]) != self._after(*each, [_OTHER_TOOL])
-                for each in followed
+                self._after(last, new, [_TOOL]) != self._after(last, new, [_OTHER_TOOL])
+                for last, new in continuations
             )
         return True
 
     def _check(
-        self,
-        answer: Message,
-        new: list[Message],
-        tools: list[dict[str, Any]],
-        asks: str,
-        optional: bool = False,
+        self, answer: Message, new: list[Message], tools: list[dict[str, Any]], answer_start: str
     ) -> None:
         """Raises ConfigError unless the text after an answer is the new messages, whatever came
-        before.
+        before; InvalidInput when the template refuses them.
         """
         earlier = Message(
             {"role": "assistant", "content": "earlier", "reasoning_content": "thought"}
         )
-        histories = ([_user("x")], [_user("another, longer question"), earlier, _user("y")])
-        try:
-            found = [self._after(answer, new, tools, before) for before in histories]
-        except InvalidInput:
-            if optional:
-                return
-            raise
-        if None in found or found[0] is None:
+        short = [_user("x")]
+        long = [_user("another, longer question"), earlier, _user("y")]
+        after_short = self._after(answer, new, tools, short)
+        after_long = self._after(answer, new, tools, long)
+
+        if after_short is None or after_long is None:
             raise self._refused("it does not end an answer with a token at which the engines stop")
-        stop, text = found[0]
-        if found[0] != found[1]:
+        if after_short != after_long:
             raise self._refused("what it writes after an answer depends on the messages before it")
+
+        stop, text = after_short
         places = [text.find(message.content) for message in new]
-        if -1 in places or places != sorted(places) or not text.endswith(asks):
+        in_order = -1 not in places and places == sorted(places)
+        if not in_order or not text.endswith(answer_start):
             raise self._refused("what it writes after an answer is not the new messages in order")
-        whole = self._ids(self._render([*histories[0], answer, *new], tools))
-        ids = self._ids(stop + text)
-        if not ids or ids[0] != self._stops[stop] or whole[-len(ids) :] != ids:
+
+        whole_ids = self._encode(self._render([*short, answer, *new], tools))
+        ids = self._encode(stop + text)
+        starts_with_stop = bool(ids) and ids[0] == self._stop_tokens[stop]
+        if not starts_with_stop or whole_ids[-len(ids) :] != ids:
             raise self._refused(
                 "its text after an answer gives other tokens alone than within the conversation"
             )
@@ -221,7 +222,8 @@ class Template:
             f"the chat template of this model cannot be used for episodes: {reason}",
             field="model.name",
             value=self.name,
-            remedy="use an instruct model whose template continues a conversation, or train without an environment",
+            remedy="use an instruct model whose template continues a conversation, or train without"
+            " an environment",
         )
 
 
@@ -235,10 +237,8 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         return ids
 
     probe = f"{_MARK}  é\n{''.join(tokenizer.all_special_tokens)} x\n"
-    expected, core = (
-        whole(probe),
-        getattr(tokenizer, "backend_tokenizer", None),
-    )  # `whole` switches off truncation and padding
+    expected = whole(probe)  # first: it switches off truncation and padding of the core
+    core = getattr(tokenizer, "backend_tokenizer", None)
     if core is None or core.encode(probe, add_special_tokens=False).ids != expected:
         return whole
     return lambda text: list(core.encode(text, add_special_tokens=False).ids)
@@ -253,9 +253,23 @@ def _stand_in(answer: Message) -> Message:
     for later messages.
     """
     fields: dict[str, Any] = {"role": "assistant", "content": _MARK}
-    if answer.calls:
+    if answer.tool_calls:
         fields["tool_calls"] = [
             call | {"function": {"name": call["function"]["name"], "arguments": {"x": _MARK}}}
-            for call in answer.calls
+            for call in answer.tool_calls
         ]
     return Message(fields)
+
+
+def _tool_exchange() -> tuple[Message, list[Message]]:
+    """Returns a made-up answer with two tool calls, and their results."""
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for number, text in enumerate(_NEW_TEXTS, start=1):
+        identifier = f"call{number:05}"
+        function = {"name": "probe_tool", "arguments": {}}
+        calls.append({"id": identifier, "type": "function", "function": function})
+        fields = {"role": "tool", "content": text, "tool_call_id": identifier, "name": "probe_tool"}
+        results.append(Message(fields))
+    answer = Message({"role": "assistant", "content": "", "tool_calls": calls})
+    return _stand_in(answer), results

@@ -24,7 +24,6 @@ class _Call:
 
     function: Callable[[], Any]
     future: "asyncio.Future[Any]"
-    name: str
     is_left: bool = False
     """Whether the caller has stopped waiting."""
     is_over: bool = False
@@ -36,13 +35,17 @@ class Threads:
     A call whose caller has given up keeps its thread until it ends, but frees its slot and counts
     as `hung`. At `limit` hung calls, no more calls are accepted. The threads end with the process,
     whatever they do.
+
+    All counts belong to the event loop: the threads themselves only run calls.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.hung = limit, 0
-        self._places, self._idle = asyncio.Semaphore(limit), 0
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._warned = -_WARN_EVERY_S
+        self.limit = limit
+        self.hung = 0
+        self._slots = asyncio.Semaphore(limit)
+        self._idle_threads = 0
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._warned_at = -_WARN_EVERY_S
 
     @property
     def problem(self) -> str | None:
@@ -50,23 +53,26 @@ class Threads:
         if self.hung < self.limit:
             return None
         return (
-            f"{self.hung} calls of the environment are stuck, the limit is {self.limit} (environment.workers): "
-            "restart this server"
+            f"{self.hung} calls of the environment are stuck, the limit is {self.limit} "
+            "(environment.workers): restart this server"
         )
 
     async def run(self, function: Callable[[], Any], name: str) -> Any:
         """Returns or raises what `function` does. Raises EnvironmentLost when too many calls
         hang.
         """
-        async with self._places:
-            if reason := self.problem:
-                raise EnvironmentLost(reason)
-            call = _Call(function, asyncio.get_running_loop().create_future(), name)
-            if self._idle:
-                self._idle -= 1
+        async with self._slots:
+            problem = self.problem
+            if problem is not None:
+                raise EnvironmentLost(problem)
+
+            call = _Call(function, asyncio.get_running_loop().create_future())
+            if self._idle_threads:
+                self._idle_threads -= 1
             else:
                 threading.Thread(target=self._work, name="environment", daemon=True).start()
-            self._calls.put(call)
+            self._queue.put(call)
+
             try:
                 return await call.future
             except asyncio.CancelledError:
@@ -78,12 +84,12 @@ class Threads:
 
     def close(self) -> None:
         """Ends the threads that do not hang."""
-        for _ in range(self._idle):
-            self._calls.put(None)
-        self._idle = 0
+        for _ in range(self._idle_threads):
+            self._queue.put(None)
+        self._idle_threads = 0
 
     def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
+        while (call := self._queue.get()) is not None:
             result: Any = None
             error: Exception | None = None
             try:
@@ -95,12 +101,14 @@ class Threads:
             except BaseException as ending:  # SystemExit would end the server
                 error = RuntimeError(f"{type(ending).__name__}: {ending}")
             with suppress(RuntimeError):  # the loop has ended
-                call.future.get_loop().call_soon_threadsafe(self._ended, call, result, error)
+                call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
 
-    def _ended(self, call: _Call, result: Any, error: Exception | None) -> None:
-        self._idle += 1
+    def _finish(self, call: _Call, result: Any, error: Exception | None) -> None:
+        """Gives the result to the caller, in the event loop."""
+        self._idle_threads += 1
         call.is_over = True
-        self.hung -= call.is_left
+        if call.is_left:
+            self.hung -= 1
         if call.future.cancelled():
             return
         if error is not None:
@@ -110,11 +118,13 @@ class Threads:
 
     def _warn(self, name: str) -> None:
         now = time.monotonic()
-        if now - self._warned >= _WARN_EVERY_S or self.hung == self.limit:
-            self._warned = now
-            log.warning(
-                "%s is still running although its episode has ended: %d such calls hold their threads, the limit is %d",
-                name,
-                self.hung,
-                self.limit,
-            )
+        if now - self._warned_at < _WARN_EVERY_S and self.hung != self.limit:
+            return
+        self._warned_at = now
+        log.warning(
+            "%s is still running although its episode has ended: "
+            "%d such calls hold their threads, the limit is %d",
+            name,
+            self.hung,
+            self.limit,
+        )

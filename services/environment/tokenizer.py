@@ -25,20 +25,25 @@ def load_template(config: ModelSection) -> tuple[Template, list[int]]:
         if config.chat_template not in ("", OWN):
             tokenizer.chat_template = config.chat_template
     except (OSError, ValueError) as error:
-        reason = f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}"
-        remedy = "name a model with a tokenizer, or set HF_TOKEN"
-        raise ConfigError(reason, field="model.name", value=config.name, remedy=remedy) from None
+        raise ConfigError(
+            f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0]}",
+            field="model.name",
+            value=config.name,
+            remedy="name a model with a tokenizer, or set HF_TOKEN",
+        ) from None
+
     try:
-        listed = GenerationConfig.from_pretrained(config.name).eos_token_id
-    except OSError:  # the model has none
-        listed = None
-    stops = sorted(
-        {*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id} - {None}
-    )
-    if not stops:
-        reason, remedy = (
+        eos_token_id = GenerationConfig.from_pretrained(config.name).eos_token_id
+    except OSError:  # the model has no such file
+        eos_token_id = None
+    # It is a token, a list of tokens or None.
+    candidates = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
+    stop_token_ids = sorted({*candidates, tokenizer.eos_token_id} - {None})
+    if not stop_token_ids:
+        raise ConfigError(
             "the model has no end-of-sequence token",
-            "set eos_token_id in its generation_config.json",
+            field="model.name",
+            value=config.name,
+            remedy="set eos_token_id in its generation_config.json",
         )
-        raise ConfigError(reason, field="model.name", value=config.name, remedy=remedy)
-    return Template(tokenizer, stops), stops
+    return Template(tokenizer, stop_token_ids), stop_token_ids

@@ -1,13 +1,17 @@
-"""The recorded calls of a session, as a tree of exact tokens.
+"""The recorded turns of a session, as a tree of exact tokens.
 
-A node is one call: its new messages, the tokens that the chat template added to the parent's, and
+A node is one turn: its new messages, the tokens that the chat template added to the parent's, and
 the tokens that the model sampled. A path from a root to a leaf is one sequence to train on. Nothing
 is ever rendered or tokenised again, so every trained token is exactly the sampled one.
+
+    messages  user 1 │ answer 1 │ tool 1 │ answer 2
+    tokens     added │ sampled  │  added │ sampled       added: mask 0, sampled: mask 1
+              └────── root ────┘└────── child ────┘
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,140 +20,182 @@ from services.environment.messages import Message, tools_key
 
 
 @dataclass(eq=False)
-class CallNode:
-    """One call and its answer."""
+class TurnNode:
+    """One turn: a call and its answer."""
 
-    parent: "CallNode | None"
+    parent: "TurnNode | None"
     messages: list[Message]
-    """The request's messages that the parent does not have, then the answer."""
+    """The call's messages that the parent does not have, then the answer."""
     added: list[int]
     """Tokens of those messages, up to the answer."""
     sampled: Completion
-    children: "list[CallNode]" = field(default_factory=list)
+    children: "list[TurnNode]" = field(default_factory=list)
 
     @property
     def answer(self) -> Message:
         return self.messages[-1]
 
     @property
-    def path(self) -> "list[CallNode]":
+    def path(self) -> "list[TurnNode]":
         """The nodes from the root to this one."""
         return [*(self.parent.path if self.parent else ()), self]
 
     @property
     def tokens(self) -> list[int]:
         """All tokens up to the end of the answer."""
-        found: list[int] = []
+        tokens: list[int] = []
         for node in self.path:
-            found += node.added
-            found += node.sampled.token_ids.tolist()
-        return found
+            tokens += node.added
+            tokens += node.sampled.token_ids.tolist()
+        return tokens
+
+
+class _Match(NamedTuple):
+    """A node whose messages are a beginning of a call's messages."""
+
+    messages: int
+    """Length of that beginning."""
+    same_ids: int
+    """How many tool-call ids agree in it; this tells two equal answers to one prompt apart."""
+    node: TurnNode | None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.messages, self.same_ids
 
 
 class SessionTree:
-    """The calls of one session, in the order of their answers."""
+    """The turns of one session, in the order of their answers."""
 
     def __init__(self) -> None:
-        self.nodes: list[CallNode] = []
-        self._roots: dict[bytes, list[CallNode]] = {}
+        self.nodes: list[TurnNode] = []
+        self._roots: dict[bytes, list[TurnNode]] = {}
 
     def find(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
-    ) -> tuple[CallNode | None, list[Message]]:
+    ) -> tuple[TurnNode | None, list[Message]]:
         """Returns the deepest node whose messages begin `messages`, and the messages after it.
 
         If an answer in the history was not recorded there, the history was rewritten and continues
         no node.
         """
-        best: tuple[int, int, CallNode | None] = (0, 0, None)
-        open_nodes = [(0, 0, node) for node in reversed(self._roots.get(tools_key(tools), []))]
-        while open_nodes:
-            start, ids, node = open_nodes.pop()
-            end = start + len(node.messages)
-            part = messages[start:end]
-            if end > len(messages) or not all(
-                a.is_sent(b) for a, b in zip(node.messages, part, strict=True)
-            ):
+        root = _Match(messages=0, same_ids=0, node=None)
+        best = root
+        # Depth first, earlier nodes first: the stack is filled in reverse.
+        stack = [(root, node) for node in reversed(self._roots.get(tools_key(tools), []))]
+        while stack:
+            above, node = stack.pop()
+            match = _match(above, node, messages)
+            if match is None:
                 continue
-            ids += _same_ids(node.answer, part[-1])
-            if (end, ids) > best[:2]:
-                best = (end, ids, node)
-            open_nodes += [(end, ids, child) for child in reversed(node.children)]
-        new = list(messages[best[0] :])
-        if any(message.role == "assistant" for message in new):
+            if match.rank > best.rank:
+                best = match
+            stack += [(match, child) for child in reversed(node.children)]
+
+        new_messages = list(messages[best.messages :])
+        if any(message.role == "assistant" for message in new_messages):
             return None, list(messages)
-        return best[2], new
+        return best.node, new_messages
 
     def add(
         self,
-        parent: CallNode | None,
+        parent: TurnNode | None,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
+        *,
         added: list[int],
         sampled: Completion,
-    ) -> CallNode:
-        """Records a call; `messages` are the new messages and the answer."""
-        node = CallNode(parent, list(messages), added, sampled)
-        (parent.children if parent else self._roots.setdefault(tools_key(tools), [])).append(node)
+    ) -> TurnNode:
+        """Records a turn; `messages` are the new messages and the answer."""
+        node = TurnNode(parent, list(messages), added, sampled=sampled)
+        siblings = parent.children if parent else self._roots.setdefault(tools_key(tools), [])
+        siblings.append(node)
         self.nodes.append(node)
         return node
 
-    def sequences(self, rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
+    def sequences(self, turn_rewards: Sequence[float] = ()) -> list[EpisodeSequence]:
         """Returns a sequence for every leaf. A sampled token shared by several sequences is trained
         only in the first.
 
-        `rewards` are the rewards of the calls, in the order of their answers; empty when they have
-        none.
+        `turn_rewards` has one reward for each node, in the order of the answers; empty when they
+        have none.
         """
-        owned: set[int] = set()
-        of_nodes = {id(node): reward for node, reward in zip(self.nodes, rewards, strict=False)}
-        return [_sequence(leaf.path, owned, of_nodes) for leaf in self._leaves()]
+        reward_of_node: dict[int, float] = {}
+        for node, reward in zip(self.nodes, turn_rewards, strict=False):
+            reward_of_node[id(node)] = reward
 
-    def _leaves(self) -> Iterator[CallNode]:
-        return (node for node in self.nodes if not node.children)
+        owned: set[int] = set()
+        leaves = [node for node in self.nodes if not node.children]
+        return [_sequence(leaf.path, owned, reward_of_node) for leaf in leaves]
+
+
+def _match(above: _Match, node: TurnNode, messages: Sequence[Message]) -> _Match | None:
+    """Returns the match of a node below one that matches, or None when `messages` differ."""
+    end = above.messages + len(node.messages)
+    part = messages[above.messages : end]
+    if len(part) < len(node.messages):
+        return None
+    for recorded, sent in zip(node.messages, part, strict=True):
+        if not recorded.is_sent(sent):
+            return None
+    return _Match(
+        messages=end, same_ids=above.same_ids + _same_ids(node.answer, part[-1]), node=node
+    )
 
 
 def _same_ids(recorded: Message, sent: Message) -> int:
-    """Returns how many tool-call ids agree; this tells two equal answers to one prompt apart."""
-    return sum(a["id"] == b["id"] for a, b in zip(recorded.calls, sent.calls, strict=True))
+    """Returns how many tool-call ids agree."""
+    pairs = zip(recorded.tool_calls, sent.tool_calls, strict=True)
+    return sum(call["id"] == sent_call["id"] for call, sent_call in pairs)
 
 
 def _sequence(
-    path: list[CallNode], owned: set[int], rewards: Mapping[int, float]
+    path: list[TurnNode], owned: set[int], reward_of_node: Mapping[int, float]
 ) -> EpisodeSequence:
-    """Returns the sequence of a path. Everything before its first own token is its prompt."""
+    """Returns the sequence of a path. Everything before its first own token is its prompt.
+
+    Args:
+        path: nodes from a root to a leaf.
+        owned: ids of the nodes that earlier sequences train; this path's are added.
+        reward_of_node: rewards of turns, by the node's id.
+    """
     first = next(i for i, node in enumerate(path) if id(node) not in owned)
     owned.update(id(node) for node in path)
-    before = path[first].parent
-    prompt = [*(before.tokens if before else ()), *path[first].added]
+    prompt = list(path[first].added)
+    if first > 0:
+        prompt = path[first - 1].tokens + prompt
+
     tokens: list[int] = []
     logprobs: list[float] = []
     mask: list[int] = []
-    spans: list[tuple[int, int, int]] = []
+    versions: list[tuple[int, int, int]] = []
     turns: list[Turn] = []
     for node in path[first:]:
-        added = node.added if turns else []
-        tokens += added
-        logprobs += [0.0] * len(added)
-        mask += [0] * len(added)
-        if added:  # added tokens count to the version before them
-            spans[-1] = (spans[-1][0], spans[-1][1], len(tokens))
+        if turns:  # the first node's added tokens are the prompt's
+            tokens += node.added
+            logprobs += [0.0] * len(node.added)
+            mask += [0] * len(node.added)
+            if node.added:  # they count to the version before them
+                version, begin, _ = versions[-1]
+                versions[-1] = (version, begin, len(tokens))
+
         start = len(tokens)
         tokens += node.sampled.token_ids.tolist()
         logprobs += node.sampled.logprobs.tolist()
         mask += [1] * len(node.sampled.token_ids)
         for version, begin, end in node.sampled.weight_versions:
-            if spans and spans[-1][0] == version:
-                spans[-1] = (version, spans[-1][1], start + end)
+            if versions and versions[-1][0] == version:
+                versions[-1] = (version, versions[-1][1], start + end)
             else:
-                spans.append((version, start + begin, start + end))
-        turns.append(Turn(start, len(tokens), rewards.get(id(node))))
+                versions.append((version, start + begin, start + end))
+        turns.append(Turn(start, len(tokens), reward_of_node.get(id(node))))
+
     return EpisodeSequence(
         prompt_ids=np.array(prompt, np.int32),
         token_ids=np.array(tokens, np.int32),
         mask=np.array(mask, np.int32),
         logprobs=np.array(logprobs, np.float32),
-        weight_versions=spans,
+        weight_versions=versions,
         turns=turns,
         finish_reason=path[-1].sampled.finish_reason,
     )

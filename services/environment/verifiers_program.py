@@ -1,4 +1,4 @@
-"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the agent
+"""One episode of a verifiers environment: `python verifiers_program.py ID`, started by the program
 runner.
 
 It runs in its own virtual environment, with verifiers and the package ID, and imports nothing from
@@ -25,12 +25,13 @@ def task_of(environment: Any, task: dict[str, Any]) -> vf.Task:
     index = task["columns"].get("index")
     if not str(index).isdecimal():
         sys.exit(
-            f"the row names no task of the taskset: column index is {index!r}; put the position of the task there"
+            f"the row names no task of the taskset: column index is {index!r}; put the position of "
+            "the task there"
         )
-    found = next(itertools.islice(environment.taskset, int(index), None), None)
-    if found is None:
+    vf_task = next(itertools.islice(environment.taskset, int(index), None), None)
+    if vf_task is None:
         sys.exit(f"the taskset has no task {index}: column index is beyond its end")
-    return found
+    return vf_task
 
 
 async def play(identifier: str, task: dict[str, Any]) -> dict[str, float]:
@@ -47,10 +48,12 @@ async def play(identifier: str, task: dict[str, Any]) -> dict[str, float]:
             task_of(environment, task), ModelContext("policy", client)
         )
     if not episode.ok:
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        sys.exit(
-            "\n".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
-        )
+        errors = list(episode.errors)
+        for trace in episode.traces:
+            errors += trace.errors
+        lines = [f"{error.type}: {error.message}" for error in errors]
+        sys.exit("\n".join(lines) or "the episode failed")
+
     rewards: dict[str, float] = {}
     for trace in episode.traces:
         for name, reward in trace.rewards.items():
@@ -63,5 +66,5 @@ async def play(identifier: str, task: dict[str, Any]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    found = asyncio.run(play(sys.argv[1], json.load(sys.stdin)))
-    Path(os.environ["EPISODE_REWARD_FILE"]).write_text(json.dumps(found))
+    reward = asyncio.run(play(sys.argv[1], json.load(sys.stdin)))
+    Path(os.environ["EPISODE_REWARD_FILE"]).write_text(json.dumps(reward))

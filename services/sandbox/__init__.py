@@ -1,0 +1,19 @@
+"""The sandbox for programs of the model: code rewards and the tool `python`.
+
+    server                              bubblewrap: no network, no files, no other processes
+    ──────                              ─────────────────────────────────────────────────────
+    cases.py     parse_cases            inside.py: process 1, one for each run of a program
+       │ requests, without the              │ forks, for every case,
+       │ expected values                    ├─► the program      exec of its source, one call
+       ▼                                    │      ▲ │
+    sandbox.py   Sandbox.run ── job ──────► │      │ ▼ messages (program.py ◄─► remote.py)
+       ▲            │   ◄── a line a case ──┤      │ │
+       │            │                       └─► the test         only for tests in Python
+    Case.verdict ◄──┘
+       compares with the expected values; values.py carries the program's values between the two
+
+`command.py` builds the command line and the seccomp filters, `selftest.py` tries to break out
+before the first program runs, `meter.py` counts the time of processes. `inside`, `program`,
+`remote`, `values` and `meter` are also source text for the Python inside, which may be as old as
+3.8.
+"""

@@ -18,6 +18,8 @@ limit. `died`: its process ended before the test. `starved`: it got too little C
 `skipped`: not run, because the score was decided or the time for all cases was used up."""
 
 _RELATIVE = 1e-9
+_FORGED = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
+"""What the report of a program that forged it can raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +49,29 @@ class Case:
 
     def verdict(self, done: dict[str, Any]) -> CaseResult:
         """Returns the result of the case from the sandbox's report."""
-        status, seconds, detail = done["status"], float(done["seconds"]), str(done["detail"])
+        status = done["status"]
+        seconds = float(done["seconds"])
+        detail = str(done["detail"])
         if status != "done":
             return CaseResult(status, seconds, detail)
+
         kind = self.request["kind"]
         if kind == "code":
-            right = True
+            is_right = True
         elif kind == "stdin":
-            right = _lines(done["output"]) == _lines(self.expected)
+            is_right = _lines(done["output"]) == _lines(self.expected)
         else:
-            try:
-                value = decoded(json.loads(done["value"]))
-                same = value == self.expected if self.exact else _close(value, self.expected)
-                right = bool(same) == self.equal
-            except (
-                ValueError,
-                TypeError,
-                LookupError,
-                AttributeError,
-                RecursionError,
-                MemoryError,
-            ):
-                right = False  # the program forged the report
-        return CaseResult("passed" if right else "wrong", seconds, detail)
+            is_right = self._matches(done["value"])
+        return CaseResult("passed" if is_right else "wrong", seconds, detail)
+
+    def _matches(self, reported: str) -> bool:
+        """Whether the value that the program reported is as expected."""
+        try:
+            value = decoded(json.loads(reported))
+            same = value == self.expected if self.exact else _close(value, self.expected)
+            return bool(same) == self.equal
+        except _FORGED:
+            return False
 
 
 def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
@@ -79,8 +81,7 @@ def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
         cases: the column of the data set: a list, or JSON text of one, or one text of Python tests.
             Each is `{"input": text, "output": text}` (or `expected_output`): a program that reads
             standard input; `{"function": name, "args": [...], "kwargs": {...}, "output": value}`: a
-            call;
-            or a text: Python tests, usually one `assert` line.
+            call; or a text: Python tests, usually one `assert` line.
         where: the field, for errors.
 
     Raises:
@@ -100,35 +101,46 @@ def parse_cases(cases: Any, where: str = "test_cases") -> list[Case]:
             value=cases,
             remedy="give a list of at least one case",
         )
-    return [_parsed(case, f"{where}[{i}]") for i, case in enumerate(cases)]
+    return [_parse_case(case, f"{where}[{i}]") for i, case in enumerate(cases)]
 
 
-def _parsed(case: Any, where: str) -> Case:
+def _parse_case(case: Any, where: str) -> Case:
     if isinstance(case, str):
-        return _from_python(case, where)
-    if isinstance(case, dict):
-        key = next((key for key in ("output", "expected_output", "expected") if key in case), "")
-        expected = case.get(key)
-        name = case.get("function", case.get("fn_name"))
-        if isinstance(name, str) and key and isinstance(case.get("args", []), list):
-            request = {
-                "kind": "call",
-                "function": name,
-                "args": case.get("args", []),
-                "kwargs": case.get("kwargs", {}),
-            }
-            return Case(request, expected, exact=False)
-        if name is None and isinstance(expected, str) and isinstance(case.get("input", ""), str):
-            return Case({"kind": "stdin", "input": case.get("input", "")}, expected)
-    raise InvalidInput(
-        "this is not a test case",
-        field=where,
-        value=case,
-        remedy='give {"input": text, "output": text}, {"function": name, "args": [...], "output": value}, or an assert line',
-    )
+        return _parse_python_test(case, where)
+    parsed = _parse_mapping(case) if isinstance(case, dict) else None
+    if parsed is None:
+        raise InvalidInput(
+            "this is not a test case",
+            field=where,
+            value=case,
+            remedy='give {"input": text, "output": text}, {"function": name, "args": [...], '
+            '"output": value}, or an assert line',
+        )
+    return parsed
 
 
-def _from_python(text: str, where: str) -> Case:
+def _parse_mapping(case: dict[str, Any]) -> Case | None:
+    """Returns a case that calls a function or reads standard input; None for anything else."""
+    keys = [key for key in ("output", "expected_output", "expected") if key in case]
+    expected = case[keys[0]] if keys else None
+    name = case.get("function", case.get("fn_name"))
+    arguments = case.get("args", [])
+    text = case.get("input", "")
+
+    if isinstance(name, str) and keys and isinstance(arguments, list):
+        request = {
+            "kind": "call",
+            "function": name,
+            "args": arguments,
+            "kwargs": case.get("kwargs", {}),
+        }
+        return Case(request, expected, exact=False)
+    if name is None and isinstance(expected, str) and isinstance(text, str):
+        return Case({"kind": "stdin", "input": text}, expected)
+    return None
+
+
+def _parse_python_test(text: str, where: str) -> Case:
     """Parses a test in Python. `assert f(…) == literal` is compared outside; the sandbox never sees
     the literal.
     """
@@ -143,41 +155,50 @@ def _from_python(text: str, where: str) -> Case:
         ) from None
     if not tree.body:
         raise InvalidInput("the test is empty", field=where, value=text, remedy="remove the test")
-    test = (
-        tree.body[0].test if len(tree.body) == 1 and isinstance(tree.body[0], ast.Assert) else None
-    )
-    if (
-        isinstance(test, ast.Compare)
-        and len(test.ops) == 1
-        and isinstance(test.ops[0], (ast.Eq, ast.NotEq, ast.Is))
-    ):
-        for expression, literal in (
-            (test.left, test.comparators[0]),
-            (test.comparators[0], test.left),
-        ):
-            try:
-                expected = ast.literal_eval(literal)
-            except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                continue
-            if not _is_call(expression):
-                break
-            request = {"kind": "value", "expression": ast.unparse(expression)}
-            return Case(request, expected, equal=not isinstance(test.ops[0], ast.NotEq))
-    return Case({"kind": "code", "code": text})
+    return _parse_comparison(tree.body) or Case({"kind": "code", "code": text})
+
+
+def _parse_comparison(statements: list[ast.stmt]) -> Case | None:
+    """Returns the case of a single `assert f(…) == literal`, in either order; None for anything
+    else.
+    """
+    first = statements[0]
+    test = first.test if isinstance(first, ast.Assert) and len(statements) == 1 else None
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        return None
+    operator = test.ops[0]
+    if not isinstance(operator, (ast.Eq, ast.NotEq, ast.Is)):
+        return None
+
+    left = test.left
+    right = test.comparators[0]
+    for expression, literal in ((left, right), (right, left)):
+        try:
+            expected = ast.literal_eval(literal)
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        if not _is_call(expression):
+            return None
+        request = {"kind": "value", "expression": ast.unparse(expression)}
+        return Case(request, expected, equal=not isinstance(operator, ast.NotEq))
+    return None
 
 
 def _is_call(expression: ast.expr) -> bool:
     """Whether an expression only calls a function of the program. Anything else is evaluated in the
     test's process.
     """
-    if not isinstance(expression, ast.Call) or (
-        isinstance(expression.func, ast.Name) and hasattr(builtins, expression.func.id)
-    ):
+    if not isinstance(expression, ast.Call):
+        return False
+    function = expression.func
+    if isinstance(function, ast.Name) and hasattr(builtins, function.id):
         return False
     arguments = [*expression.args, *(keyword.value for keyword in expression.keywords)]
-    return not any(
-        isinstance(node, ast.Call) for argument in arguments for node in ast.walk(argument)
-    )
+    return not any(_contains_call(argument) for argument in arguments)
+
+
+def _contains_call(expression: ast.expr) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(expression))
 
 
 def _close(value: Any, expected: Any) -> bool:
@@ -202,12 +223,11 @@ def _close(value: Any, expected: Any) -> bool:
             sorted(value, key=_order), sorted(expected, key=_order)
         )
     if isinstance(expected, dict) and isinstance(value, dict):
-        keyed = {
-            key if isinstance(key, str) else json.dumps(key, default=repr): item
-            for key, item in value.items()
-        }
-        return keyed.keys() == expected.keys() and all(
-            _close(keyed[key], item) for key, item in expected.items()
+        by_text: dict[str, Any] = {}
+        for key, item in value.items():
+            by_text[key if isinstance(key, str) else json.dumps(key, default=repr)] = item
+        return by_text.keys() == expected.keys() and all(
+            _close(by_text[key], item) for key, item in expected.items()
         )
     return type(value) is type(expected) and bool(value == expected)
 

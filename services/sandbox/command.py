@@ -28,9 +28,11 @@ _SOURCES = {
 _FOR_TESTS = ("program.py", "remote.py")
 _SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/sbin")
 _OPTIONS = (
-    "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --as-pid-1 --die-with-parent "
-    "--new-session --cap-drop ALL --uid 65534 --gid 65534 --hostname sandbox --clearenv --setenv PATH /usr/bin:/bin "
-    "--setenv LANG C.UTF-8 --setenv OMP_NUM_THREADS 1 --setenv OPENBLAS_NUM_THREADS 1 "
+    "--unshare-user --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try "
+    "--as-pid-1 --die-with-parent --new-session --cap-drop ALL "
+    "--uid 65534 --gid 65534 --hostname sandbox "
+    "--clearenv --setenv PATH /usr/bin:/bin --setenv LANG C.UTF-8 "
+    "--setenv OMP_NUM_THREADS 1 --setenv OPENBLAS_NUM_THREADS 1 "
     "--ro-bind-try /etc/ld.so.cache /etc/ld.so.cache"
 )
 _CLONE_NEW = 0x7E020080  # every CLONE_NEW* namespace flag of clone
@@ -38,24 +40,39 @@ _CLONE_THREAD = 0x00010000
 _AF_UNIX = 1
 _F_SETPIPE_SZ = 1031
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-_BUFFER_SIZES = (
-    socket.SO_SNDBUF,
-    socket.SO_RCVBUF,
-    32,
-    33,
-)  # the last two: SO_SNDBUFFORCE, SO_RCVBUFFORCE
-_FORBIDDEN = {
-    "keys, tracing, kernel interfaces with a history of holes": "add_key keyctl request_key bpf perf_event_open "
-    "io_uring_setup io_uring_enter io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise "
-    "pidfd_getfd kcmp lookup_dcookie fanotify_init",
-    "namespaces and mounts": "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
-    "fspick mount_setattr name_to_handle_at open_by_handle_at",
-    "memory and messages that no limit of a process counts": "memfd_create memfd_secret shmget shmat shmctl msgget msgsnd "
-    "msgrcv msgctl semget semop semctl semtimedop mq_open mq_unlink vmsplice",
-    "the machine itself": "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct "
-    "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup iopl "
-    "ioperm",
-}
+_SO_SNDBUFFORCE = 32
+_SO_RCVBUFFORCE = 33
+_BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE)
+_FORBIDDEN = (
+    # keys, tracing, kernel interfaces with a history of holes
+    "add_key keyctl request_key bpf perf_event_open io_uring_setup io_uring_enter "
+    "io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp "
+    "lookup_dcookie fanotify_init "
+    # namespaces and mounts
+    "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
+    "fspick mount_setattr name_to_handle_at open_by_handle_at "
+    # memory and messages that no limit of a process counts
+    "memfd_create memfd_secret shmget shmat shmctl msgget msgsnd msgrcv msgctl semget semop semctl "
+    "semtimedop mq_open mq_unlink vmsplice "
+    # the machine itself
+    "init_module finit_module delete_module kexec_load kexec_file_load reboot swapon swapoff acct "
+    "quotactl syslog personality settimeofday clock_settime clock_adjtime adjtimex sethostname "
+    "setdomainname vhangup iopl ioperm"
+)
+_LOADER = """\
+import sys, types
+for name, source in {sources!r}.items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, 'exec'), module.__dict__)"""
+"""The program of a bare Python, which makes its modules from text."""
+_INSPECTION = (
+    "import json, sys; "
+    "print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2] >= (3, 8)]))"
+)
+
+
+_Rule = tuple[str, Any]
+"""A system call, and the condition on one of its arguments; None: it is denied in any case."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,12 @@ class Variant:
     any case."""
 
 
-VARIANTS = tuple(Variant(proc, userns) for proc in (True, False) for userns in (True, False))
+VARIANTS = (
+    Variant(proc=True, disable_userns=True),
+    Variant(proc=True, disable_userns=False),
+    Variant(proc=False, disable_userns=True),
+    Variant(proc=False, disable_userns=False),
+)
 """Best first."""
 
 
@@ -94,10 +116,10 @@ def unavailable(
 
 def find_bwrap() -> str:
     """Returns the path of bubblewrap. Raises ConfigError when it is not installed."""
-    found = shutil.which("bwrap")
-    if found is None:
+    path = shutil.which("bwrap")
+    if path is None:
         raise unavailable("the sandbox bubblewrap is not installed", "apt-get install bubblewrap")
-    return found
+    return path
 
 
 def interpreters(named: str) -> list[Interpreter]:
@@ -107,44 +129,40 @@ def interpreters(named: str) -> list[Interpreter]:
     """
     own = str(Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
     candidates = [named] if named else [own, "/usr/bin/python3", "/usr/local/bin/python3"]
-    found = [
-        python
-        for path in dict.fromkeys(candidates)
-        if (python := _inspected(path, bool(named))) is not None
-    ]
-    if not found:
-        remedy = "name an interpreter, for example /usr/bin/python3 (apt-get install python3)"
+    inspected = [_inspect(path, bool(named)) for path in dict.fromkeys(candidates)]
+    usable = [interpreter for interpreter in inspected if interpreter is not None]
+    if not usable:
         raise unavailable(
             "there is no Python interpreter for them",
-            remedy,
-            "reward.code_python",
-            named or candidates,
+            "name an interpreter, for example /usr/bin/python3 (apt-get install python3)",
+            field="reward.code_python",
+            value=named or candidates,
         )
-    return found
+    return usable
 
 
-def _inspected(path: str, packages: bool) -> Interpreter | None:
-    script = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, sys.version_info[:2] >= (3, 8)]))"
+def _inspect(path: str, packages: bool) -> Interpreter | None:
+    """Returns the interpreter at a path; None when it does not run or is too old."""
     try:
         done = subprocess.run(
-            [path, "-I", "-c", script],
+            [path, "-I", "-c", _INSPECTION],
             capture_output=True,
             text=True,
             timeout=30,
             env={"PATH": os.defpath},
         )
-        prefix, base, modern = json.loads(done.stdout)
+        prefix, base_prefix, is_supported = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
-    needed = {Path(prefix), Path(base), Path(path).resolve().parent.parent} - {Path("/")}
-    folders = sorted(
-        str(folder) for folder in needed if not any(map(folder.is_relative_to, _SYSTEM))
-    )
-    return Interpreter(path, tuple(folders), packages) if modern else None
+    if not is_supported:
+        return None
+    needed = {Path(prefix), Path(base_prefix), Path(path).resolve().parent.parent} - {Path("/")}
+    outside = [folder for folder in needed if not any(map(folder.is_relative_to, _SYSTEM))]
+    return Interpreter(path, tuple(sorted(map(str, outside))), packages)
 
 
 def bwrap_command(
-    bwrap: str, python: Interpreter, variant: Variant, filter_fd: int, tests: bool
+    bwrap: str, python: Interpreter, variant: Variant, *, filter_fd: int, tests: bool
 ) -> list[str]:
     """Returns the command line of a sandbox; docs/how-to/rewards.md explains its parts."""
     words = [bwrap, *_OPTIONS.split()]
@@ -168,17 +186,11 @@ def inside_command(python: Interpreter, tests: bool) -> list[str]:
     written in Python.
     """
     site = [] if python.packages else ["-S"]
-    files = {
-        name: Path(__file__).with_name(file)
-        for name, file in _SOURCES.items()
-        if tests or file not in _FOR_TESTS
-    }
-    sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    script = (
-        f"import sys, types\nfor name, source in {sources!r}.items():\n"
-        "    module = sys.modules[name] = types.ModuleType(name)\n    exec(compile(source, name, 'exec'), module.__dict__)"
-    )
-    return [python.executable, "-I", *site, "-B", "-c", script]
+    sources: dict[str, str] = {}
+    for name, file in _SOURCES.items():
+        if tests or file not in _FOR_TESTS:
+            sources[name] = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    return [python.executable, "-I", *site, "-B", "-c", _LOADER.format(sources=sources)]
 
 
 @cache
@@ -186,20 +198,23 @@ def base_filter() -> bytes:
     """Returns the BPF filter of the whole sandbox. Raises ConfigError when pyseccomp or libseccomp
     is missing.
     """
-    arg, equal, differs = _seccomp().Arg, _seccomp().MASKED_EQ, _seccomp().NE
-    rules: list[tuple[Any, ...]] = [(name,) for name in " ".join(_FORBIDDEN.values()).split()]
-    rules += [
-        ("clone", arg(0, equal, flag, flag))
-        for flag in (1 << bit for bit in range(32))
-        if _CLONE_NEW & flag
-    ]
-    rules.append(("socket", arg(0, differs, _AF_UNIX)))
-    rules += [("setsockopt", arg(2, equal, 0xFFFFFFFF, name)) for name in _BUFFER_SIZES]
-    rules.append(("fcntl", arg(1, equal, 0xFFFFFFFF, _F_SETPIPE_SZ)))
-    rules += [("ioctl", arg(1, equal, 0xFFFFFFFF, request)) for request in _TERMINAL_INPUT]
+    seccomp = _seccomp()
+
+    def equals(argument: int, value: int, mask: int = 0xFFFFFFFF) -> Any:
+        return seccomp.Arg(argument, seccomp.MASKED_EQ, mask, value)
+
+    rules: list[_Rule] = [(name, None) for name in _FORBIDDEN.split()]
+    for bit in range(32):
+        flag = 1 << bit
+        if _CLONE_NEW & flag:
+            rules.append(("clone", equals(0, flag, mask=flag)))
+    rules.append(("socket", seccomp.Arg(0, seccomp.NE, _AF_UNIX)))
+    rules += [("setsockopt", equals(2, option)) for option in _BUFFER_SIZES]
+    rules.append(("fcntl", equals(1, _F_SETPIPE_SZ)))
+    rules += [("ioctl", equals(1, request)) for request in _TERMINAL_INPUT]
     # clone3 takes its flags from memory, which a filter cannot read; if it is missing, the C
     # library uses clone.
-    return _compiled(rules, missing="clone3")
+    return _compile(rules, missing="clone3")
 
 
 @cache
@@ -207,8 +222,9 @@ def threads_only_filter() -> bytes:
     """Returns a program's filter: it may start threads but no processes. Raises ConfigError like
     `base_filter`.
     """
-    new_process = _seccomp().Arg(0, _seccomp().MASKED_EQ, _CLONE_THREAD, 0)
-    return _compiled([("fork",), ("vfork",), ("clone", new_process)])
+    seccomp = _seccomp()
+    not_a_thread = seccomp.Arg(0, seccomp.MASKED_EQ, _CLONE_THREAD, 0)
+    return _compile([("fork", None), ("vfork", None), ("clone", not_a_thread)])
 
 
 def _seccomp() -> Any:
@@ -220,26 +236,25 @@ def _seccomp() -> Any:
     return pyseccomp
 
 
-def _compiled(rules: list[tuple[Any, ...]], missing: str = "") -> bytes:
-    """Returns a filter that denies the calls in `rules` (name, arguments) and pretends the kernel
-    lacks `missing`.
-    """
+def _compile(rules: list[_Rule], missing: str = "") -> bytes:
+    """Returns a filter that denies the calls in `rules` and pretends the kernel lacks `missing`."""
     seccomp = _seccomp()
-    compiled = seccomp.SyscallFilter(seccomp.ALLOW)
+    syscalls = seccomp.SyscallFilter(seccomp.ALLOW)
     if missing:
-        rules = [*rules, (missing,)]
-    for name, *arguments in rules:
+        rules = [*rules, (missing, None)]
+    for name, condition in rules:
+        action = seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM)
+        conditions = () if condition is None else (condition,)
         try:
-            compiled.add_rule(
-                seccomp.ERRNO(errno.ENOSYS if name == missing else errno.EPERM), name, *arguments
-            )
+            syscalls.add_rule(action, name, *conditions)
         except (OSError, ValueError) as error:  # the kernel or libseccomp lacks this call
             if name in ("clone", "socket", "ptrace", "unshare"):
                 raise unavailable(
                     f"libseccomp cannot forbid {name}: {error}", "install a newer libseccomp2"
                 ) from None
+
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as program, os.fdopen(writer, "wb") as into:
-        compiled.export_bpf(into)  # a few kilobytes, which fit into a pipe
-        into.close()
-        return program.read()
+    with os.fdopen(reader, "rb") as source, os.fdopen(writer, "wb") as target:
+        syscalls.export_bpf(target)  # a few kilobytes, which fit into a pipe
+        target.close()
+        return source.read()

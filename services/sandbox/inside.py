@@ -2,12 +2,17 @@
 imports it.
 
 A bare Python gets its source with `-c`, so it uses only the standard library and reads no files. It
-is process 1 of its
-PID namespace and not dumpable: a program cannot kill it, trace it or open its descriptors. It
-writes `ready`, reads a
-job as a line of JSON, and writes a line of JSON for every case. It does not know the expected
-outputs: the server compares them. When its standard input ends it exits, and with it everything in
-the namespace.
+is process 1 of its PID namespace and not dumpable: a program cannot kill it, trace it or open its
+descriptors. It writes `ready`, reads a job as a line of JSON, and writes a line of JSON for every
+case. It does not know the expected outputs: the server compares them. When its standard input ends
+it exits, and with it everything in the namespace.
+
+Descriptors of a case's processes:
+
+                       0               1            2     3            4             5
+    a program          its input       its output   null  its result   -             -
+    a tested program   its input       its output   null  null         from the test to the test
+    the test           the server's    null         null  its result   from program  to program
 """
 
 from __future__ import annotations  # its Python may be older than the server's
@@ -26,27 +31,29 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from services.sandbox.meter import WALL_TIMES, Meter
 from services.sandbox.values import encoded
 
 Json = Any
-_PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 4, 38, 22, 2
+_PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
+_PR_SET_NO_NEW_PRIVS = 38
+_SECCOMP_MODE_FILTER = 2
 _CHUNK = 1 << 16
-_CHANNEL = (4, 5)  # descriptors for messages between the processes of a program and its test
+_RESULT_FD = 3
+_CHANNEL_IN = 4
+_CHANNEL_OUT = 5
 _LOOK_S = 0.05
+"""Time between two looks at the processes of a case."""
 
 
 def _prctl(*arguments: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if (
-        libc.prctl(
-            *(ctypes.c_void_p(value) for value in arguments),
-            *([ctypes.c_void_p(0)] * (5 - len(arguments))),
-        )
-        != 0
-    ):
+    words = [ctypes.c_void_p(value) for value in arguments]
+    words += [ctypes.c_void_p(0)] * (5 - len(words))
+    if libc.prctl(*words) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
 
 
@@ -62,7 +69,7 @@ def _forbid_processes(program: bytes) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(fprog))
 
 
-def _limit(job: Json) -> None:
+def _set_limits(job: Json) -> None:
     for name, value in (
         ("RLIMIT_AS", job["memory_bytes"]),
         ("RLIMIT_CPU", int(job["timeout_s"]) + 2),
@@ -83,25 +90,23 @@ def _limit(job: Json) -> None:
         resource.setrlimit(kind, (value, value))
 
 
-def _callee(expression: str, namespace: dict[str, Any]) -> Any:
-    """Returns the function that a case names; a method of `Solution` needs no prefix."""
-    if expression.isidentifier() and expression not in namespace and "Solution" in namespace:
-        return getattr(namespace["Solution"](), expression)
-    return eval(expression, namespace)  # noqa: S307
+# The work of a case's processes
 
 
-def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
+def _run_program(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
     """Runs the program of a case, in its own process, and returns a dictionary for the result
     pipe.
     """
-    kind, module = case["kind"], types.ModuleType("solution")
-    module.__name__ = module.__dict__["__name__"] = "__main__" if kind == "stdin" else "solution"
-    sys.modules[module.__name__] = module
+    kind = case["kind"]
+    name = "__main__" if kind == "stdin" else "solution"
+    module = types.ModuleType(name)
+    sys.modules[name] = module
     try:
         exec(compile(job["source"], "<program>", "exec"), module.__dict__)  # noqa: S102
     except SystemExit as error:
         if error.code not in (None, 0):
             return {"status": "error", "detail": f"SystemExit: {error.code}"}
+
     if kind == "stdin":
         if "threading" in sys.modules:  # a thread may do the program's work
             sys.modules["threading"]._shutdown()
@@ -110,46 +115,66 @@ def _outcome(job: Json, case: Json) -> dict[str, Any]:  # noqa: RET503
         function = _callee(case["function"], module.__dict__)
         return {"status": "done", "value": encoded(function(*case["args"], **case["kwargs"]))}
     if kind == "value":
-        test = compile(case["expression"], "<test>", "eval")
-        return {"status": "done", "value": encoded(eval(test, module.__dict__))}  # noqa: S307
+        expression = compile(case["expression"], "<test>", "eval")
+        return {"status": "done", "value": encoded(eval(expression, module.__dict__))}  # noqa: S307
     from services.sandbox.program import serve
 
-    serve(module.__dict__, *_CHANNEL)
+    serve(module.__dict__, _CHANNEL_IN, _CHANNEL_OUT)
 
 
-def _verdict(job: Json, case: Json) -> dict[str, Any]:
+def _callee(expression: str, namespace: dict[str, Any]) -> Any:
+    """Returns the function that a case names; a method of `Solution` needs no prefix."""
+    if expression.isidentifier() and expression not in namespace and "Solution" in namespace:
+        return getattr(namespace["Solution"](), expression)
+    return eval(expression, namespace)  # noqa: S307
+
+
+def _run_test(job: Json, case: Json) -> dict[str, Any]:
     """Runs the test of a case, in a separate process from the program's."""
-    text = None
-    while (
-        text is None
-    ):  # the test of an earlier case may still be there, whole or cut, when its process was killed
-        line = b""
-        while not line.endswith(b"\n"):
-            line += os.read(0, _CHUNK) or sys.exit("the server has ended")
-        with contextlib.suppress(ValueError):
-            index, content = json.loads(line)
-            text = content if index == case["index"] else None
+    text = _read_test(case["index"])
     from services.sandbox.remote import Test
 
-    Test(*_CHANNEL, 8 * job["output_bytes"]).run(text)
+    Test(_CHANNEL_IN, _CHANNEL_OUT, 8 * job["output_bytes"]).run(text)
     return {"status": "done"}
 
 
-def _forked(
+def _read_test(case_index: int) -> str:
+    """Returns the test of a case from the server.
+
+    The test of an earlier case may still be there, whole or cut, when its process was killed.
+    """
+    while True:
+        line = b""
+        while not line.endswith(b"\n"):
+            data = os.read(0, _CHUNK)
+            if not data:
+                sys.exit("the server has ended")
+            line += data
+        with contextlib.suppress(ValueError):
+            index, text = json.loads(line)
+            if index == case_index:
+                return str(text)
+
+
+# Starting them
+
+
+def _fork(
     job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
 ) -> int:
     """Starts a process of a case with `fds` as its descriptors 0, 1, 2, …; it writes what `work`
     returns to 3.
     """
-    if pid := os.fork():
+    pid = os.fork()
+    if pid != 0:
         return pid
     try:
-        _child(job, case, fds, work)
+        _run_child(job, case, fds, work)
     finally:
         os._exit(2)
 
 
-def _child(
+def _run_child(
     job: Json, case: Json, fds: tuple[int, ...], work: Callable[[Json, Json], dict[str, Any]]
 ) -> NoReturn:
     for target, fd in enumerate(fds):
@@ -158,13 +183,19 @@ def _child(
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     sys.argv = ["program"]
-    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # as `site` defines them, which a bare Python lacks
-    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
-        signal.signal(sig, signal.SIG_DFL)
-    _limit(job)
+    # As `site` defines them, which a bare Python lacks.
+    builtins.exit = sys.exit  # type: ignore[assignment]
+    builtins.quit = sys.exit  # type: ignore[assignment]
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
+    _set_limits(job)
     if job["filter"]:
         _forbid_processes(base64.b64decode(job["filter"]))
-    exit_now, write, dumps = os._exit, os.write, json.dumps  # a program may replace them
+
+    # A program may replace them.
+    exit_now = os._exit
+    write = os.write
+    dumps = json.dumps
     try:
         outcome = work(job, case)
         sys.stdout.flush()
@@ -176,182 +207,226 @@ def _child(
             outcome["detail"] = f"{type(error).__name__}: {error}"[:200]
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
+
     try:
         content = dumps(outcome).encode()
     except BaseException:
         content = b'{"status": "memory", "detail": "MemoryError"}'
     while content:
-        content = content[write(3, content) :]
+        content = content[write(_RESULT_FD, content) :]
     exit_now(0)
 
 
-def _late(meter: Meter, job: Json, limit_s: float) -> str | None:
-    """Returns `timeout` for a process that used up its time, `starved` for one that got too little
-    CPU, else None.
-    """
-    return (
-        "timeout"
-        if meter.read() >= limit_s
-        else "starved"
-        if meter.wall_s >= WALL_TIMES * job["timeout_s"]
-        else None
-    )
+# Watching them
+
+
+class _Deadline:
+    """Tells when the processes of a case have used up their time."""
+
+    def __init__(self, meter: Meter, limit_s: float, max_wall_s: float) -> None:
+        self._meter = meter
+        self._limit_s = limit_s
+        self._max_wall_s = max_wall_s
+        self._looked_at = time.monotonic()
+
+    def look(self) -> str | None:
+        """Returns `timeout` for processes that used up their time, `starved` for those that got too
+        little CPU, else None; looks at most every `_LOOK_S`.
+        """
+        if time.monotonic() <= self._looked_at + _LOOK_S:
+            return None
+        status = None
+        if self._meter.read() >= self._limit_s:
+            status = "timeout"
+        elif self._meter.wall_s >= self._max_wall_s:
+            status = "starved"
+        self._looked_at = time.monotonic()
+        return status
+
+
+class _Pipes(NamedTuple):
+    """This process's ends of the pipes to a case's processes."""
+
+    stdin: int
+    stdout: int
+    result: int
 
 
 def _exchange(
-    job: Json, case: Json, pipes: tuple[int, ...], meter: Meter, limit_s: float
+    case: Json, pipes: _Pipes, max_bytes: int, deadline: _Deadline
 ) -> tuple[str | None, bytes, bytes]:
-    """Feeds and drains a case's process until its pipes end, and returns its status or None, its
-    output and its result.
+    """Feeds and drains a case's processes until their pipes end, and returns their status or None,
+    their output and their result.
     """
-    write_in, read_out, read_result = pipes
-    given = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
-    got = {read_out: bytearray(), read_result: bytearray()}
+    stdin_left = memoryview(case.get("input", "").encode("utf-8", "surrogateescape"))
+    stdin_is_open = True
+    received = {pipes.stdout: bytearray(), pipes.result: bytearray()}
+    open_fds = set(received)
     poll = select.poll()
     poll.register(0, 0)  # its end; the test of the case may wait in it
-    for fd in got:
+    for fd in received:
         poll.register(fd, select.POLLIN)
-    os.set_blocking(write_in, False)
-    poll.register(write_in, select.POLLOUT)
-    open_fds, status, looked = set(got), None, time.monotonic()
-    while open_fds and (read_result in open_fds or case["kind"] != "code"):
+    os.set_blocking(pipes.stdin, False)
+    poll.register(pipes.stdin, select.POLLOUT)
+
+    status = None
+    # A tested program may outlive its test, whose result ends the case.
+    while open_fds and (pipes.result in open_fds or case["kind"] != "code"):
         for fd, _ in poll.poll(_LOOK_S * 1000):
             if fd == 0:
-                _give_up()
-            if fd == write_in:
-                try:
-                    given = given[os.write(fd, given[:_CHUNK]) :] if given else given
-                except BlockingIOError:
-                    continue
-                except BrokenPipeError:
-                    given = given[len(given) :]
-                if not given:
+                _exit_with_all()
+            if fd == pipes.stdin:
+                stdin_left = _write_some(fd, stdin_left)
+                if not stdin_left:
                     poll.unregister(fd)
                     os.close(fd)
-                    write_in = -1
+                    stdin_is_open = False
                 continue
             data = os.read(fd, _CHUNK)
-            got[fd] += data
+            received[fd] += data
             if not data:
                 poll.unregister(fd)
                 open_fds.discard(fd)
-            elif len(got[fd]) > job["output_bytes"]:
+            elif len(received[fd]) > max_bytes:
                 status = "output"
-        if not status and time.monotonic() > looked + _LOOK_S:
-            status, looked = _late(meter, job, limit_s), time.monotonic()
+        status = status or deadline.look()
         if status:
             break
-    if write_in >= 0:
-        os.close(write_in)
-    return status, bytes(got[read_out]), bytes(got[read_result])
+
+    if stdin_is_open:
+        os.close(pipes.stdin)
+    return status, bytes(received[pipes.stdout]), bytes(received[pipes.result])
+
+
+def _write_some(fd: int, content: memoryview) -> memoryview:
+    """Writes what the pipe takes now; returns what is left, nothing if nobody reads it."""
+    if not content:
+        return content
+    try:
+        return content[os.write(fd, content[:_CHUNK]) :]
+    except BlockingIOError:
+        return content
+    except BrokenPipeError:
+        return content[len(content) :]
 
 
 def _run_case(job: Json, case: Json, left_s: float) -> tuple[dict[str, Any], float]:
     """Runs one case; returns its result and the time that counts towards all cases, at most its own
     limit.
     """
-    (read_in, write_in), (read_out, write_out), (read_result, write_result) = (
-        os.pipe(),
-        os.pipe(),
-        os.pipe(),
-    )
-    null, inside = os.open(os.devnull, os.O_RDWR), [read_in, write_out, write_result]
+    # In this order: `_run_child` copies descriptors to lower numbers.
+    stdin, write_stdin = os.pipe()
+    read_stdout, stdout = os.pipe()
+    read_result, result_fd = os.pipe()
+    null = os.open(os.devnull, os.O_RDWR)
+    given_away = [null, stdin, stdout, result_fd]
     if case["kind"] == "code":
-        (program_in, test_out), (test_in, program_out) = os.pipe(), os.pipe()
-        pids = [
-            _forked(job, case, (read_in, write_out, null, null, program_in, program_out), _outcome)
-        ]
+        program_in, test_out = os.pipe()
+        test_in, program_out = os.pipe()
+        given_away += [program_in, test_out, test_in, program_out]
+        program_fds = (stdin, stdout, null, null, program_in, program_out)
+        pids = [_fork(job, case, program_fds, _run_program)]
         print('"test"', flush=True)  # only now: no process that runs the program has ever held it
-        pids.append(_forked(job, case, (0, null, null, write_result, test_in, test_out), _verdict))
-        inside += [program_in, test_out, test_in, program_out]
+        test_fds = (0, null, null, result_fd, test_in, test_out)
+        pids.append(_fork(job, case, test_fds, _run_test))
     else:
-        pids = [_forked(job, case, (read_in, write_out, null, write_result), _outcome)]
-    for fd in (null, *inside):
+        pids = [_fork(job, case, (stdin, stdout, null, result_fd), _run_program)]
+    for fd in given_away:
         os.close(fd)
-    meter, limit_s = Meter(*pids), min(left_s, job["timeout_s"])
-    status, output, raw = _exchange(job, case, (write_in, read_out, read_result), meter, limit_s)
-    os.close(read_out)
+
+    meter = Meter(*pids)
+    limit_s = min(left_s, job["timeout_s"])
+    deadline = _Deadline(meter, limit_s, max_wall_s=WALL_TIMES * job["timeout_s"])
+    pipes = _Pipes(stdin=write_stdin, stdout=read_stdout, result=read_result)
+    status, output, raw_result = _exchange(case, pipes, job["output_bytes"], deadline)
+    os.close(read_stdout)
     os.close(read_result)
+
+    # Without a status the last process, whose result it was, ends by itself.
     for pid in pids if status else pids[:-1]:
         os.kill(pid, signal.SIGKILL)
-    late, ended = _reaped(pids, meter, job, limit_s)
-    result = {"seconds": meter.wall_s, "detail": "", "status": status or late}
+    late_status, wait_status = _reap(pids, deadline)
+    result = {"seconds": meter.wall_s, "detail": "", "status": status or late_status}
     if not result["status"]:
-        result.update(_finished(case, ended, output, raw))
-    return result, min(
-        meter.read(), limit_s
-    )  # a slow look at the meter must not cost the next cases their time
+        result.update(_finished(case, wait_status, output, raw_result))
+    # A slow look at the meter must not cost the next cases their time.
+    return result, min(meter.read(), limit_s)
 
 
-def _finished(case: Json, ended: int, output: bytes, raw: bytes) -> dict[str, Any]:
+def _finished(case: Json, wait_status: int, output: bytes, raw_result: bytes) -> dict[str, Any]:
     """Returns the result of a case's process that ended by itself."""
+    done = {"status": "done", "output": output.decode("utf-8", "replace"), "value": "null"}
     try:
-        outcome = json.loads(raw)
-        said, value = outcome.pop("status"), json.dumps(outcome.get("value"))
+        outcome = json.loads(raw_result)
+        status = outcome["status"]
+        value = json.dumps(outcome.get("value"))
     except Exception:  # a program can write into this pipe too
-        value = "null"
-        code = os.WEXITSTATUS(ended) if os.WIFEXITED(ended) else -os.WTERMSIG(ended)
+        exited = os.WIFEXITED(wait_status)
+        code = os.WEXITSTATUS(wait_status) if exited else -os.WTERMSIG(wait_status)
         if code == 0 and case["kind"] == "stdin":  # os._exit(0) after its output
-            outcome, said = {}, "done"
-        else:
-            return {"status": "died", "detail": f"ended with status {code}"}
-    if said != "done":
-        return {
-            "status": said if said in ("error", "memory") else "died",
-            "detail": str(outcome.get("detail", ""))[:200],
-        }
-    return {"status": "done", "output": output.decode("utf-8", "replace"), "value": value}
+            return done
+        return {"status": "died", "detail": f"ended with status {code}"}
+
+    if status == "done":
+        return dict(done, value=value)
+    return {
+        "status": status if status in ("error", "memory") else "died",
+        "detail": str(outcome.get("detail", ""))[:200],
+    }
 
 
-def _give_up() -> NoReturn:
-    """Ends this process, and as process 1 all others, because the server has closed the
-    connection.
-    """
-    os.killpg(0, signal.SIGKILL) if os.getpid() != 1 else os._exit(0)
-    raise AssertionError
-
-
-def _reaped(pids: list[int], meter: Meter, job: Json, limit_s: float) -> tuple[str | None, int]:
+def _reap(pids: list[int], deadline: _Deadline) -> tuple[str | None, int]:
     """Returns why the last of a case's processes was killed late, or None, and its wait status."""
     *others, pid = pids
     for other in others:
         os.waitpid(other, 0)
-    late, looked = None, time.monotonic()
+
+    late_status: str | None = None
+    server = select.poll()
+    server.register(0, 0)
     while True:
-        found, status = os.waitpid(pid, 0 if late else os.WNOHANG)
-        if found:
+        ended, wait_status = os.waitpid(pid, 0 if late_status else os.WNOHANG)
+        if ended:
             break
-        if time.monotonic() > looked + _LOOK_S:
-            late, looked = _late(meter, job, limit_s), time.monotonic()
-        if late:
+        late_status = deadline.look()
+        if late_status:
             os.kill(pid, signal.SIGKILL)
-        else:
-            ended = select.poll()
-            ended.register(0, 0)
-            if ended.poll(1):
-                _give_up()
+        elif server.poll(1):
+            _exit_with_all()
+
     if os.getpid() == 1:  # kill everything that the process left behind
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 os.waitpid(-1, 0)
-    return late, status
+    return late_status, wait_status
+
+
+def _exit_with_all() -> NoReturn:
+    """Ends this process, and as process 1 all others, because the server has closed the
+    connection.
+    """
+    if os.getpid() == 1:
+        os._exit(0)
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError
 
 
 def main() -> None:
     """Writes `ready`, reads a job and runs its cases until its total time is used up."""
     if sys.platform == "linux":
         _prctl(_PR_SET_DUMPABLE, 0)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Python's own handler would let a program interrupt process 1
+    # Python's own handler would let a program interrupt process 1.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     out = sys.stdout.buffer
     out.write(b"ready\n")
     out.flush()
     job = json.loads(sys.stdin.buffer.readline())
     gc.freeze()
-    left_s, starved_at = job["total_s"], time.monotonic() + WALL_TIMES * job["total_s"]
+
+    left_s = job["total_s"]
+    starved_at = time.monotonic() + WALL_TIMES * left_s
     for index, case in enumerate(job["cases"]):
         if left_s <= 0:
             break

@@ -7,6 +7,8 @@ import time
 
 WALL_TIMES = 10
 """Maximum wall time, as a multiple of the time counted by `Meter`."""
+_BUSY = "RD"
+"""States of a thread that runs, or that waits for a disk."""
 
 
 class Meter:
@@ -18,13 +20,12 @@ class Meter:
     """
 
     def __init__(self, *pids: int) -> None:
-        self._pids, self._started, self._used_s, self._processor_s = (
-            pids,
-            time.monotonic(),
-            0.0,
-            0.0,
-        )
-        self._seen, self._processor_s = self._started, self._look()[0]
+        self._pids = pids
+        self._started = time.monotonic()
+        self._counted_s = 0.0
+        self._read_at = self._started
+        self._cpu_s = 0.0
+        self._cpu_s, _ = self._look()
 
     @property
     def wall_s(self) -> float:
@@ -33,27 +34,37 @@ class Meter:
 
     def read(self) -> float:
         """Returns the counted seconds since the start."""
-        now, (processor_s, waits) = time.monotonic(), self._look()
-        self._used_s += max(processor_s - self._processor_s, now - self._seen if waits else 0.0)
-        self._seen, self._processor_s = now, processor_s
-        return self._used_s
+        now = time.monotonic()
+        cpu_s, waits = self._look()
+        waited_s = now - self._read_at if waits else 0.0
+        self._counted_s += max(cpu_s - self._cpu_s, waited_s)
+        self._read_at = now
+        self._cpu_s = cpu_s
+        return self._counted_s
 
     def _look(self) -> tuple[float, bool]:
         """Returns the CPU seconds so far, and whether all threads are waiting."""
-        ticks, waits = 0, True
+        ticks = 0
+        waits = True
         try:
             for pid in self._pids:
                 state, *numbers = self._stat(f"/proc/{pid}/stat")
-                ticks += int(numbers[10]) + int(numbers[11])
-                waits = waits and state not in "RD"
-            for pid in self._pids if waits else ():
-                for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
-                    waits = waits and self._stat(f"/proc/{pid}/task/{thread}/stat")[0] not in "RD"
+                ticks += int(numbers[10]) + int(numbers[11])  # user and system time
+                waits = waits and state not in _BUSY
+            if waits:
+                waits = all(self._threads_wait(pid) for pid in self._pids)
         except (OSError, ValueError, IndexError):
-            return self._processor_s, True
+            return self._cpu_s, True
         return ticks / os.sysconf("SC_CLK_TCK"), waits
+
+    def _threads_wait(self, pid: int) -> bool:
+        threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208
+        return all(
+            self._stat(f"/proc/{pid}/task/{thread}/stat")[0] not in _BUSY for thread in threads
+        )
 
     @staticmethod
     def _stat(path: str) -> list[str]:
+        """Returns the fields after the name of the program, which may contain spaces."""
         with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123
             return file.read().rpartition(")")[2].split()

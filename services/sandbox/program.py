@@ -8,6 +8,7 @@ calls functions, and uses objects, to which the test holds references.
 from __future__ import annotations  # its Python may be older than the server's
 
 import base64
+import builtins
 import collections
 import io
 import json
@@ -22,34 +23,48 @@ from typing import Any, NoReturn
 from services.sandbox.values import encoded
 
 _PLAIN: tuple[Any, ...] = (
-    bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict, type(None), type(...),
-    type({}.keys()), type({}.items())
+    bool, int, float, complex, str, bytes, bytearray, list, tuple, set, frozenset, dict,
+    type(None), type(...), type({}.keys()), type({}.items())
 )  # fmt: skip
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 PURE = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq itertools json math numpy operator random re "
-    "statistics string typing"
-)
+    "bisect", "cmath", "collections", "copy", "datetime", "decimal", "fractions", "functools",
+    "heapq", "itertools", "json", "math", "numpy", "operator", "random", "re", "statistics",
+    "string", "typing",
+)  # fmt: skip
 """Modules whose functions a test may find among the program's names; the test's process imports
 them itself."""
-BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
-COMPARED = "lt le gt ge eq ne"
-UNARY = "neg pos invert abs"
-# The operations of a test on an object of the program.
-ACTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name)
-    for name in f"{BINARY} {COMPARED} {UNARY} getitem setitem delitem contains".split()
-}
-ACTIONS.update(
-    (function.__name__, function)
-    for function in (iter, next, len, bool, str, repr, format, isinstance)
-)
-ACTIONS.update((function.__name__, function) for function in (getattr, setattr, delattr))
-ACTIONS.update(
-    call=lambda function, *args, **kwargs: function(*args, **kwargs),
-    enter=lambda manager: type(manager).__enter__(manager),
-    exit=lambda manager: type(manager).__exit__(manager, None, None, None),
-)
+BINARY = (
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
+    "lshift", "rshift",
+)  # fmt: skip
+COMPARED = ("lt", "le", "gt", "ge", "eq", "ne")
+UNARY = ("neg", "pos", "invert", "abs")
+_ITEMS = ("getitem", "setitem", "delitem", "contains")
+_BUILTINS = (
+    "iter", "next", "len", "bool", "str", "repr", "format", "isinstance", "getattr", "setattr",
+    "delattr",
+)  # fmt: skip
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _enter(manager: Any) -> Any:
+    return type(manager).__enter__(manager)
+
+
+def _exit(manager: Any) -> Any:
+    return type(manager).__exit__(manager, None, None, None)
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {"call": _call, "enter": _enter, "exit": _exit}
+"""The operations of a test on an object of the program."""
+for _name in BINARY + COMPARED + UNARY + _ITEMS:
+    ACTIONS[_name] = getattr(operator, _name)
+for _name in _BUILTINS:
+    ACTIONS[_name] = getattr(builtins, _name)
 
 
 class _Local:
@@ -72,7 +87,9 @@ class Program:
     """The program's side: executes the requests of the test's process."""
 
     def __init__(self, namespace: dict[str, Any], read_fd: int, write_fd: int) -> None:
-        self._namespace, self._in, self._out = namespace, os.fdopen(read_fd, "rb"), write_fd
+        self._namespace = namespace
+        self._in = os.fdopen(read_fd, "rb")
+        self._out = write_fd
         self._objects: dict[int, Any] = {}
         self._locals: dict[int, _Local] = {}
 
@@ -84,7 +101,7 @@ class Program:
             kind, *content = json.loads(line)
             if kind == until:
                 return content
-            self._send(self._done(kind, content))
+            self._send(self._reply(kind, content))
         os._exit(0)
 
     def ask(self, action: str, key: int, *args: Any) -> Any:
@@ -101,45 +118,50 @@ class Program:
         while content:
             content = content[os.write(self._out, content) :]
 
-    def _done(self, kind: str, content: list[Any]) -> list[Any]:
+    def _reply(self, kind: str, content: list[Any]) -> list[Any]:
+        """Returns the reply to a request: `ok` with its result, or `raise` with the error."""
         try:
             if kind == "names":
-                return [
-                    "ok",
-                    {
-                        name: self._named(self._namespace[name])
-                        for name in content[0]
-                        if name in self._namespace
-                    },
-                ]
-            args, kwargs = self._loads(content[1])
-            before = [
-                (i, arg, self._encoded(arg)) for i, arg in enumerate(args) if type(arg) in MUTABLE
-            ]
-            value = ACTIONS[content[0]](*args, **kwargs)
-            changed = [[i, now] for i, arg, was in before if (now := self._encoded(arg)) != was]
-            return ["ok", self._encoded(value), changed]
+                return self._look_up(content[0])
+            return self._act(content[0], content[1])
         except BaseException as error:
-            return [
-                "raise",
-                self._encoded(type(error)),
-                [encoded(arg) for arg in error.args if isinstance(arg, (str, int))],
-            ]
+            args = [encoded(arg) for arg in error.args if isinstance(arg, (str, int))]
+            return ["raise", self._encoded(type(error)), args]
 
-    def _named(self, value: Any) -> list[Any]:
+    def _look_up(self, names: list[str]) -> list[Any]:
+        values: dict[str, list[Any]] = {}
+        for name in names:
+            if name in self._namespace:
+                values[name] = self._encoded_global(self._namespace[name])
+        return ["ok", values]
+
+    def _act(self, action: str, arguments: str) -> list[Any]:
+        """Performs an action; the reply has its value, and the arguments that it changed."""
+        args, kwargs = self._loads(arguments)
+        before: dict[int, list[Any]] = {}
+        for i, arg in enumerate(args):
+            if type(arg) in MUTABLE:
+                before[i] = self._encoded(arg)
+
+        value = ACTIONS[action](*args, **kwargs)
+        changed = []
+        for i, content in before.items():
+            now = self._encoded(args[i])
+            if now != content:
+                changed.append([i, now])
+        return ["ok", self._encoded(value), changed]
+
+    def _encoded_global(self, value: Any) -> list[Any]:
+        """Encodes what a name of the program means; what both can import is named, not sent."""
         if isinstance(value, types.ModuleType):
             return ["import", value.__name__, ""]
-        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-        if (
-            isinstance(module, str)
-            and module in sys.modules
-            and getattr(sys.modules[module], str(name), None) is value
-        ):
-            return (
-                ["import", module, name]
-                if module.lstrip("_") in PURE.split()
-                else self._encoded(value)
-            )
+        module = getattr(value, "__module__", None)
+        name = getattr(value, "__qualname__", "")
+        if not isinstance(module, str) or module not in sys.modules:
+            return self._encoded(value)
+        is_pure = module.lstrip("_") in PURE
+        if is_pure and getattr(sys.modules[module], str(name), None) is value:
+            return ["import", module, name]
         return self._encoded(value)
 
     def _encoded(self, value: Any, depth: int = 0) -> list[Any]:
@@ -150,27 +172,20 @@ class Program:
         self._objects[id(value)] = value
         if isinstance(value, type) and issubclass(value, BaseException):
             base = next(kind for kind in value.__mro__ if kind.__module__ == "builtins")
-            return [
-                "exception",
-                id(value) if base is not value else 0,
-                value.__name__,
-                base.__name__,
-            ]
-        plain = isinstance(value, _PLAIN) or any(
-            hasattr(type(value), name) for name in ("tolist", "__index__", "__float__")
-        )
-        return ["object", id(value), encoded(value) if plain else None]
+            key = 0 if value is base else id(value)
+            return ["exception", key, value.__name__, base.__name__]
+        converts = any(hasattr(type(value), name) for name in ("tolist", "__index__", "__float__"))
+        has_plain_value = converts or isinstance(value, _PLAIN)
+        return ["object", id(value), encoded(value) if has_plain_value else None]
 
     def _loads(self, content: str) -> Any:
         return _Unpickler(io.BytesIO(base64.b64decode(content)), self).load()
 
     def referred(self, kind: str, key: int) -> Any:
         """Returns an object of the program, or a stand-in for an object of the test."""
-        return (
-            self._objects[key]
-            if kind == "object"
-            else self._locals.setdefault(key, _Local(self, key))
-        )
+        if kind == "object":
+            return self._objects[key]
+        return self._locals.setdefault(key, _Local(self, key))
 
 
 class _Unpickler(pickle.Unpickler):

@@ -40,15 +40,16 @@ class _Pickler(pickle.Pickler):
         kind = type(value)
         if kind is Remote:
             return "object", _key(value)
-        if kind.__module__ == _TEST or (
-            getattr(value, "__module__", None) == _TEST and callable(value)
-        ):
+        is_function_of_test = getattr(value, "__module__", None) == _TEST and callable(value)
+        if kind.__module__ == _TEST or is_function_of_test:
             self._test.locals[id(value)] = value
             return "local", id(value)
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        return (iter, (list(value),)) if isinstance(value, types.GeneratorType) else NotImplemented
+        if isinstance(value, types.GeneratorType):
+            return iter, (list(value),)
+        return NotImplemented
 
 
 class Test:
@@ -57,26 +58,28 @@ class Test:
     """
 
     def __init__(self, read_fd: int, write_fd: int, limit: int) -> None:
-        self._in, self._out, self._limit = (
-            os.fdopen(read_fd, "rb"),
-            os.fdopen(write_fd, "wb"),
-            limit,
-        )
+        self._in = os.fdopen(read_fd, "rb")
+        self._out = os.fdopen(write_fd, "wb")
+        self._limit = limit
+        """Bytes of one message of the program."""
         self._remotes: dict[int, Any] = {}
         self.locals: dict[int, Any] = {}
+        """Objects of the test to which the program has references."""
 
     def run(self, text: str) -> None:
         """Runs a test. Raises whatever the test raises."""
         code = compile(text, "<test>", "exec")
         names = sorted(_names(code) - set(dir(builtins)))
-        found = self._request(
-            ["names", names],
-            lambda reply: {name: self._decoded(value) for name, value in reply[0].items()},
-        )
+
+        def decode_names(reply: list[Any]) -> dict[str, Any]:
+            return {name: self._decoded(value) for name, value in reply[0].items()}
+
+        values = self._request(["names", names], decode_names)
+        namespace: dict[str, Any] = {}
+        for name, value in values.items():
+            if name in names and value is not _ABSENT:
+                namespace[name] = value
         module = types.ModuleType("solution")
-        namespace = {
-            name: value for name, value in found.items() if name in names and value is not _ABSENT
-        }
         module.__dict__.update(namespace)
         sys.modules["solution"] = module
         exec(code, {**namespace, "__name__": _TEST})  # noqa: S102
@@ -99,17 +102,17 @@ class Test:
         objects equal none.
         """
         plain = [_plain(arg) for arg in args]
-        if action in ("eq", "ne") and args[0] is args[1]:
+        compares = action in ("eq", "ne")
+        if compares and args[0] is args[1]:
             return action == "eq"
-        if all(arg is not _ABSENT for arg in plain):
+        if all(value is not _ABSENT for value in plain):
             return ACTIONS[action](*plain)
-        mine = any(type(arg) is not Remote or _plain(arg) is not _ABSENT for arg in args)
-        if mine and action in ("eq", "ne"):
+        some_are_plain = any(map(_is_plain, args))
+        if some_are_plain and compares:
             return action == "ne"
+
         result = self.do(action, *args)
-        if (mine or len(args) == 1) and (
-            type(result) is not Remote or _plain(result) is not _ABSENT
-        ):
+        if _is_plain(result) and (some_are_plain or len(args) == 1):
             raise TypeError(
                 f"an object of the program and a value of the test do not support {action}"
             )
@@ -126,19 +129,27 @@ class Test:
             if kind == "ok":
                 return result(reply)
             if kind == "raise":
-                kind, args = self._decoded(reply[0]), [decoded(arg) for arg in reply[1]]
-                raise kind(*args) if issubclass(kind, Exception) else RuntimeError(kind.__name__)
-            self._out.write(
-                json.dumps(["answer", self._dumps(self._asked(*reply))]).encode() + b"\n"
-            )
+                raise self._error(reply[0], reply[1])
+            action, key, content = reply
+            answer = self._dumps(self._asked(action, key, content))
+            self._out.write(json.dumps(["answer", answer]).encode() + b"\n")
             self._out.flush()
+
+    def _error(self, kind: Any, args: list[Any]) -> Exception:
+        """Returns the exception that the program raised."""
+        error_class = self._decoded(kind)
+        if not issubclass(error_class, Exception):
+            return RuntimeError(error_class.__name__)
+        error: Exception = error_class(*[decoded(arg) for arg in args])
+        return error
 
     def _asked(self, action: str, key: int, content: list[Any]) -> tuple[Any, Exception | None]:
         """Executes the program's request on an object of the test: a call, or access to a public
         attribute.
         """
         try:
-            target, args = self.locals[key], [self._decoded(arg) for arg in content]
+            target = self.locals[key]
+            args = [self._decoded(arg) for arg in content]
             if action == "call":
                 return target(*args), None
             name = str(args[0])
@@ -175,35 +186,38 @@ class Test:
         if key not in self._remotes:
             if kind == "exception":
                 base = self._other(kind, 0, content[1])
-                self._remotes[key] = type(
-                    str(content[0]), (base if issubclass(base, Exception) else Exception,), {}
-                )
+                bases = (base if issubclass(base, Exception) else Exception,)
+                self._remotes[key] = type(str(content[0]), bases, {})
             else:
                 self._remotes[key] = Remote(self, int(key), _ABSENT)
-        found = self._remotes[key]
-        if kind == "object" and type(found) is Remote:
-            _note(found, _ABSENT if content[0] is None else decoded(content[0]))
-        return found
+        remote = self._remotes[key]
+        if kind == "object" and type(remote) is Remote:
+            _set_plain(remote, _ABSENT if content[0] is None else decoded(content[0]))
+        return remote
 
 
 _ABSENT: Any = object()
+"""The plain value of an object that has none."""
 
 
 def _names(code: types.CodeType) -> set[str]:
-    inner = [
-        _names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)
-    ]
-    return set(code.co_names).union(*inner)
+    """Returns all names in a test, also those in its functions."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
 
 
-def _imported(module: str, name: str) -> Any:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", module) or (
-        name and module.lstrip("_") not in PURE.split()
-    ):
+def _imported(module_name: str, name: str) -> Any:
+    """Returns a module, or the function `name` of a pure one; `_ABSENT` for anything else."""
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", module_name):
+        return _ABSENT
+    if name and module_name.lstrip("_") not in PURE:
         return _ABSENT
     try:
-        found = importlib.import_module(module)
-        return getattr(found, name) if name else found
+        module = importlib.import_module(module_name)
+        return getattr(module, name) if name else module
     except (ImportError, AttributeError):
         return _ABSENT
 
@@ -214,7 +228,10 @@ def _overwrite(local: Any, content: Any) -> None:
         local[:] = content
         return
     local.clear()
-    getattr(local, "extend" if isinstance(local, (list, collections.deque)) else "update")(content)
+    if isinstance(local, (list, collections.deque)):
+        local.extend(content)
+    else:
+        local.update(content)
 
 
 class Remote:
@@ -223,8 +240,10 @@ class Remote:
     __slots__ = ("_Remote__key", "_Remote__plain", "_Remote__test")
 
     def __init__(self, test: Test, key: int, plain: Any) -> None:
-        for name, value in (("test", test), ("key", key), ("plain", plain)):
-            object.__setattr__(self, f"_Remote__{name}", value)
+        # Attributes of a Remote are the program's, so its own are set behind its back.
+        object.__setattr__(self, "_Remote__test", test)
+        object.__setattr__(self, "_Remote__key", key)
+        object.__setattr__(self, "_Remote__plain", plain)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:  # so that an int of the program is an instance of int
@@ -256,8 +275,8 @@ class Remote:
 
 def _key(remote: Any) -> int:
     """Returns the object's key in the program's process."""
-    found: int = object.__getattribute__(remote, "_Remote__key")
-    return found
+    key: int = object.__getattribute__(remote, "_Remote__key")
+    return key
 
 
 def _plain(value: Any) -> Any:
@@ -267,53 +286,75 @@ def _plain(value: Any) -> Any:
     return object.__getattribute__(value, "_Remote__plain") if type(value) is Remote else value
 
 
-def _note(remote: Any, plain: Any) -> None:
+def _is_plain(value: Any) -> bool:
+    """Whether this is a value of the test, or an object with a plain value."""
+    return type(value) is not Remote or _plain(value) is not _ABSENT
+
+
+def _set_plain(remote: Any, plain: Any) -> None:
     """Records the current plain value."""
     object.__setattr__(remote, "_Remote__plain", plain)
 
 
 def _test(remote: Any) -> Test:
-    found: Test = object.__getattribute__(remote, "_Remote__test")
-    return found
+    test: Test = object.__getattribute__(remote, "_Remote__test")
+    return test
 
 
 def _do(action: str, remote: Any, *args: Any) -> Any:
     return _test(remote).do(action, remote, *args)
 
 
-def _method(action: str, how: str) -> Callable[..., Any]:
-    def operated(self: Any, *args: Any) -> Any:
+# The special methods of Remote: Python looks them up in the class, so all of them must exist.
+
+
+def _operator(action: str) -> Callable[..., Any]:
+    def operate(self: Any, *args: Any) -> Any:
         return _test(self).operate(action, self, *args)
 
-    def reflected(self: Any, other: Any) -> Any:
+    return operate
+
+
+def _reflected_operator(action: str) -> Callable[..., Any]:
+    def operate(self: Any, other: Any) -> Any:
         return _test(self).operate(action, other, self)
 
-    def asked(self: Any, *args: Any) -> Any:
+    return operate
+
+
+def _request_of_program(action: str) -> Callable[..., Any]:
+    def request(self: Any, *args: Any) -> Any:
+        return _do(action, self, *args)
+
+    return request
+
+
+def _request_unless_plain(action: str) -> Callable[..., Any]:
+    def request(self: Any, *args: Any) -> Any:
         plain = _plain(self)
         return _do(action, self, *args) if plain is _ABSENT else ACTIONS[action](plain, *args)
 
-    def converted(self: Any, *args: Any) -> Any:
+    return request
+
+
+def _conversion(action: str) -> Callable[..., Any]:
+    def convert(self: Any, *args: Any) -> Any:
         plain = _plain(self)
         if plain is _ABSENT:
             raise TypeError(f"an object of the program does not support {action}")
         return getattr(builtins, action)(plain, *args)
 
-    return {"operated": operated, "reflected": reflected, "asked": asked, "converted": converted}[
-        how
-    ]
+    return convert
 
 
-for _how, _actions in (
-    ("operated", f"{BINARY} {COMPARED} {UNARY}"),
-    ("asked", "len iter bool str repr format contains getitem"),
-    ("converted", "int float complex round"),
-):
-    for _action in _actions.split():
-        setattr(Remote, f"__{_action.rstrip('_')}__", _method(_action, _how))
-for _action in BINARY.split():
-    setattr(Remote, f"__r{_action.rstrip('_')}__", _method(_action, "reflected"))
+for _action in BINARY + COMPARED + UNARY:
+    setattr(Remote, f"__{_action.rstrip('_')}__", _operator(_action))
+for _action in BINARY:
+    setattr(Remote, f"__r{_action.rstrip('_')}__", _reflected_operator(_action))
 for _action in ("next", "setitem", "delitem", "enter"):
-    setattr(
-        Remote, f"__{_action}__", lambda self, *args, _action=_action: _do(_action, self, *args)
-    )
-Remote.__index__ = _method("int", "converted")  # type: ignore[attr-defined]
+    setattr(Remote, f"__{_action}__", _request_of_program(_action))
+for _action in ("len", "iter", "bool", "str", "repr", "format", "contains", "getitem"):
+    setattr(Remote, f"__{_action}__", _request_unless_plain(_action))
+for _action in ("int", "float", "complex", "round"):
+    setattr(Remote, f"__{_action}__", _conversion(_action))
+Remote.__index__ = _conversion("int")  # type: ignore[attr-defined]

@@ -34,14 +34,17 @@ def environment():
     return set(os.environ) <= known and fails(lambda: open("/proc/1/environ").read())
 
 def host_files():
-    hidden = ("/etc/passwd", "/etc/hostname", "/etc/shadow", "/var/log", "/run", "/boot", "/sys/kernel")
-    return not any(map(os.path.exists, hidden))
+    files = ("/etc/passwd", "/etc/hostname", "/etc/shadow")
+    folders = ("/var/log", "/run", "/boot", "/sys/kernel")
+    return not any(map(os.path.exists, files + folders))
 
 def writing():
-    return all(fails(lambda: open(folder + "probe", "w")) for folder in ("/", "/dev/", "/dev/shm/", "/usr/", "/tmp/"))
+    folders = ("/", "/dev/", "/dev/shm/", "/usr/", "/tmp/")
+    return all(fails(lambda: open(folder + "probe", "w")) for folder in folders)
 
 def network():
-    return fails(lambda: socket.create_connection(("127.0.0.1", 9), 1)) and fails(lambda: socket.socket(socket.AF_INET))
+    connecting = fails(lambda: socket.create_connection(("127.0.0.1", 9), 1))
+    return connecting and fails(lambda: socket.socket(socket.AF_INET))
 
 def processes():
     return fails(os.fork)

@@ -45,16 +45,16 @@ def encoded(
         if isinstance(value, types_):
             return [kind, [inner(item, depth + 1) for item in list(value)]]
     if isinstance(value, dict):
-        return ["dict", [[inner(k, depth + 1), inner(v, depth + 1)] for k, v in dict.items(value)]]
+        # Not value.items(): a subclass may have its own.
+        pairs = dict.items(value)
+        return ["dict", [[inner(key, depth + 1), inner(item, depth + 1)] for key, item in pairs]]
     if hasattr(value, "tolist"):  # arrays
         return inner(value.tolist(), depth + 1)
     if hasattr(type(value), "__index__"):
         return ["int", hex(operator.index(value))]
     if hasattr(type(value), "__float__"):
         return ["float", float.__repr__(float(value))]
-    if hasattr(
-        type(value), "__iter__"
-    ):  # a range, a deque, a generator, the values of a dictionary
+    if hasattr(type(value), "__iter__"):  # a range, a deque, a generator, dict.values()
         return ["iterable", [inner(item, depth + 1) for item in value]]
     return ["other", type(value).__name__]
 

@@ -91,7 +91,7 @@ async def environment_server(
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     async with RolloutClient("rollout-server", router_url) as router:
         service = EpisodeService(
-            EnvironmentSection(name=NAME), template, router, stops, gateway=url
+            EnvironmentSection(name=NAME), template, router, stop_token_ids=stops, gateway=url
         )
         async with serving(create_environment_app(service), sock):
             yield service, url
@@ -99,9 +99,12 @@ async def environment_server(
 
 def request_of(question: str, answer: int, most: int = 60, n: int = EPISODES) -> EpisodeRequest:
     task = EpisodeTask(env=NAME, prompt=question, ground_truth=str(answer), seed=3)
-    sampling, limits = EpisodeSampling(max_new_tokens=most), EpisodeLimits(turns=3, context=400)
     return EpisodeRequest(
-        request_id=f"r-{answer}-{most}", n=n, task=task, sampling=sampling, limits=limits
+        request_id=f"r-{answer}-{most}",
+        n=n,
+        task=task,
+        sampling=EpisodeSampling(max_new_tokens=most),
+        limits=EpisodeLimits(turns=3, context=400),
     )
 
 
@@ -128,10 +131,8 @@ def _runs(mask: list[bool]) -> list[tuple[int, int]]:
 async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(
     routed_url: str, calculating: Path
 ) -> None:
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(calculating),
-        AutoModelForCausalLM.from_pretrained(calculating),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(calculating)
+    model = AutoModelForCausalLM.from_pretrained(calculating)
     end = tokenizer.eos_token_id
     async with environment_server(calculating, routed_url) as (service, _):
         episodes = await service.episodes(request_of("4739 * 8526 = ?", 4739 * 8526))
@@ -157,23 +158,19 @@ async def test_contract_episodes_with_a_tool_are_the_sampled_tokens(
         text = tokenizer.decode(sequence.token_ids)
         assert len(sequence.turns) == 2
         between = sequence.token_ids[sequence.turns[0].end : sequence.turns[1].start]
-        head, result, tail = (
-            "\n<|im_start|>user\n<tool_response>",
-            tokenizer.decode(between),
-            "</tool_response><|im_end|>\n",
+        result = tokenizer.decode(between)
+        assert result.startswith("\n<|im_start|>user\n<tool_response>"), (
+            "the stop token before it is the sampled one"
         )
-        assert result.startswith(head), "the stop token before it is the sampled one"
-        assert result.endswith(f"{tail}<|im_start|>assistant\n")
+        assert result.endswith("</tool_response><|im_end|>\n<|im_start|>assistant\n")
         assert text.count("<tool_call>") == text.count("<tool_response>") == 1
 
 
 async def test_contract_a_call_through_the_gateway_continues_an_answer_that_was_cut(
     routed_url: str, calculating: Path
 ) -> None:
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(calculating),
-        AutoModelForCausalLM.from_pretrained(calculating),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(calculating)
+    model = AutoModelForCausalLM.from_pretrained(calculating)
     async with (
         environment_server(calculating, routed_url) as (service, url),
         httpx.AsyncClient(trust_env=False, timeout=400) as http,

@@ -81,7 +81,8 @@ def _environment(config: Config, body: int) -> FastAPI:
     stop = engine.tokenizer.eos_token_id
     router = RolloutClient("rollout-server", BASE, transport=httpx.ASGITransport(engine.app()))
     section = EnvironmentSection(name=config.environment.name or INSISTS)
-    service = EpisodeService(section, Template(engine.tokenizer, [stop]), router, [stop], metrics)
+    template = Template(engine.tokenizer, [stop])
+    service = EpisodeService(section, template, router, stop_token_ids=[stop], metrics=metrics)
     task, sampling = EpisodeTask(env=section.name), EpisodeSampling(max_new_tokens=300)
     limits = EpisodeLimits(turns=500, sampled_tokens=10**6)
     session = service.open_session(

@@ -15,8 +15,8 @@ from common.clients.rollout import RolloutClient
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import EpisodeLimits, EpisodeRequest, EpisodeSampling, EpisodeTask
 from services.environment.app import create_environment_app
-from services.environment.kinds import needs_gateway
 from services.environment.outcome import EnvironmentLost
+from services.environment.runners import needs_gateway
 from services.environment.service import EpisodeService
 from services.environment.template import Template
 from services.http.app import listen, serving
@@ -63,7 +63,8 @@ class Guess:
 
     def reset(self, ground_truth: str) -> None:
         """Begins."""
-        self.wanted, self.guesses = ground_truth, 0
+        self.wanted = ground_truth
+        self.guesses = 0
 
     def step(self, messages: list[dict[str, Any]]) -> str | None:
         """Judges a guess."""
@@ -177,7 +178,11 @@ async def served(
         sock = listen("127.0.0.1", 0)
         gateway = f"http://127.0.0.1:{sock.getsockname()[1]}"
         service = EpisodeService(
-            section, template, router, [engine.tokenizer.eos_token_id], gateway=gateway
+            section,
+            template,
+            router,
+            stop_token_ids=[engine.tokenizer.eos_token_id],
+            gateway=gateway,
         )
         app = create_environment_app(service, max_body_bytes=32 << 20)
         transport = httpx.ASGITransport(app)
@@ -186,7 +191,7 @@ async def served(
             EnvironmentClient("environment-server", BASE, transport=transport) as client,
             httpx.AsyncClient(transport=transport, base_url=BASE) as http,
         ):
-            yield Served(service, engine, client, http, app)
+            yield Served(service, engine, client, http=http, app=app)
             await service.close()
         sock.close()
 

@@ -13,7 +13,9 @@ from common.wire.schemas import Completion, EpisodeLimits, FinishReason
 from services.environment.session import Session, SessionSettings
 from services.environment.template import Template
 
-END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END = "<|endoftext|>"
+START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 _MERGES = [("a", "b"), ("b", "a"), ("ab", "ab"), ("\n", "\n"), ("=", "="), ("o", "k")]
 """`aba` tokenises as ab a or a ba; a newline from the template would merge with a preceding one."""
 
@@ -21,14 +23,18 @@ _MERGES = [("a", "b"), ("b", "a"), ("ab", "ab"), ("\n", "\n"), ("=", "="), ("o",
 def _chatml(answer: str) -> str:
     """Returns a template like Qwen's, with the expression `answer` for the text of an answer."""
     lines = [
-        "{% if tools %}{{ '<|im_start|>system\\nTools:' }}{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}",
+        "{% if tools %}{{ '<|im_start|>system\\nTools:' }}",
+        "{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}",
         "{{ '<|im_end|>\\n' }}{% endif %}{% for message in messages %}",
         "{% if message.role == 'tool' %}",
-        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}",
+        "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}",
+        "{{ '<|im_start|>user' }}{% endif %}",
         "{{ '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}",
-        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}",
+        "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}",
+        "{{ '<|im_end|>\\n' }}{% endif %}",
         "{% else %}{{ '<|im_start|>' + message.role + '\\n' }}",
-        f"{{{{ ({answer}) if message.role == 'assistant' else message.content }}}}{{% for call in message.tool_calls or [] %}}",
+        f"{{{{ ({answer}) if message.role == 'assistant' else message.content }}}}",
+        "{% for call in message.tool_calls or [] %}",
         '{{ \'\\n<tool_call>\\n\' }}{"name": "{{ call.function.name }}", ',
         "\"arguments\": {{ call.function.arguments | tojson }}}{{ '\\n</tool_call>' }}{% endfor %}",
         "{{ '<|im_end|>\\n' }}{% endif %}{% endfor %}",
@@ -40,7 +46,8 @@ def _chatml(answer: str) -> str:
 CHATML = _chatml("message.content")
 """Qwen2.5's form of conversations."""
 STRIPS = _chatml(
-    "('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' if loop.last and message.reasoning_content else '') "
+    "('<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' "
+    "if loop.last and message.reasoning_content else '') "
     "+ message.content.split('</think>')[-1].lstrip('\\n')"
 )
 """Like Qwen3's template, keeps thoughts only in the newest answer."""
@@ -74,7 +81,8 @@ class ScriptedEngine:
     in the script."""
 
     def __init__(self, script: Sequence[list[int] | ServiceError], stop: int) -> None:
-        self._script, self._stop = list(script), stop
+        self._script = list(script)
+        self._stop = stop
         self.asked: list[list[int]] = []
         self.version = 0
         self.seeds: list[int] = []
@@ -89,7 +97,11 @@ class ScriptedEngine:
         logprobs = -0.1 - 0.01 * np.arange(len(ids), dtype=np.float32)
         finish: FinishReason = "stop" if ids[-1] == self._stop else "length"
         return Completion(
-            np.array(ids, np.int32), logprobs, "", finish, [(self.version, 0, len(ids))]
+            np.array(ids, np.int32),
+            logprobs,
+            "",
+            finish_reason=finish,
+            weight_versions=[(self.version, 0, len(ids))],
         )
 
 
@@ -104,8 +116,5 @@ def trap_session(
     answers = [letters(tokenizer, each) if isinstance(each, str) else each for each in script]
     engine = ScriptedEngine(answers, tokenizer.eos_token_id)
     settings = SessionSettings(most, limits or EpisodeLimits())
-    return (
-        Session("s", Template(tokenizer, [tokenizer.eos_token_id]), engine, settings),
-        engine,
-        tokenizer,
-    )
+    template_of_model = Template(tokenizer, [tokenizer.eos_token_id])
+    return Session("s", template_of_model, engine, settings=settings), engine, tokenizer

@@ -16,7 +16,7 @@ from services.reward.functions.base import (
     text_of,
 )
 from services.sandbox.cases import Case, CaseResult, parse_cases
-from services.sandbox.run import Limits, Sandbox, SandboxFault, SandboxKind
+from services.sandbox.sandbox import Limits, Sandbox, SandboxFault, SandboxKind
 
 MAX_SOURCE_CHARS = 100_000
 """Longer programs are ignored."""

@@ -78,7 +78,10 @@ async def serving(count: int) -> AsyncIterator[Nodes]:
         )
         for _ in range(count):
             service = EpisodeService(
-                EnvironmentSection(name=INSISTS), Template(engine.tokenizer, [stop]), router, [stop]
+                EnvironmentSection(name=INSISTS),
+                Template(engine.tokenizer, [stop]),
+                router,
+                stop_token_ids=[stop],
             )
             served = create_environment_app(service, nodes=count)
             await stack.enter_async_context(served.router.lifespan_context(served))

@@ -14,8 +14,8 @@ from fastapi import FastAPI, Request, Response
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
-from services.environment import agent
-from services.environment.kinds import load_kind
+from services.environment import program_runner
+from services.environment.runners import load_runner
 from services.http.app import listen, serving
 from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
@@ -129,7 +129,7 @@ async def gone(pids: Path, count: int) -> None:
 async def test_program_leaves_no_process_or_session_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agent, "GRACE_S", 0.1)
+    monkeypatch.setattr(program_runner, "GRACE_S", 0.1)
     async with served(NAME, lambda _: "3") as server:
         for mode, status, count, deadline_s in (
             ("leaves", "ok", 2, 60),
@@ -137,7 +137,8 @@ async def test_program_leaves_no_process_or_session_behind(
             ("hangs", "timeout", 2, 8),
         ):
             request = request_for(NAME, mode, deadline_s=deadline_s)
-            request.request_id, pids = mode, tmp_path / mode
+            request.request_id = mode
+            pids = tmp_path / mode
             request.task.columns = {"pids": str(pids)}
             (episode,) = await server.client.episodes(request)
             assert (mode, episode.status, episode.reward) == (
@@ -146,7 +147,9 @@ async def test_program_leaves_no_process_or_session_behind(
                 1.0 if status == "ok" else None,
             )
             await gone(pids, count)
-        request.request_id, request.limits.deadline_s, pids = "deleted", 600, tmp_path / "deleted"
+        request.request_id = "deleted"
+        request.limits.deadline_s = 600
+        pids = tmp_path / "deleted"
         request.task.columns = {"pids": str(pids)}
         running = asyncio.create_task(server.client.episodes(request))
         await until(lambda: len(noted(pids)) == 2)
@@ -245,5 +248,5 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_command_that_cannot_be_run_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[name]) as caught:
-        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
     assert caught.value.field == "environment.name"

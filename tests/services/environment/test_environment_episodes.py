@@ -13,9 +13,9 @@ from common.settings.sections import EnvironmentSection
 from common.wire import codec
 from common.wire.schemas import Episodes
 from services.environment import service
+from services.environment.class_runner import ClassRunner
 from services.environment.environments import Environment
-from services.environment.kinds import load_kind
-from services.environment.runner import ClassEpisodes
+from services.environment.runners import load_runner
 from tests.support.environments import Calculator, Faulty, Guess, request_for, served
 from tests.support.trap_models import letters
 
@@ -211,15 +211,17 @@ async def test_deleting_a_request_ends_its_episodes_and_their_sessions() -> None
 
     environment = Environment.of(Slow, "python:slow:Slow")
     async with served(Calculator, lambda _: call("wait")) as server:
-        server.service.environment = ClassEpisodes(environment, 1)
+        server.service.environment = ClassRunner(environment, 1)
         running = asyncio.create_task(server.client.episodes(request_for("python:slow:Slow")))
         await begun.wait()
         assert len(server.service._sessions) == 1
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         async with asyncio.timeout(400):
-            while server.service.stats()["sessions"] or server.service.stats()["running"]:  # noqa: ASYNC110
+            stats = server.service.stats()
+            while stats["sessions"] or stats["running"]:
                 await asyncio.sleep(0.01)
+                stats = server.service.stats()
         with pytest.raises(ServiceError, match="no such request"):
             await server.client.delete("r1")
 
@@ -363,7 +365,7 @@ WRONG = {
 @pytest.mark.parametrize(("name", "reason"), WRONG.items(), ids=WRONG)
 def test_a_wrong_environment_is_refused_with_the_reason(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason) as caught:
-        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")
     assert caught.value.field == "environment.name"
 
 

@@ -14,7 +14,10 @@ from tests.support.environments import Calculator, Served, request_for, served
 from tests.support.trap_models import letters
 
 NAME = f"python:{Calculator.__module__}:Calculator"
-CALL = '<think>\nadd them\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+CALL = (
+    "<think>\nadd them\n</think>\n\n"
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 
 

@@ -12,7 +12,7 @@ from aiohttp import WSMsgType, web
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
-from services.environment.kinds import load_kind
+from services.environment.runners import load_runner
 from services.http.app import listen
 from tests.support.environments import request_for, served
 
@@ -26,13 +26,11 @@ class Server:
     """Answers each kind of message as its test defines."""
 
     def __init__(self, **answers: Any) -> None:
-        self.answers, self.told, self.open, self.schema, self.full = (
-            answers,
-            list[Any](),
-            0,
-            dict(TEXT),
-            0,
-        )
+        self.answers = answers
+        self.told: list[Any] = []
+        self.open = 0
+        self.schema = dict(TEXT)
+        self.full = 0
 
     async def ws(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()
@@ -192,4 +190,4 @@ async def test_a_command_that_ends_says_why() -> None:
 )
 def test_a_command_that_cannot_be_a_server_is_refused(name: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        load_kind(EnvironmentSection.model_construct(name=name, workers=1), "")
+        load_runner(EnvironmentSection.model_construct(name=name, workers=1), "")

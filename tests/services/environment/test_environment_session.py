@@ -59,18 +59,15 @@ def sent_back(answer: CallAnswer, **changes: Any) -> dict[str, Any]:
     message = {
         name: value for name, value in answer.message.fields.items() if name != "reasoning_content"
     }
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = [
-            call
-            | {
-                "function": {
-                    "name": call["function"]["name"],
-                    "arguments": json.dumps(call["function"]["arguments"]),
-                }
-            }
-            for call in calls
-        ]
+    if "tool_calls" in message:
+        message["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
     return message | changes
+
+
+def _with_text_arguments(tool_call: dict[str, Any]) -> dict[str, Any]:
+    function = tool_call["function"]
+    arguments = json.dumps(function["arguments"])
+    return tool_call | {"function": {"name": function["name"], "arguments": arguments}}
 
 
 def is_sequence(
@@ -157,7 +154,10 @@ async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     session, _, tokenizer = trap_session([CALL, "3"])
     chat = [user("1+2")]
     first = await ask(session, chat, TOOLS)
-    assert first.message.calls[0]["function"] == {"name": "add", "arguments": {"a": 1, "b": 2.0}}
+    assert first.message.tool_calls[0]["function"] == {
+        "name": "add",
+        "arguments": {"a": 1, "b": 2.0},
+    }
     call = {"id": "own", "type": "function", "function": {"name": "add", "arguments": arguments}}
     result = {"role": "tool", "content": "3", "tool_call_id": "own"}
     await ask(
@@ -167,7 +167,10 @@ async def test_tool_arguments_are_compared_as_json(arguments: Any) -> None:
     )
     (found,) = session.sequences()
     prompt = tokenizer(f"{HEAD}<|im_start|>user\n1+2<|im_end|>\n<|im_start|>assistant\n").input_ids
-    response = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    response = (
+        "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     is_sequence(
         found,
         prompt,
@@ -259,7 +262,10 @@ async def test_a_compacted_history_opens_a_new_sequence() -> None:
     await ask(session, [user("in short: abab"), user("go on")])
     one, other = session.sequences()
     assert one.mask.sum() == len(letters(tokenizer, "abab")) + len(letters(tokenizer, "aba"))
-    text = "<|im_start|>user\nin short: abab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>user\nin short: abab<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
     is_sequence(other, tokenizer(text).input_ids, [(letters(tokenizer, "ok"), 1)])
 
 
@@ -301,8 +307,8 @@ async def test_parallel_calls_with_equal_answers_are_told_apart_by_their_ids() -
     one, other = await asyncio.gather(
         *(ask(session, [user("1+2")], TOOLS, key) for key in ("a", "b"))
     )
-    assert one.message.calls[0]["id"] != other.message.calls[0]["id"]
-    result = {"role": "tool", "content": "3", "tool_call_id": other.message.calls[0]["id"]}
+    assert one.message.tool_calls[0]["id"] != other.message.tool_calls[0]["id"]
+    result = {"role": "tool", "content": "3", "tool_call_id": other.message.tool_calls[0]["id"]}
     await ask(session, [user("1+2"), sent_back(other), result], TOOLS)
     first, second = session.sequences()
     assert first.token_ids.tolist() == letters(tokenizer, CALL)
@@ -316,7 +322,7 @@ async def test_several_results_of_tools_are_one_continuation() -> None:
     first = await ask(session, [user("x")], TOOLS)
     results = [
         {"role": "tool", "content": str(i), "tool_call_id": call["id"]}
-        for i, call in enumerate(first.message.calls)
+        for i, call in enumerate(first.message.tool_calls)
     ]
     await ask(session, [user("x"), sent_back(first), *results], TOOLS)
     (found,) = session.sequences()
@@ -341,7 +347,7 @@ async def test_tool_call_that_is_not_json_stays_in_the_text() -> None:
     session, _, _ = trap_session([text, "ok"])
     first = await ask(session, [user("x")], TOOLS)
     assert "not JSON" in first.problem
-    assert (first.message.content, first.message.calls) == (text, [])
+    assert (first.message.content, first.message.tool_calls) == (text, [])
     await ask(session, [user("x"), sent_back(first), user("again")], TOOLS)
     assert len(session.sequences()) == 1
 
@@ -352,8 +358,8 @@ async def test_weight_versions_change_under_a_running_session() -> None:
     engine.version = 4
     await ask(session, [user("x"), sent_back(first), user("y")])
     (found,) = session.sequences()
-    (start, end) = found.turns[1].start, found.turns[1].end
-    assert found.weight_versions == [(0, 0, start), (4, start, end)]
+    turn = found.turns[1]
+    assert found.weight_versions == [(0, 0, turn.start), (4, turn.start, turn.end)]
 
 
 @pytest.mark.parametrize(
@@ -481,7 +487,11 @@ def test_a_template_that_cannot_continue_is_refused_with_the_reason(
 
 
 async def test_a_template_without_tools_refuses_calls_with_tools() -> None:
-    plain = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    plain = (
+        "{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}"
+    )
     asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     session, _, _ = trap_session(["ok", "ok"], plain + asks)
     with pytest.raises(InvalidInput, match="does not support tools"):

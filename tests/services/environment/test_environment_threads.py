@@ -60,9 +60,10 @@ def released() -> Iterator[None]:
 async def test_hung_call_keeps_its_thread_but_frees_its_place(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said, numbers = "done", iter(range(9))
+    answer_text = "done"
+    numbers = iter(range(9))
 
-    async with served(Hangs, lambda _: said, workers=2) as server:
+    async with served(Hangs, lambda _: answer_text, workers=2) as server:
 
         async def play() -> Episode:
             request = request_for(NAME)
@@ -74,11 +75,11 @@ async def test_hung_call_keeps_its_thread_but_frees_its_place(
             assert (await server.http.get("/health")).status_code == 200
             episode = await play()
             assert (episode.status, episode.reward) == ("ok", 1.0), "others go on"
-            said = call("hang")
+            answer_text = call("hang")
             playing = asyncio.create_task(play())
             while len(Hangs.hanging) < hung:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            said = "done"
+            answer_text = "done"
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
             while server.service.stats()["hung_calls"] < hung:  # noqa: ASYNC110
@@ -117,7 +118,10 @@ async def test_model_is_told_of_an_exception_that_would_end_more_than_the_call(
 
 
 async def test_threads_are_reused_and_the_number_of_concurrent_calls_is_bounded() -> None:
-    threads, seen, running, most = Threads(3), set[int](), 0, 0
+    threads = Threads(3)
+    seen: set[int] = set()
+    running = 0
+    most = 0
     lock = threading.Lock()
 
     def work() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.reward.functions import CodeRewardFunction
-from services.sandbox.run import SandboxKind
+from services.sandbox.sandbox import SandboxKind
 from tests.support.sandbox import code_function, contained, run
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("nothing_is_left")]

@@ -21,7 +21,7 @@ from services.reward.app import create_reward_app
 from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
 from services.reward.scorer import RewardScorer
-from services.sandbox import command, run
+from services.sandbox import command, sandbox
 from services.sandbox.cases import parse_cases
 from tests.support.sandbox import code_function
 
@@ -375,12 +375,12 @@ def test_without_bubblewrap_code_is_refused_with_the_remedy(
 def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = command.bwrap_command
 
-    def leaky(*arguments: Any) -> list[str]:
-        words = whole(*arguments)
+    def leaky(*arguments: Any, **options: Any) -> list[str]:
+        words = whole(*arguments, **options)
         words[words.index("--proc") if "--proc" in words else 1 : 0] = ["--ro-bind", "/etc", "/etc"]
         return words
 
-    monkeypatch.setattr(run, "bwrap_command", leaky)
+    monkeypatch.setattr(sandbox, "bwrap_command", leaky)
     with pytest.raises(ConfigError, match="not contained: host_files") as caught:
         CodeRewardFunction()
     assert "reward.code_sandbox none" in str(caught.value.remedy)
@@ -421,7 +421,7 @@ def test_sandbox_contains_without_features_that_some_machines_lack(
 ) -> None:
     """A container with a masked /proc cannot mount one; with a read-only /proc/sys, it cannot
     disable namespaces."""
-    monkeypatch.setattr(run, "VARIANTS", (variant,))
+    monkeypatch.setattr(sandbox, "VARIANTS", (variant,))
     CodeRewardFunction()  # the constructor tries to break out of the sandbox
 
 
@@ -430,19 +430,19 @@ def test_sandbox_that_fails_now_and_then_is_retried_and_never_scores_zero(
 ) -> None:
     whole, calls = command.bwrap_command, []
 
-    def failing(*arguments: Any) -> list[str]:
+    def failing(*arguments: Any, **options: Any) -> list[str]:
         calls.append(1)
-        words = whole(*arguments)
+        words = whole(*arguments, **options)
         return (
             words
             if len(calls) % 2 == 0
             else [words[0], "--ro-bind", "/nowhere", "/nowhere", *words[1:]]
         )
 
-    monkeypatch.setattr(run, "bwrap_command", failing)
+    monkeypatch.setattr(sandbox, "bwrap_command", failing)
     cases = [[{"input": "", "output": "1"}]]
     assert code([block("print(1)")], test_cases=cases) == [1.0]
-    monkeypatch.setattr(run, "bwrap_command", lambda *_: ["/usr/bin/false"])
+    monkeypatch.setattr(sandbox, "bwrap_command", lambda *_, **__: ["/usr/bin/false"])
     [score] = code.scores([block("print(1)")], test_cases=cases)
     assert (score.value, score.status) == (None, "error")
     assert score.reason.startswith("it did not start")

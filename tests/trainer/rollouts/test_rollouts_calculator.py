@@ -59,7 +59,7 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
     end = tokens.index(tokenizer.eos_token_id, len(prompt)) + 1
     answer, problem_of_call = parse_answer(template.decode(tokens[len(prompt) : end]), tools=True)
     assert not problem_of_call
-    assert [call["function"] for call in answer.calls] == [
+    assert [call["function"] for call in answer.tool_calls] == [
         {"name": "multiply", "arguments": {"a": 4739, "b": 8526}}
     ]
     result = parse_messages(
@@ -67,7 +67,7 @@ def test_the_conversations_of_the_warm_start_have_the_tokens_of_the_gateway(made
             {
                 "role": "tool",
                 "content": "40404714",
-                "tool_call_id": answer.calls[0]["id"],
+                "tool_call_id": answer.tool_calls[0]["id"],
                 "name": "multiply",
             }
         ]

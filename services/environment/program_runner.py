@@ -1,5 +1,5 @@
-"""Episodes played by programs: each starts a command or posts to a URL; the program reaches the
-model via its session.
+"""Episodes played by programs of the user: each starts a command or posts to a URL; the program
+reaches the model via its session.
 
 The program gets the task as JSON, on standard input or as the request body, with the addresses of
 its session. The reward is what the program writes to a file or returns, or what it sends to the
@@ -20,27 +20,26 @@ import orjson
 from common.errors import ConfigError
 from common.process.security import trusted
 from common.wire.schemas import EpisodeLimits, EpisodeTask
+from services.environment.environments import FIELD
 from services.environment.outcome import (
     EnvironmentLost,
     EpisodeFailed,
     Outcome,
     parse_reward,
-    settle,
+    play_to_end,
 )
-from services.environment.programs import RunningProgram, words_of
+from services.environment.programs import SIGNALLED, RunningProgram, words_of
 from services.environment.session import Session
 from services.environment.threads import Threads
 
-FIELD = "environment.name"
 GRACE_S = 10.0
 """Time in which a program must end by itself after its reward call."""
 _MAX_REWARD_BYTES = 1 << 20
-_SIGNAL = 128
 _SHOWN_CHARS = 1000
 
 
-class AgentRunner:
-    """A command or URL that plays episodes.
+class ProgramRunner:
+    """Plays episodes with a command or URL.
 
     Args:
         name: name of the environment.
@@ -54,13 +53,22 @@ class AgentRunner:
     """
 
     def __init__(
-        self, name: str, target: str, slots: int, gateway: str, has_reward: bool | None = None
+        self,
+        name: str,
+        target: str,
+        *,
+        slots: int,
+        gateway: str,
+        has_reward: bool | None = None,
     ) -> None:
-        self.name, self._gateway = name, gateway
+        self.name = name
         self.tools: dict[str, Any] = {}
         self.has_steps = False
         self.has_reward = has_reward
         self.threads: Threads | None = None
+        self._gateway = gateway
+        self._slots = asyncio.Semaphore(slots)
+
         self._url = target if target.startswith(("http://", "https://")) else ""
         self._words = [] if self._url else words_of(target, FIELD)
         if self._url and not _is_url(self._url):
@@ -70,16 +78,16 @@ class AgentRunner:
                 value=target,
                 remedy="write agent:http://host:port/path",
             )
-        self._slots = asyncio.Semaphore(slots)
 
     async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
         """Plays an episode and returns its outcome; never raises, except when cancelled."""
         outcome = Outcome()
         async with self._slots:
-            await settle(outcome, session, limits, self._play(task, session, outcome))
+            await play_to_end(self._play(task, session, outcome), session, limits, outcome)
+
         answers = [node.answer for node in session.tree.nodes]
         outcome.answer = answers[-1].content if answers else ""
-        outcome.tool_calls = sum(len(answer.calls) for answer in answers)
+        outcome.tool_calls = sum(len(answer.tool_calls) for answer in answers)
         if outcome.status == "ok":
             outcome.stop_reason = session.stop_reason or "done"
         return outcome
@@ -88,71 +96,78 @@ class AgentRunner:
         """Nothing runs between episodes."""
 
     async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
-        given = await (self._asked if self._url else self._started)(task, session)
+        content = self._task(task, session)
+        if self._url:
+            reward = await self._post_task(content, session)
+        else:
+            reward = await self._run_command(content, session)
         session.close()  # no more sampling once it is graded
         if session.graded.is_set():
-            given = session.reward
-        if given is not None:
-            outcome.reward, outcome.components = parse_reward(given, "the program's reward is")
+            reward = session.reward
+        if reward is not None:
+            outcome.reward, outcome.components = parse_reward(reward, "the program's reward is")
 
-    async def _started(self, task: EpisodeTask, session: Session) -> Any:
+    async def _run_command(self, content: dict[str, Any], session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None."""
         home = Path(tempfile.mkdtemp(prefix="episode-"))
         try:
-            reward_file, content = home / "reward.json", self._task(task, session)
+            reward_file = home / "reward.json"
             env = _variables(content["session"]) | {
                 "EPISODE_DIR": str(home),
                 "EPISODE_REWARD_FILE": str(reward_file),
             }
             words = [word.replace("{prompt}", content["prompt"]) for word in self._words]
             program = await RunningProgram.start(
-                words, env, session.id, home, orjson.dumps(content)
+                words, env, mark=session.id, home=home, stdin=orjson.dumps(content)
             )
             status = None
             try:
-                status = await _end_of(program, session)
+                status = await _wait_for_end(program, session)
             finally:
                 output = await program.kill()
-            if status and not session.graded.is_set() and not session.stop_reason:
-                raise _failed(words[0], status, output, session)
+
+            is_expected = session.graded.is_set() or session.stop_reason
+            if status and not is_expected:
+                raise _failure(words[0], status, output, session)
             return await asyncio.to_thread(_read_reward, reward_file)
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
 
-    async def _asked(self, task: EpisodeTask, session: Session) -> Any:
+    async def _post_task(self, content: dict[str, Any], session: Session) -> Any:
         """Posts the task to the URL; returns the reward in the response, or None."""
-        asking = asyncio.create_task(_post(self._url, orjson.dumps(self._task(task, session))))
+        post = asyncio.create_task(_post(self._url, orjson.dumps(content)))
         graded = asyncio.create_task(session.graded.wait())
         try:
-            await asyncio.wait((asking, graded), return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
+            await asyncio.wait((post, graded), return_when=asyncio.FIRST_COMPLETED)
+            if not post.done():
                 return None
-            status, content = asking.result()
+            status, body = post.result()
         except (httpx.HTTPError, OSError) as error:
             raise EnvironmentLost(
                 f"{self._url} did not answer: {type(error).__name__} {error}"
             ) from error
         finally:
-            asking.cancel()
+            post.cancel()
             graded.cancel()
-        text = content.decode("utf-8", "replace").strip()
+
+        text = body.decode("utf-8", "replace").strip()
         if status >= 300 and session.stop_reason:
             return None
         if status >= 500:
             raise EnvironmentLost(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
         if status >= 300:
             raise EpisodeFailed(f"{self._url} answered {status}: {text[:_SHOWN_CHARS]}")
-        return _json(text, f"the answer of {self._url}")
+        return _parse_json(text, f"the answer of {self._url}") if text else None
 
     def _task(self, task: EpisodeTask, session: Session) -> dict[str, Any]:
         """Returns the task as sent to the program."""
+        prompt = task.prompt
+        if not prompt:
+            users = [each.get("content") for each in task.messages if each.get("role") == "user"]
+            texts = [content for content in users if isinstance(content, str)]
+            prompt = texts[-1] if texts else ""
+
         base = f"{self._gateway}/sessions/{session.id}"
-        users = [
-            message.get("content") for message in task.messages if message.get("role") == "user"
-        ]
-        prompt = task.prompt or next(
-            (content for content in reversed(users) if isinstance(content, str)), ""
-        )
         return {
             "prompt": prompt,
             "messages": task.messages or [{"role": "user", "content": prompt}],
@@ -180,7 +195,7 @@ def _variables(session: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-async def _end_of(program: RunningProgram, session: Session) -> int:
+async def _wait_for_end(program: RunningProgram, session: Session) -> int:
     """Returns a program's exit status; 0 for a program that is still running some time after its
     reward call.
     """
@@ -196,16 +211,17 @@ async def _end_of(program: RunningProgram, session: Session) -> int:
         graded.cancel()
 
 
-def _failed(program: str, status: int, output: str, session: Session) -> Exception:
+def _failure(program: str, status: int, output: str, session: Session) -> Exception:
     """Returns the error for a program that ended with `status`."""
-    said = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
-    if status > _SIGNAL:
-        return EnvironmentLost(f"{program} was ended by signal {status - _SIGNAL}{said}")
+    shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
+    if status > SIGNALLED:
+        return EnvironmentLost(f"{program} was ended by signal {status - SIGNALLED}{shown}")
     if session.failure is not None:
         return EnvironmentLost(
-            f"the engines did not answer {program}, which ended with status {status}: {session.failure}"
+            f"the engines did not answer {program}, which ended with status {status}: "
+            f"{session.failure}"
         )
-    return EpisodeFailed(f"{program} ended with status {status}{said}")
+    return EpisodeFailed(f"{program} ended with status {status}{shown}")
 
 
 def _read_reward(path: Path) -> Any:
@@ -217,18 +233,16 @@ def _read_reward(path: Path) -> Any:
         return None
     except OSError as error:
         raise EpisodeFailed(f"the reward file cannot be read: {error.strerror}") from error
-    return _json(content.decode("utf-8", "replace").strip(), "the reward file", empty=False)
+    return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
 
 
-def _json(text: str, what: str, empty: bool = True) -> Any:
-    """Parses a reward as JSON; returns None for an empty text if `empty`. Raises EpisodeFailed."""
-    if not text and empty:
-        return None
+def _parse_json(text: str, source: str) -> Any:
+    """Parses a reward. Raises EpisodeFailed."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         raise EpisodeFailed(
-            f"{what} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers"
+            f"{source} is not JSON: {text[:_SHOWN_CHARS]!r}; write a number or a mapping of numbers"
         ) from None
 
 
@@ -246,7 +260,8 @@ async def _post(url: str, content: bytes) -> tuple[int, bytes]:
             body += part
             if len(body) > _MAX_REWARD_BYTES:
                 raise EpisodeFailed(
-                    f"{url} answered with more than {_MAX_REWARD_BYTES} bytes: answer with a number or a mapping of numbers"
+                    f"{url} answered with more than {_MAX_REWARD_BYTES} bytes: answer with a number"
+                    " or a mapping of numbers"
                 )
         return response.status_code, body
 

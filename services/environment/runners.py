@@ -1,4 +1,4 @@
-"""The kinds of episodes that `environment.name` can select."""
+"""The kinds of episodes that `environment.name` can select, each with its runner."""
 
 import shlex
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import EpisodeLimits, EpisodeTask
-from services.environment.agent import AgentRunner
+from services.environment.class_runner import ClassRunner
 from services.environment.environments import FIELD, Environment
-from services.environment.openenv import OpenEnv
+from services.environment.openenv import OpenEnvRunner
 from services.environment.outcome import Outcome
-from services.environment.runner import ClassEpisodes
+from services.environment.program_runner import ProgramRunner
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -47,30 +47,34 @@ def needs_gateway(config: EnvironmentSection) -> bool:
     return config.name.partition(":")[0] in ("agent", "verifiers")
 
 
-def of_class(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
-    """Returns the kind that plays episodes of a class."""
-    return ClassEpisodes(environment, config.workers or _THREADS)
+def class_runner(environment: Environment, config: EnvironmentSection) -> EpisodeRunner:
+    """Returns the runner for a class."""
+    return ClassRunner(environment, config.workers or _THREADS)
 
 
-def load_kind(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
-    """Returns the kind that the settings name; programs reach this server at the URL `gateway`.
+def load_runner(config: EnvironmentSection, gateway: str) -> EpisodeRunner:
+    """Returns the runner that the settings name; programs reach this server at the URL `gateway`.
 
     Raises ConfigError when it cannot work here.
     """
-    kind, _, target = config.name.partition(":")
+    name = config.name
+    kind, _, target = name.partition(":")
     if kind == "python":
-        return of_class(Environment.load(config.name), config)
+        return class_runner(Environment.load(name), config)
+
+    slots = config.workers or _PROGRAMS
     if kind == "agent":
-        return AgentRunner(config.name, target, config.workers or _PROGRAMS, gateway)
+        return ProgramRunner(name, target, slots=slots, gateway=gateway)
     if kind == "openenv":
-        return OpenEnv(config.name, target, config.workers or _PROGRAMS)
+        return OpenEnvRunner(name, target, slots)
     if kind == "verifiers":
         python, _, identifier = target.strip().rpartition(" ")
         command = shlex.join([python.strip() or _VERIFIERS_PYTHON, str(_VERIFIERS), identifier])
-        return AgentRunner(
-            config.name, command, config.workers or _PROGRAMS, gateway, has_reward=True
-        )
-    remedy = "use one of python, python:package.module:Class, agent:COMMAND or URL, openenv:COMMAND or URL, verifiers:ID"
+        return ProgramRunner(name, command, slots=slots, gateway=gateway, has_reward=True)
     raise ConfigError(
-        f"there is no environment {config.name}", field=FIELD, value=config.name, remedy=remedy
+        f"there is no environment {name}",
+        field=FIELD,
+        value=name,
+        remedy="use one of python, python:package.module:Class, agent:COMMAND or URL, "
+        "openenv:COMMAND or URL, verifiers:ID",
     )

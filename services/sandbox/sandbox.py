@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from services.sandbox.cases import Case, CaseResult
 from services.sandbox.command import (
@@ -80,27 +80,29 @@ class Sandbox:
     def __init__(
         self, limits: Limits, slots: int, kind: SandboxKind = "bubblewrap", python: str = ""
     ) -> None:
-        self.limits, self.kind = limits, kind
+        self.limits = limits
+        self.kind = kind
         self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
         for slot in range(slots):
             self._slots.put(slot)
-        self._filter, self._bwrap, self._variant = b"", "", VARIANTS[0]
-        self._threads = (
-            _THREADS
-            if kind == "bubblewrap" and (os.geteuid() == 0 or _counts_per_namespace())
-            else None
-        )
+        self._filter = b""
+        self._bwrap = ""
+        self._variant = VARIANTS[0]
+
+        # The kernel counts threads per user: where another process of that user would be counted
+        # too, there is no limit.
+        counts_alone = os.geteuid() == 0 or _counts_per_namespace()
+        self._threads = _THREADS if kind == "bubblewrap" and counts_alone else None
+
         candidates = interpreters(python)
         self._python = candidates[0]
         if kind == "none":
             log.warning("programs run WITHOUT a sandbox, as this user: reward.code_sandbox is none")
-        else:
-            self._filter = base_filter()
-            self._bwrap = find_bwrap()
-            self._choose(candidates)
-            log.info(
-                "programs run in bubblewrap with %s, %s", self._python.executable, self._variant
-            )
+            return
+        self._filter = base_filter()
+        self._bwrap = find_bwrap()
+        self._select_working(candidates)
+        log.info("programs run in bubblewrap with %s, %s", self._python.executable, self._variant)
 
     def run(
         self, source: str, cases: Sequence[Case], *, stop_at_failure: bool = False
@@ -118,7 +120,7 @@ class Sandbox:
         for attempt in range(_TRIES):
             slot = self._slots.get()
             try:
-                return self._run_in(slot, source, cases, stop_at_failure)
+                return self._run_in(slot, source, cases, stop_at_failure=stop_at_failure)
             except (SandboxFault, OSError) as error:
                 log.warning("the sandbox failed: %s", error)
                 fault = error
@@ -128,88 +130,72 @@ class Sandbox:
         raise SandboxFault(str(fault))
 
     def _run_in(
-        self, slot: int, source: str, cases: Sequence[Case], stop_at_failure: bool
+        self, slot: int, source: str, cases: Sequence[Case], *, stop_at_failure: bool
     ) -> list[CaseResult]:
+        """Runs the cases in a new sandbox. Raises SandboxFault or OSError when that fails."""
         results: list[CaseResult] = []
         total_s = min(_TOTAL_TIMEOUTS, len(cases)) * self.limits.timeout_s
-        longest = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
-        tests = any(case.request["kind"] == "code" for case in cases)
-        with self._process(slot, _START_S + WALL_TIMES * total_s + _SLACK_S, tests) as process:
+        limit_s = _START_S + WALL_TIMES * total_s + _SLACK_S
+        max_line = 8 * (self.limits.output_kb << 10) + 8192  # JSON takes up to six bytes for one
+        has_tests = any(case.request["kind"] == "code" for case in cases)
+
+        with self._process(slot, limit_s, has_tests) as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            if process.stdout.readline(longest) != b"ready\n":
+            if process.stdout.readline(max_line) != b"ready\n":
                 raise SandboxFault(f"it did not start: {_stderr(process)}")
-            process.stdin.write(self._job(source, cases, total_s))
+            process.stdin.write(_line(self._job(source, cases, total_s)))
             process.stdin.flush()
-            while len(results) < len(cases) and (line := process.stdout.readline(longest)):
+
+            while len(results) < len(cases):
+                line = process.stdout.readline(max_line)
+                case = cases[len(results)]
+                if not line:
+                    status = process.wait()
+                    if status != 0:
+                        raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
+                    break
                 if line == b'"test"\n':
-                    test = (
-                        json.dumps([len(results), cases[len(results)].request["code"]]).encode()
-                        + b"\n"
-                    )
+                    # In a thread: if the program has killed its reader, a full pipe blocks.
+                    test = _line([len(results), case.request["code"]])
                     threading.Thread(target=_send, args=(process, test), daemon=True).start()
                     continue
                 if not line.endswith(b"\n"):
                     raise SandboxFault("it wrote too much, or was ended while it wrote")
-                results.append(cases[len(results)].verdict(json.loads(line)))
-                if stop_at_failure and results[-1].status != "passed":
+                result = case.verdict(json.loads(line))
+                results.append(result)
+                if stop_at_failure and result.status != "passed":
                     break
-            else:
-                if len(results) < len(cases) and (status := process.wait()) != 0:
-                    raise SandboxFault(f"it ended with status {status}: {_stderr(process)}")
+
         return results + [CaseResult("skipped")] * (len(cases) - len(results))
 
-    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> bytes:
-        job = {
+    def _job(self, source: str, cases: Sequence[Case], total_s: float) -> dict[str, Any]:
+        """Returns what the sandbox gets to do: no expected value, and no test before its turn."""
+        requests = []
+        for case in cases:
+            request = dict(case.request)
+            request.pop("code", None)
+            requests.append(request)
+        compiled = threads_only_filter() if self.kind == "bubblewrap" else b""
+        return {
             "source": source,
-            "cases": [
-                {name: value for name, value in case.request.items() if name != "code"}
-                for case in cases
-            ],
+            "cases": requests,
             "timeout_s": self.limits.timeout_s,
             "total_s": total_s,
             "memory_bytes": self.limits.memory_mb << 20,
             "output_bytes": self.limits.output_kb << 10,
             "threads": self._threads,
-            "filter": base64.b64encode(threads_only_filter()).decode()
-            if self.kind == "bubblewrap"
-            else "",
+            "filter": base64.b64encode(compiled).decode(),
         }
-        return json.dumps(job).encode() + b"\n"
 
     @contextmanager
-    def _process(self, slot: int, limit_s: float, tests: bool) -> Iterator[subprocess.Popen[bytes]]:
+    def _process(
+        self, slot: int, limit_s: float, has_tests: bool
+    ) -> Iterator[subprocess.Popen[bytes]]:
         """Starts a sandbox and kills it after `limit_s`; on exit everything in it is dead and its
         pipes are closed.
         """
-        user = None
-        if self.kind == "bubblewrap" and os.geteuid() == 0:
-            user = (
-                _FIRST_UID + slot
-            )  # the kernel counts processes per user and exempts root from the limit
-        filter_fd, writer = os.pipe()
-        with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as into:
-            into.write(self._filter)  # fits into a pipe
-            into.close()
-            bare = self.kind == "none"
-            process = subprocess.Popen(
-                inside_command(self._python, tests)
-                if bare
-                else bwrap_command(self._bwrap, self._python, self._variant, filter_fd, tests),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=() if bare else (filter_fd,),
-                env={
-                    "PATH": os.defpath,
-                    "LANG": "C.UTF-8",
-                },  # not this process's: programs may read /proc/1/environ
-                cwd="/",
-                process_group=0,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
-            )
+        process = self._start(slot, has_tests)
         timer = threading.Timer(limit_s, _kill, (process,))
         timer.daemon = True
         timer.start()
@@ -224,29 +210,66 @@ class Sandbox:
                 timer.cancel()
                 _kill(process)
 
-    def _choose(self, candidates: Sequence[Interpreter]) -> None:
-        """Chooses the first interpreter and variant in which all probes pass. Raises
+    def _start(self, slot: int, has_tests: bool) -> subprocess.Popen[bytes]:
+        user = None
+        if self.kind == "bubblewrap" and os.geteuid() == 0:
+            # The kernel counts processes per user and exempts root from the limit.
+            user = _FIRST_UID + slot
+
+        filter_fd, writer = os.pipe()
+        with os.fdopen(filter_fd, "rb"), os.fdopen(writer, "wb") as target:
+            target.write(self._filter)  # fits into a pipe
+            target.close()
+            if self.kind == "none":
+                command = inside_command(self._python, has_tests)
+                inherited_fds: tuple[int, ...] = ()
+            else:
+                command = bwrap_command(
+                    self._bwrap,
+                    self._python,
+                    self._variant,
+                    filter_fd=filter_fd,
+                    tests=has_tests,
+                )
+                inherited_fds = (filter_fd,)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=inherited_fds,
+                # Not this process's: programs may read /proc/1/environ.
+                env={"PATH": os.defpath, "LANG": "C.UTF-8"},
+                cwd="/",
+                process_group=0,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+            )
+
+    def _select_working(self, candidates: Sequence[Interpreter]) -> None:
+        """Selects the first interpreter and variant in which all probes pass. Raises
         ConfigError.
         """
         problems = []
-        for self._python, self._variant in itertools.product(candidates, VARIANTS):
+        for python, variant in itertools.product(candidates, VARIANTS):
+            self._python = python
+            self._variant = variant
             try:
-                results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, False)
-                failed = [
-                    name
-                    for name, result in zip(PROBES, results, strict=True)
-                    if result.status != "passed"
-                ]
+                results = self._run_in(0, PROBE_SOURCE, PROBE_CASES, stop_at_failure=False)
+                named = zip(PROBES, results, strict=True)
+                failed = [name for name, result in named if result.status != "passed"]
                 if not failed:
                     return
-                problems.append(f"{self._python.executable}: not contained: {', '.join(failed)}")
+                problems.append(f"{python.executable}: not contained: {', '.join(failed)}")
             except (SandboxFault, OSError, ValueError) as error:
-                problems.append(f"{self._python.executable}: {error}")
+                problems.append(f"{python.executable}: {error}")
         raise unavailable(
             f"the sandbox does not work on this machine: {problems[0]}; {problems[-1]}",
-            "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, kernel.apparmor_restrict_"
-            "unprivileged_userns, the container's seccomp profile); name a Python that everyone can read with "
-            "reward.code_python; or, only for code that you trust, set reward.code_sandbox none",
+            "allow unprivileged user namespaces (kernel.unprivileged_userns_clone, "
+            "kernel.apparmor_restrict_unprivileged_userns, the container's seccomp profile); "
+            "name a Python that everyone can read with reward.code_python; "
+            "or, only for code that you trust, set reward.code_sandbox none",
         )
 
 
@@ -254,7 +277,12 @@ def _counts_per_namespace() -> bool:
     """Whether the kernel counts a user's processes separately in every user namespace (since Linux
     5.14).
     """
-    return [int(number) for number in re.findall(r"\d+", os.uname().release)[:2]] >= [5, 14]
+    numbers = re.findall(r"\d+", os.uname().release)
+    return [int(number) for number in numbers[:2]] >= [5, 14]
+
+
+def _line(content: Any) -> bytes:
+    return json.dumps(content).encode() + b"\n"
 
 
 def _send(process: subprocess.Popen[bytes], test: bytes) -> None:
@@ -269,9 +297,8 @@ def _stderr(process: subprocess.Popen[bytes]) -> str:
     """Returns the beginning of the process's standard error."""
     assert process.stderr is not None
     os.set_blocking(process.stderr.fileno(), False)
-    return (process.stderr.read(_STDERR_BYTES) or b"").decode(
-        "utf-8", "replace"
-    ).strip() or "no message"
+    content = process.stderr.read(_STDERR_BYTES) or b""
+    return content.decode("utf-8", "replace").strip() or "no message"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -1,0 +1,284 @@
+"""Plays episodes of environment classes in this process: the model's answers, the tools, the
+reward.
+
+    reset ─► ask the model ─► tool calls? ── yes ─► call the tools ─► ask again
+                    ▲              │ no
+                    └── messages ─ step ─► None: get_turn_rewards, get_reward, close
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from functools import partial
+from typing import Any
+
+from common.errors import InvalidInput, shorten
+from common.wire.schemas import EpisodeLimits, EpisodeTask
+from services.environment.environments import Environment
+from services.environment.messages import Message, parse_messages
+from services.environment.outcome import (
+    EnvironmentLost,
+    EpisodeFailed,
+    Outcome,
+    parse_reward,
+    play_to_end,
+)
+from services.environment.session import LimitReached, Session, request_key
+from services.environment.threads import Threads
+
+
+class EpisodeRun:
+    """One episode of an environment.
+
+    Args:
+        environment: the checked class.
+        task: the row that the episode is about.
+        session: asks the model and records its answers.
+        limits: at which the episode ends.
+        threads: run the environment's methods that are not coroutines; None: none of them can hang.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        task: EpisodeTask,
+        session: Session,
+        *,
+        limits: EpisodeLimits,
+        threads: Threads | None = None,
+    ) -> None:
+        self._environment = environment
+        self._task = task
+        self._session = session
+        self._limits = limits
+        self._threads = threads
+        self._tools = list(environment.tools.values())
+        self._instance: Any = None
+        """The object that the environment's class made, with the state of this episode."""
+        self._chat: list[Message] = []
+        self.outcome = Outcome()
+
+    async def run(self) -> Outcome:
+        """Plays the episode and returns its outcome; never raises, except when cancelled."""
+        outcome = self.outcome
+        await play_to_end(self._play_and_grade(), self._session, self._limits, outcome)
+
+        # After a timeout a method may still be running in the object.
+        if outcome.status == "timeout" or not hasattr(self._instance, "close"):
+            return outcome
+        try:
+            async with asyncio.timeout(self._limits.deadline_s):
+                await self._call("close", partial(self._instance.close))
+        except (TimeoutError, EnvironmentLost, EpisodeFailed) as error:
+            outcome.detail = outcome.detail or f"close failed: {error}"
+        return outcome
+
+    async def _play_and_grade(self) -> None:
+        await self._play()
+        self._session.close()  # no more sampling once it is graded
+        self.outcome.turn_rewards = await self._turn_rewards()
+        if self._environment.has_reward is False:
+            return
+
+        returned = await self._call("get_reward", partial(self._instance.get_reward))
+        if returned is not None or self._environment.has_reward:
+            reward, components = parse_reward(returned, "get_reward returned")
+            self.outcome.reward = reward + sum(self.outcome.turn_rewards)
+            self.outcome.components = components
+
+    async def _play(self) -> None:
+        """Plays turns until the environment, the model or a limit ends the episode."""
+        outcome = self.outcome
+        self._chat = await self._begin()
+        while True:
+            try:
+                key = f"{self._session.turns} {request_key(self._chat, self._tools)}"
+                answer = await self._session.call(self._chat, self._tools, key)
+            except LimitReached:
+                outcome.stop_reason = self._session.stop_reason
+                return
+
+            self._chat.append(answer.message)
+            outcome.answer = answer.message.content
+            if answer.finish_reason == "length":
+                outcome.stop_reason = self._session.stop_reason
+                return
+
+            tool_calls = answer.message.tool_calls
+            if answer.problem:
+                outcome.tool_errors += 1
+                self._chat.append(_user(f"The tool call could not be read. {answer.problem}"))
+            elif tool_calls:
+                if outcome.tool_calls + len(tool_calls) > self._limits.tool_calls:
+                    self._session.stop_reason = "tool_calls"
+                    outcome.stop_reason = "tool_calls"
+                    return
+                for tool_call in tool_calls:
+                    self._chat.append(await self._tool_result(tool_call))
+                    if self._environment.is_done(self._instance):
+                        return
+            else:
+                new_messages = await self._step() if self._environment.has_steps else []
+                if not new_messages:
+                    return
+                self._chat += new_messages
+
+    async def _turn_rewards(self) -> list[float]:
+        """Returns the environment's rewards for single turns; empty when it gives none."""
+        if not hasattr(self._instance, "get_turn_rewards"):
+            return []
+        rewards = await self._call("get_turn_rewards", partial(self._instance.get_turn_rewards))
+        turns = len(self._session.tree.nodes)
+        if not isinstance(rewards, list | tuple) or len(rewards) != turns:
+            raise EpisodeFailed(
+                f"get_turn_rewards returned {shorten(rewards)}, but must return a number for each "
+                f"of the {turns} answers"
+            )
+        return [parse_reward(reward, "get_turn_rewards returned")[0] for reward in rewards]
+
+    async def _begin(self) -> list[Message]:
+        """Creates the environment; returns the initial conversation."""
+        task = self._task
+        messages = task.messages or [{"role": "user", "content": task.prompt}]
+        chat = parse_messages(messages, "task.messages")
+        self._instance = await self._call("the constructor", partial(self._environment.make))
+
+        row = {"prompt": task.messages or task.prompt, "ground_truth": task.ground_truth}
+        columns = self._environment.columns_of(row | task.columns)
+        returned = await self._call("reset", partial(self._instance.reset, **columns))
+        if returned is None or returned == "":
+            return chat
+        if isinstance(returned, list):
+            return [*chat, *self._parsed(returned, "reset")]
+        if not isinstance(returned, str):
+            raise EpisodeFailed(
+                f"reset returned {shorten(returned)}, but must return text, messages or None"
+            )
+
+        places = [i for i, message in enumerate(chat) if message.role == "user"]
+        if not places:
+            return [*chat, _user(returned)]
+        last = chat[places[-1]]
+        chat[places[-1]] = Message(last.fields | {"content": last.content + returned})
+        return chat
+
+    async def _step(self) -> list[Message]:
+        """Returns the messages that follow an answer; none when the environment ends the
+        episode.
+        """
+        chat = [message.fields for message in self._chat]
+        returned = await self._call("step", partial(self._instance.step, chat))
+        if returned is None or returned == "":
+            return []
+        if isinstance(returned, str):
+            return [_user(returned)]
+        return self._parsed(returned, "step")
+
+    def _parsed(self, returned: Any, method: str) -> list[Message]:
+        try:
+            messages = parse_messages(returned, method)
+        except InvalidInput as error:
+            raise EpisodeFailed(f"{method} did not return messages: {error}") from None
+        if any(message.role == "assistant" for message in messages):
+            raise EpisodeFailed(
+                f"{method} returned a message of the assistant, but only the model answers"
+            )
+        return messages
+
+    async def _tool_result(self, tool_call: dict[str, Any]) -> Message:
+        """Calls a tool and returns its result, or an error message for the model."""
+        name = tool_call["function"]["name"]
+        self.outcome.tool_calls += 1
+        started = time.monotonic()
+        try:
+            function = self._bound_tool(name, tool_call["function"]["arguments"])
+            text = _text(await self._run(function))
+        except (EnvironmentLost, asyncio.CancelledError):
+            raise
+        except _ToolRefused as error:
+            self.outcome.tool_errors += 1
+            text = f"error: {error}"
+        except Exception as error:  # raised by the tool: the model may correct its call
+            self.outcome.tool_errors += 1
+            text = f"error: {type(error).__name__}: {error}"
+        finally:
+            self.outcome.tool_seconds += time.monotonic() - started
+        return Message(
+            {"role": "tool", "content": text, "tool_call_id": tool_call["id"], "name": name}
+        )
+
+    def _bound_tool(self, name: str, arguments: dict[str, Any]) -> "partial[Any]":
+        """Returns a tool with its arguments. Raises _ToolRefused when they do not fit."""
+        if name not in self._environment.tools:
+            known = ", ".join(self._environment.tools) or "none"
+            raise _ToolRefused(f"there is no tool {name}; the tools are: {known}")
+        function = self._environment.tool(self._instance, name)
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise _ToolRefused(f"{name}: {error}") from None
+        return partial(function, **arguments)
+
+    async def _call(self, name: str, method: "partial[Any]") -> Any:
+        """Calls a method of the environment. Raises EpisodeFailed when it raises."""
+        try:
+            return await self._run(method)
+        except (EnvironmentLost, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            raise EpisodeFailed(
+                f"{self._environment.name}: {name} raised {type(error).__name__}: {error}"
+            ) from error
+
+    async def _run(self, function: "partial[Any]") -> Any:
+        """Returns what the user's function returns, and awaits it if it is a coroutine."""
+        if inspect.iscoroutinefunction(function.func):
+            try:
+                return await function()
+            except (SystemExit, KeyboardInterrupt) as ending:
+                # It would end the event loop of all episodes.
+                raise RuntimeError(f"{type(ending).__name__}: {ending}") from ending
+        if self._threads is None:
+            return function()
+        name = getattr(function.func, "__name__", "a method")
+        return await self._threads.run(function, f"{self._environment.name}: {name}")
+
+
+class ClassRunner:
+    """Runs the episodes of an environment, with at most `threads` concurrent calls."""
+
+    def __init__(self, environment: Environment, threads: int) -> None:
+        self.name = environment.name
+        self.tools = environment.tools
+        self.has_steps = environment.has_steps
+        self.has_reward = environment.has_reward
+        self._environment = environment
+        prepare = getattr(environment.make, "_prepare", None)
+        if prepare is not None:
+            prepare()
+        self.threads = Threads(threads)
+
+    async def run(self, task: EpisodeTask, session: Session, limits: EpisodeLimits) -> Outcome:
+        """Plays an episode and returns its outcome; never raises, except when cancelled."""
+        run = EpisodeRun(self._environment, task, session, limits=limits, threads=self.threads)
+        return await run.run()
+
+    async def close(self) -> None:
+        """Ends the threads that do not hang."""
+        self.threads.close()
+
+
+class _ToolRefused(Exception):
+    """A call that cannot be made."""
+
+
+def _user(text: str) -> Message:
+    return Message({"role": "user", "content": text})
+
+
+def _text(result: Any) -> str:
+    """Returns a tool's result as the model reads it."""
+    if isinstance(result, str):
+        return result
+    return json.dumps(result, ensure_ascii=False, default=str)
