@@ -143,9 +143,9 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
             group = read_group(run_dir, step, place)
         except ServiceError:
             break
-        graded = (
-            [each for each in group["completions"] if each["reward"] is not None] if group else []
-        )
+        if group is None:
+            continue
+        graded = [each for each in group["completions"] if each["reward"] is not None]
         if not graded:
             continue
         best = max(graded, key=_reward)
