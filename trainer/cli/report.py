@@ -40,13 +40,15 @@ _PAGE = """<!doctype html>
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
+script-src 'unsafe-inline'; style-src 'unsafe-inline'">
 <title>{title}</title>
 <style>{style}</style>
 </head>
 <body class="report">
 <header><h1>{title}</h1><span id="progress">{subtitle}</span></header>
-<main><div id="summary"></div><div id="overview"></div><div id="tables"></div><div id="settings"></div></main>
+<main><div id="summary"></div><div id="overview"></div><div id="tables"></div>\
+<div id="settings"></div></main>
 <noscript>The charts need JavaScript.</noscript>
 <script type="application/json" id="data">{data}</script>
 <script>{library}</script>
@@ -82,7 +84,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(shown: RunReader) -> str:
     """Returns the report of a run as one HTML page."""
-    series, summary = shown.series(points=_POINTS), shown.summary()
+    series = shown.series(points=_POINTS)
+    summary = shown.summary()
     for part in ("columns", "low", "high"):
         series[part] = {
             name: [_rounded(value) for value in column.tolist()]
@@ -92,13 +95,14 @@ def report(shown: RunReader) -> str:
         del series["low"], series["high"]
     newest = series["newest"]
     steps = "no step" if newest is None else f"{newest:,} steps"
+    all_notes = []
+    for line in shown.steps():
+        all_notes += [{"step": line["step"], **note} for note in notes(line)]
     content = {
         "run": summary.model_dump(),
         "facts": shown.facts(),
         "series": series,
-        "notes": [{"step": line["step"], **note} for line in shown.steps() for note in notes(line)][
-            -_SHOWN_NOTES:
-        ],
+        "notes": all_notes[-_SHOWN_NOTES:],
         "answers": _answers(shown.directory / "evaluations.jsonl"),
         "samples": _samples(shown.directory),
         "problems": shown.problems,
@@ -120,11 +124,8 @@ def _rounded(number: float) -> float | None:
 
 
 def _cut(text: str) -> str:
-    return (
-        text
-        if len(text) <= _SHOWN_CHARS
-        else f"{text[:_SHOWN_CHARS]}… ({len(text) - _SHOWN_CHARS:,} more characters)"
-    )
+    more = len(text) - _SHOWN_CHARS
+    return text if more <= 0 else f"{text[:_SHOWN_CHARS]}… ({more:,} more characters)"
 
 
 def _samples(run_dir: Path) -> list[dict[str, Any]]:
@@ -135,38 +136,40 @@ def _samples(run_dir: Path) -> list[dict[str, Any]]:
     if not steps:
         return []
     step = max(steps)
-    groups = []
+    mixed: list[dict[str, Any]] = []
+    equal: list[dict[str, Any]] = []
     for place in range(_LOOKED_AT):
         try:
             group = read_group(run_dir, step, place)
         except ServiceError:
             break
-        if group is not None:
-            groups.append(
-                (group, [each for each in group["completions"] if each["reward"] is not None])
-            )
-    found = []
-    for group, graded in sorted(
-        groups, key=lambda each: len({completion["reward"] for completion in each[1]}) < 2
-    ):
-        ends = [max(graded, key=_reward), min(graded, key=_reward)] if graded else []
-        for completion in ends[: 2 if len({each["reward"] for each in graded}) > 1 else 1]:
-            texts = {name: _cut(group[name]) for name in ("prompt", "ground_truth")}
-            verdict = completion["correct"] if completion.get("verified", True) else None
-            found.append(
-                {
-                    "step": step,
-                    **texts,
-                    "text": _cut(completion["text"]),
-                    "reward": completion["reward"],
-                    "correct": verdict,
-                }
-            )
-    return found[:_SHOWN_SAMPLES]
+        if group is None:
+            continue
+        graded = [each for each in group["completions"] if each["reward"] is not None]
+        if not graded:
+            continue
+        best = max(graded, key=_reward)
+        worst = min(graded, key=_reward)
+        if best["reward"] == worst["reward"]:
+            equal.append(_sample(step, group, best))
+        else:
+            mixed += [_sample(step, group, best), _sample(step, group, worst)]
+    return [*mixed, *equal][:_SHOWN_SAMPLES]
 
 
 def _reward(completion: dict[str, Any]) -> float:
     return float(completion["reward"])
+
+
+def _sample(step: int, group: dict[str, Any], completion: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": step,
+        "prompt": _cut(group["prompt"]),
+        "ground_truth": _cut(group["ground_truth"]),
+        "text": _cut(completion["text"]),
+        "reward": completion["reward"],
+        "correct": completion["correct"] if completion.get("verified", True) else None,
+    }
 
 
 def _static(name: str) -> str:
@@ -184,33 +187,38 @@ def _answers(path: Path) -> list[dict[str, Any]]:
     changed verdict first.
     """
     lines = JsonlReader(path)
-    found = [offset for offset, _ in lines.read()]
-    if len(found) < 2:
+    offsets = [offset for offset, _ in lines.read()]
+    if len(offsets) < 2:
         return []
-    before, after = (
-        _by_prompt((lines.at(offset) or {}).get("answers")) for offset in (found[0], found[-1])
-    )
-    pairs = [
-        (answer, after[prompt_id]) for prompt_id, answer in before.items() if prompt_id in after
-    ]
-    pairs.sort(key=lambda pair: pair[0]["correct"] == pair[1]["correct"])  # stable
-    return [
-        {name: _cut(str(old[name])) for name in ("prompt", "ground_truth")}
-        | {"before": _cut(str(old["response"])), "was_right": old["correct"]}
-        | {"after": _cut(str(new["response"])), "is_right": new["correct"]}
-        for old, new in pairs[:_SHOWN_ANSWERS]
-    ]
+    before = _answers_by_prompt(lines.at(offsets[0]))
+    after = _answers_by_prompt(lines.at(offsets[-1]))
+    changed: list[dict[str, Any]] = []
+    same: list[dict[str, Any]] = []
+    for prompt_id, old in before.items():
+        if prompt_id not in after:
+            continue
+        new = after[prompt_id]
+        shown = {
+            "prompt": _cut(str(old["prompt"])),
+            "ground_truth": _cut(str(old["ground_truth"])),
+            "before": _cut(str(old["response"])),
+            "was_right": old["correct"],
+            "after": _cut(str(new["response"])),
+            "is_right": new["correct"],
+        }
+        (same if old["correct"] == new["correct"] else changed).append(shown)
+    return [*changed, *same][:_SHOWN_ANSWERS]
 
 
-def _by_prompt(answers: Any) -> dict[str, dict[str, Any]]:
+def _answers_by_prompt(evaluation: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Returns the complete answers of an evaluation by the id of the prompt."""
     fields = {"prompt_id", "prompt", "ground_truth", "response", "correct"}
-    known = answers if isinstance(answers, list) else []
-    return {
-        answer["prompt_id"]: answer
-        for answer in known
-        if isinstance(answer, dict) and fields <= answer.keys()
-    }
+    answers = evaluation.get("answers") if evaluation else None
+    found = {}
+    for answer in answers if isinstance(answers, list) else []:
+        if isinstance(answer, dict) and fields <= answer.keys():
+            found[answer["prompt_id"]] = answer
+    return found
 
 
 if __name__ == "__main__":

@@ -23,16 +23,27 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from services.data.tiny import TinyProblem, problems
 
-END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END = "<|endoftext|>"
+START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PROBLEMS, STEPS, BATCH = 8000, 800, 32
-BARE, BARE_LATE, LATE = 0.2, 0.8, 0.8
-"""Share of bare answers: first mostly worked ones, which teach the arithmetic; from step LATE ×
-STEPS on mostly bare ones, which teach the habit of answering without working."""
-MUON_LR, ADAM_LR, MAX_GRAD_NORM = 8e-3, 4e-3, 1.0
+PROBLEMS = 8000
+STEPS = 800
+BATCH = 32
+BARE = 0.2
+"""Share of bare answers at first: mostly worked ones teach the arithmetic."""
+BARE_LATE = 0.8
+"""Share of bare answers from step LATE × STEPS on: they teach the habit of answering without
+working."""
+LATE = 0.8
+MUON_LR = 8e-3
+ADAM_LR = 4e-3
+MAX_GRAD_NORM = 1.0
 
 
 def make_tokenizer(
@@ -90,7 +101,8 @@ _Example = tuple[list[int], list[int], list[int]]
 def _encode(tokenizer: PreTrainedTokenizerFast, problem: TinyProblem) -> _Example:
     chat = [{"role": "user", "content": problem.question}]
     prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    worked, bare = problem.solution + TURN_END, f"#### {problem.answer}{TURN_END}"
+    worked = problem.solution + TURN_END
+    bare = f"#### {problem.answer}{TURN_END}"
     return tokenizer(prompt).input_ids, tokenizer(worked).input_ids, tokenizer(bare).input_ids
 
 
@@ -101,9 +113,11 @@ def answered(prompt: list[int], target: list[int]) -> Row:
 
 def _batch(rows: list[Row], pad: int) -> tuple[Tensor, Tensor]:
     """Returns right-padded input ids and labels, [B, T]."""
-    inputs, labels = ([torch.tensor(row[i]) for row in rows] for i in (0, 1))
-    return pad_sequence(inputs, batch_first=True, padding_value=pad), pad_sequence(
-        labels, batch_first=True, padding_value=-100
+    ids = [torch.tensor(token_ids) for token_ids, _ in rows]
+    labels = [torch.tensor(row_labels) for _, row_labels in rows]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=pad),
+        pad_sequence(labels, batch_first=True, padding_value=-100),
     )
 
 
@@ -117,18 +131,20 @@ def warm_start(
     """Trains on the labels of `batch_of(step)`: Muon for the hidden matrices, AdamW for the rest,
     cosine schedule.
     """
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    matrices: list[nn.Parameter] = []
+    rest: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_hidden_matrix = parameter.ndim == 2 and "embed" not in name
+        (matrices if is_hidden_matrix else rest).append(parameter)
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=MUON_LR, adjust_lr_fn="match_rms_adamw", weight_decay=0.0),
         torch.optim.AdamW(rest, lr=ADAM_LR, weight_decay=0.0),
     ]
-    schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            o, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps))
-        )
-        for o in optimizers
-    ]
+
+    def cosine(step: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, cosine) for each in optimizers]
     model.train()
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("warm start of the tiny base model", total=steps)
@@ -162,9 +178,8 @@ def save(
         if not (directory / "config.json").exists():
             raise
         shutil.rmtree(partial)
-    console.print(
-        f"tiny base model: {sum(p.numel() for p in model.parameters()):,} parameters in {directory}"
-    )
+    count = sum(parameter.numel() for parameter in model.parameters())
+    console.print(f"tiny base model: {count:,} parameters in {directory}")
 
 
 def build(directory: Path, seed: int = 0, console: Console | None = None) -> None:
@@ -176,19 +191,18 @@ def build(directory: Path, seed: int = 0, console: Console | None = None) -> Non
     torch.manual_seed(seed)
     rng = random.Random(seed)
     texts = list(itertools.islice(problems("train", seed), PROBLEMS))
-    tokenizer = make_tokenizer(
-        f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts
-    )
+    corpus = [f"{START}user\n{p.question}{START}assistant\n{p.solution}" for p in texts]
+    tokenizer = make_tokenizer(iter(corpus))
     model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     examples = [_encode(tokenizer, problem) for problem in texts]
 
     def batch_of(step: int) -> list[Row]:
         share = BARE if step < LATE * STEPS else BARE_LATE
-        sampled = rng.sample(examples, BATCH)
-        return [
-            answered(prompt, bare if rng.random() < share else worked)
-            for prompt, worked, bare in sampled
-        ]
+        rows = []
+        for prompt, worked, bare in rng.sample(examples, BATCH):
+            target = bare if rng.random() < share else worked
+            rows.append(answered(prompt, target))
+        return rows
 
-    warm_start(model, batch_of, STEPS, tokenizer.pad_token_id, console)
-    save(directory, model, tokenizer, console)
+    warm_start(model, batch_of, STEPS, pad=tokenizer.pad_token_id, console=console)
+    save(directory, model, tokenizer, console=console)

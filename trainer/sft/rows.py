@@ -121,7 +121,7 @@ def _int32(tokens: Sequence[int]) -> Int32:
 def pack(rows: Sequence[TrainingSequence]) -> bytes:
     """Serialises rows to send them to other ranks."""
     sizes = [len(rows)]
-    parts = []
+    parts: list[Int32] = []
     for row in rows:
         sizes += [len(row.prompt_ids), len(row.completion_ids)]
         parts += [row.prompt_ids, row.completion_ids, row.learned.astype(np.int32)]
