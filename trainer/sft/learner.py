@@ -12,8 +12,8 @@ from learning.batching import Indices, Sizes, score_shared
 from learning.layout import Layout, moved
 from learning.passes import passes
 from trainer.policy.policy import Policy, learning_rate
-from trainer.policy.reference import score_tokens
 from trainer.policy.scorer import TokenScores
+from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
 
 
@@ -129,7 +129,7 @@ class Learner:
             self._policy.scorer,
             moved(tokens, device),
             moved(targets, device),
-            self._config,
-            self._ranks,
+            config=self._config,
+            ranks=self._ranks,
         )
         return scores, moved(learned, device)
