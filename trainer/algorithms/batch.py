@@ -300,15 +300,15 @@ class MicroBatch:
         cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device
     ) -> "MicroBatch":
         """Returns the rows of `batch` at `indices` as a micro-batch on `device`."""
-        chosen = indices.tolist()
-        rows = [batch.rows[i] for i in chosen]
+        numbers = indices.tolist()
+        rows = [batch.rows[i] for i in numbers]
         lengths = np.array([len(row.targets) for row in rows])
 
         def concatenated(column: Sequence[Float32 | Int32]) -> Tensor:
             return torch.from_numpy(np.concatenate(column))
 
         def selected(column: Column | None) -> Tensor | None:
-            return None if column is None else concatenated([column[i] for i in chosen])
+            return None if column is None else concatenated([column[i] for i in numbers])
 
         def repeated(values: list[float]) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
@@ -318,7 +318,7 @@ class MicroBatch:
         micro = cls(
             tokens=lay_out(layout, rows),
             targets=concatenated([row.targets for row in rows]).long(),
-            rollout_logprobs=concatenated([batch.rollout_logprobs(i) for i in chosen]),
+            rollout_logprobs=concatenated([batch.rollout_logprobs(i) for i in numbers]),
             old_logprobs=selected(batch.old_logprobs),
             ref_logprobs=selected(batch.ref_logprobs),
             advantages=advantages,

@@ -2,8 +2,8 @@
 
 Data flow of one micro-batch (`trainer.policy.policy`):
 
-    TokenTerms ── policy_loss ──► loss per token ─┐
-               └─ policy_weights ─► weight ───────┴─► × ── + KL, − entropy ──► · token_coefficients ──► Σ
+    TokenTerms ─┬─ policy_loss ────► loss per token ─┐
+                └─ policy_weights ─► weight ─────────┴─ × ─► + KL − entropy ─► · coefficient ─► Σ
 
 Shapes: C is the number of trained tokens of all completions of a micro-batch, concatenated without
 padding; R is the number of completions. `row_of_token` [C] holds the index, 0 to R − 1, of the
