@@ -32,7 +32,6 @@ from common.process.run_lock import RunLock
 from common.process.topology import TRAINER
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
-from learning.parking import Resident
 from learning.ranks import Ranks
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
@@ -52,7 +51,7 @@ from trainer.rollouts.teacher import Teacher
 from trainer.trackers.base import check
 from trainer.weights.adapters import static_files
 from trainer.weights.sync import PublishedWeights, WeightPublisher, WeightSync
-from trainer.weights.turns import SharedTurns, Sleepers, Turns
+from trainer.weights.turns import Resident, SharedTurns, Sleepers, Turns
 
 
 @dataclass

@@ -15,9 +15,12 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from learning.optimizer import Optimizer
-from learning.parking import Parking, Resident
+from learning.parking import Parking
 from learning.ranks import Ranks
 from learning.sharding import reshard
+
+Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
+"""The models and optimizers that one part of the run keeps on the GPU."""
 
 
 @runtime_checkable

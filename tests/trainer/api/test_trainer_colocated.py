@@ -13,7 +13,6 @@ from torch import nn
 
 from common.errors import ConfigError
 from common.settings.config import Config, load
-from learning.parking import Resident
 from learning.ranks import Ranks
 from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler
@@ -22,7 +21,7 @@ from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
-from trainer.weights.turns import SharedTurns
+from trainer.weights.turns import Resident, SharedTurns
 
 Settings = Callable[..., Config]
 
