@@ -2,9 +2,8 @@
 batch is found.
 
 Transformers chooses the factors of LongRoPE once per pass, by the longest sequence in it. An engine
-could not even sample
-from a policy that chooses them for each sequence: the keys in its cache have the factors of a
-shorter sequence. So a run has one set, by the longest sequence that it permits
+could not even sample from a policy that chooses them for each sequence: the keys in its cache have
+the factors of a shorter sequence. So a run has one set, by the longest sequence that it permits
 (docs/adr/0055-a-sequence-is-computed-alone.md).
 """
 
@@ -23,9 +22,11 @@ from common.errors import ConfigError
 from common.models.rotary import rotations, switch_length
 
 log = logging.getLogger(__name__)
-_SHORT, _LONG = 12, 24
+_SHORT = 12
+_LONG = 24
 """Tokens of the two made-up sequences."""
-_ROUNDING, _COARSE_ROUNDING = 1e-4, 0.1
+_ROUNDING = 1e-4
+_COARSE_ROUNDING = 0.1
 """Mean |Δ log-probability| in nats that rounding explains, in float32 and below: other shapes sum
 in another order."""
 Score = Callable[[Tensor, Tensor | None], Tensor]
@@ -43,20 +44,18 @@ def fix_rotary_factors(config: Any, max_tokens: int | None) -> None:
     """
     text = config.get_text_config()
     switches_at = switch_length(text.to_dict())
-    if (
-        switches_at is None
-        or max_tokens is None
-        or longest_sequence(text, max_tokens) <= switches_at
-    ):
+    if switches_at is None or max_tokens is None:
+        return
+    if longest_sequence(text, max_tokens) <= switches_at:
         return
     log.info(
         "sequences may be longer than %d tokens, so all of them get the long factors of LongRoPE",
         switches_at,
     )
-    for each in rotations(text.rope_parameters):
+    for rotation in rotations(text.rope_parameters):
         for name in ("factor", "mscale"):
-            if f"long_{name}" in each:
-                each[f"short_{name}"] = each[f"long_{name}"]
+            if f"long_{name}" in rotation:
+                rotation[f"short_{name}"] = rotation[f"long_{name}"]
 
 
 def longest_sequence(text: Any, max_tokens: int | None) -> int:
@@ -64,7 +63,7 @@ def longest_sequence(text: Any, max_tokens: int | None) -> int:
     configuration.
     """
     positions = getattr(text, "max_position_embeddings", None)
-    bounds = [each for each in (positions, max_tokens) if each is not None]
+    bounds = [bound for bound in (positions, max_tokens) if bound is not None]
     return min(bounds) if bounds else _LONG
 
 
@@ -94,10 +93,11 @@ def check_alone(
 
     Raises ConfigError when a log-probability changes.
     """
-    text, vocabulary = model.config.get_text_config(), model.get_input_embeddings().num_embeddings
-    longest = longest_sequence(
-        text, switch_length(text.to_dict()) if max_tokens is None else max_tokens
-    )
+    text = model.config.get_text_config()
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if max_tokens is None:
+        max_tokens = switch_length(text.to_dict())
+    longest = longest_sequence(text, max_tokens)
     size = max(2, min(_LONG, longest))
     short = min(_SHORT, size)
     # The first tokens differ, because rows that begin with the same prompt would share it.
@@ -108,16 +108,18 @@ def check_alone(
         positions[1] += longest - size
     own_positions = None if positions is None else positions[:1, :short]
     rounding = _COARSE_ROUNDING if low_precision else _ROUNDING
-    whole = NoDropout()
-    with _left_as_it_is(model, device), _not_compiled(), whole:
-        for mode in modes:
-            model.train(mode)
+
+    no_dropout = NoDropout()
+    with _left_as_it_is(model, device), _not_compiled(), no_dropout:
+        for training in modes:
+            model.train(training)
             alone = score(tokens[:1, :short], own_positions)
             beside = score(tokens, positions)[:1, : short - 1]
-            if (change := _difference(alone, beside)) > rounding:
+            change = _difference(alone, beside)
+            if change > rounding:
                 noise = _difference(alone, score(tokens[:1, :short], own_positions))
-                raise _refusal(model, mode, change, at_random=noise > rounding)
-    return whole.rates
+                raise _refusal(model, training, change, at_random=noise > rounding)
+    return no_dropout.rates
 
 
 @contextmanager
@@ -125,11 +127,9 @@ def _left_as_it_is(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restores buffers, mode and random numbers after a pass without gradients."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     training = model.training
+    gpus = [device] if device.type == "cuda" else []
     try:
-        with (
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-        ):
+        with torch.no_grad(), torch.random.fork_rng(devices=gpus):
             yield
     finally:
         model.train(training)
@@ -151,8 +151,8 @@ def _refusal(model: Any, training: bool, change: float, at_random: bool) -> Conf
         cause = ""
         when = f"{mode} when another one is computed beside it"
     return ConfigError(
-        f"{cause}a sequence of this model changes by {change:.2g} nats per token{when}, so samples and scores would not be "
-        "those of one policy",
+        f"{cause}a sequence of this model changes by {change:.2g} nats per token{when}, "
+        "so samples and scores would not be those of one policy",
         field="model.name",
         value=model.config.name_or_path,
         remedy="use a model that computes every sequence by itself",
@@ -164,11 +164,10 @@ def _not_compiled() -> AbstractContextManager[Any]:
     minutes.
     """
     # The compiler is large. Where no layer is compiled, it was not imported, and is not needed.
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 def next_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

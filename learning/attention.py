@@ -75,27 +75,33 @@ class Segments:
         is 0.
         """
         totals = prefixes + sizes
-        key, prefix = _within(totals), np.repeat(prefixes, totals)
-        keys = key + np.where(
-            key < prefix, np.repeat(prefix_starts, totals), np.repeat(starts - prefixes, totals)
-        )
+        key = _within(totals)
+        prefix = np.repeat(prefixes, totals)
+        from_prompt = np.repeat(prefix_starts, totals)
+        from_segment = np.repeat(starts - prefixes, totals)
+        keys = key + np.where(key < prefix, from_prompt, from_segment)
         first = np.cumsum(totals) - totals
-        row_queries, row_keys, buckets, places, size = [], [], [], np.empty_like(starts), 0
+
+        row_queries: list[_Array] = []
+        row_keys: list[_Array] = []
+        buckets: list[tuple[int, int, int]] = []
+        places = np.empty_like(starts)
+        size = 0
         for part in _similar_lengths(prefixes, totals):
-            width, skip = int(totals[part[0]]), int(prefixes[part].min())
+            width = int(totals[part[0]])
+            skip = int(prefixes[part].min())
             if skip < _SKIP * width:
                 skip = 0
             columns = np.arange(width)
-            row = np.where(
-                columns < totals[part, None],
-                keys[np.minimum(first[part, None] + columns, len(keys) - 1)],
-                0,
-            )
+            inside = columns < totals[part, None]
+            place = np.minimum(first[part, None] + columns, len(keys) - 1)
+            row = np.where(inside, keys[place], 0)
             row_keys.append(row.reshape(-1))
             row_queries.append(row[:, skip:].reshape(-1))
             places[part] = size + np.arange(len(part)) * (width - skip) + prefixes[part] - skip
             size += len(row_queries[-1])
             buckets.append((len(part), width, skip))
+
         return cls(
             mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
             starts=_bounds(sizes),
@@ -122,28 +128,24 @@ def unpackable(model: Any) -> str | None:
     config = model.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
     rope = getattr(config, "rope_parameters", None) or {}
+    rotates = any(name.endswith("rotary_emb") for name, _ in body.named_modules())
+    has_sinks = any(name.endswith("sinks") for name, _ in body.named_parameters())
+    looks_ahead = bool(getattr(config, "use_bidirectional_attention", None))
+    takes_backends = getattr(body, "_supports_attention_backend", False)
+    replaceable = takes_backends and body._can_set_attn_implementation()
+    implementation = config._attn_implementation
     checks = {
         "it keeps a state from token to token": getattr(body, "_is_stateful", False),
         f"it has {', '.join(sorted(layers))} layers": bool(layers),
-        "it does not rotate positions": not any(
-            name.endswith("rotary_emb") for name, _ in body.named_modules()
-        ),
+        "it does not rotate positions": not rotates,
         "its positions have several axes": "mrope_section" in rope,
         "it caps attention": bool(getattr(config, "attn_logit_softcapping", None)),
-        "it has attention sinks": any(
-            name.endswith("sinks") for name, _ in body.named_parameters()
-        ),
-        "its tokens attend to later tokens": bool(
-            getattr(config, "use_bidirectional_attention", None)
-        ),
+        "it has attention sinks": has_sinks,
+        "its tokens attend to later tokens": looks_ahead,
         "its keys and values differ in size": getattr(config, "v_head_dim", None) is not None,
         "its attention has dropout": bool(getattr(config, "attention_dropout", 0)),
-        "transformers cannot replace its attention": not (
-            getattr(body, "_supports_attention_backend", False)
-            and body._can_set_attn_implementation()
-        ),
-        f"it runs with {config._attn_implementation} attention": config._attn_implementation
-        not in ("sdpa", NAME),
+        "transformers cannot replace its attention": not replaceable,
+        f"it runs with {implementation} attention": implementation not in ("sdpa", NAME),
     }
     return next((reason for reason, applies in checks.items() if applies), None)
 
@@ -162,29 +164,33 @@ def _attention(
     """
     segments: Segments | None = options.pop("segments", None)
     if segments is None:
-        if (
-            attention_mask is not None
-            and attention_mask.shape == (1, 1, 1, 1)
-            and query.shape[2] > 1
-        ):
-            raise ConfigError(  # the placeholder of a packed line
-                "the layers of this model pass no options on to their attention, so its rows cannot be packed",
+        has_placeholder = attention_mask is not None and attention_mask.shape == (1, 1, 1, 1)
+        if has_placeholder and query.shape[2] > 1:  # it is a packed line
+            raise ConfigError(
+                "the layers of this model pass no options on to their attention, "
+                "so its rows cannot be packed",
                 field="trainer.packing",
                 remedy="set it to off",
             )
         plain: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **options
+            module, query, key, value, attention_mask=attention_mask, **options
         )
         return plain
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # rotary embedding returns float32
-        query, key, value = (
-            states.to(torch.get_autocast_dtype(kind)) for states in (query, key, value)
-        )
-    line = [states[0].transpose(0, 1) for states in (query, key, value)]
+
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):  # rotary embedding returns float32
+        dtype = torch.get_autocast_dtype(device_type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
     attend = _attend_segments if _has_kernel(query) else _attend_rows
     result = attend(
-        line[0], line[1], line[2], segments, options.get("scaling"), options.get("sliding_window")
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        segments=segments,
+        scaling=options.get("scaling"),
+        window=options.get("sliding_window"),
     )
     return result[None], None
 
@@ -211,26 +217,29 @@ def _attend_segments(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    if not GQA:
-        key, value = (
-            states.repeat_interleave(query.shape[1] // states.shape[1], 1)
-            for states in (key, value)
-        )
-    keys, values = (_take(states, segments.keys) for states in (key, value))
+    """Returns [T, heads, size] for query, key and value [T, heads, size] of a line; keys and values
+    may have fewer heads.
+    """
+    options: dict[str, Any] = {}
+    if GQA:
+        options["enable_gqa"] = True
+    else:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], 1)
+
+    # A segment's last query and last key are of one token, so nothing is to the right of it.
+    window_size = (-1 if window is None else window - 1, 0)
     result = varlen_attn(
         query.contiguous(),
-        keys,
-        values,
-        segments.starts,
-        segments.key_starts,
-        segments.longest,
-        segments.longest_keys,
+        _take(key, segments.keys),
+        _take(value, segments.keys),
+        cu_seq_q=segments.starts,
+        cu_seq_k=segments.key_starts,
+        max_q=segments.longest,
+        max_k=segments.longest_keys,
         scale=scaling,
-        window_size=(
-            -1 if window is None else window - 1,
-            0,
-        ),  # the last query and the last key are of one token
-        **({"enable_gqa": True} if GQA else {}),
+        window_size=window_size,
+        **options,
     )
     assert isinstance(result, Tensor)
     return result
@@ -244,28 +253,29 @@ def _attend_rows(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    queries, keys, values = (
-        _take(query, segments.row_queries),
-        _take(key, segments.row_keys),
-        _take(value, segments.row_keys),
-    )
-    query_rows = queries.split([count * (width - skip) for count, width, skip in segments.buckets])
-    key_rows, value_rows = (
-        states.split([count * width for count, width, _ in segments.buckets])
-        for states in (keys, values)
-    )
-    results = []
-    for (count, width, skip), *rows in zip(
-        segments.buckets, query_rows, key_rows, value_rows, strict=True
-    ):
-        q, k, v = (states.unflatten(0, (count, -1)).transpose(1, 2) for states in rows)
-        whole = skip == 0 and (window is None or window >= width)
-        mask = None if whole else _mask(width, skip, window, q)
+    """As `_attend_segments`, with one plain kernel call for each bucket."""
+    query_sizes = [count * (width - skip) for count, width, skip in segments.buckets]
+    key_sizes = [count * width for count, width, _ in segments.buckets]
+    queries = _take(query, segments.row_queries).split(query_sizes)
+    keys = _take(key, segments.row_keys).split(key_sizes)
+    values = _take(value, segments.row_keys).split(key_sizes)
+
+    results: list[Tensor] = []
+    for i, (count, width, skip) in enumerate(segments.buckets):
+        rows = queries[i].unflatten(0, (count, -1)).transpose(1, 2)
+        causal = skip == 0 and (window is None or window >= width)
         result = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=True
+            rows,
+            keys[i].unflatten(0, (count, -1)).transpose(1, 2),
+            values[i].unflatten(0, (count, -1)).transpose(1, 2),
+            attn_mask=None if causal else _mask(width, skip, window, like=rows),
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=True,
         )
         results.append(result.transpose(1, 2).flatten(0, 1))
-    return _take(torch.cat(results) if len(results) > 1 else results[0], segments.back)
+    line = torch.cat(results) if len(results) > 1 else results[0]
+    return _take(line, segments.back)
 
 
 def _take(states: Tensor, places: Tensor) -> Tensor:

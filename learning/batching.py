@@ -51,14 +51,12 @@ class Sizes:
         """
         known: dict[bytes, int] = {}
         groups = [known.setdefault(prompt.tobytes(), len(known)) for prompt in prompts]
-        sizes, lengths = ([len(tokens) for tokens in column] for column in (prompts, completions))
-        counted = None if scored is None else np.array(scored, np.int64)
         return cls(
-            np.array(sizes, np.int64),
-            np.array(lengths, np.int64),
-            np.array(groups, np.int64),
-            shared,
-            counted,
+            prompts=np.array([len(prompt) for prompt in prompts], np.int64),
+            completions=np.array([len(completion) for completion in completions], np.int64),
+            groups=np.array(groups, np.int64),
+            shared=shared,
+            scored=None if scored is None else np.array(scored, np.int64),
         )
 
     @property
@@ -76,9 +74,8 @@ class Sizes:
         """Sorts `indices` so that neighbours belong together: by prompt if prompts are shared, else
         shortest first.
         """
-        return indices[
-            np.argsort((self.groups if self.shared else self.totals)[indices], kind="stable")
-        ]
+        keys = self.groups if self.shared else self.totals
+        return indices[np.argsort(keys[indices], kind="stable")]
 
     def costs(self, indices: Indices) -> NDArray[np.float64]:
         """Returns [len(indices)] the cost that each row, in `order`, adds: tokens, plus attention
@@ -87,7 +84,8 @@ class Sizes:
         totals = self.totals[indices].astype(np.float64)
         costs = totals + totals**2 / _QUADRATIC
         if self.shared:
-            prompts, groups = self.prompts[indices].astype(np.float64), self.groups[indices]
+            prompts = self.prompts[indices].astype(np.float64)
+            groups = self.groups[indices]
             repeats = np.concatenate([[False], groups[1:] == groups[:-1]])
             costs -= repeats * (prompts + prompts**2 / _QUADRATIC)
         return costs
@@ -127,46 +125,50 @@ def micro_batches(
     rows, if given. Their number is minimal and their sizes are as even as possible.
     """
     parts = shares(sizes, indices, ranks.world_size)
-    count = max(len(_filled(sizes, part, max_tokens, max_rows)) for part in parts)
-    low, high, mine = 0, max_tokens, parts[ranks.rank]
-    while low + 1 < high and count > 1:  # find the lowest budget that needs no more parts
-        middle = (low + high) // 2
-        low, high = (
-            (low, middle)
-            if len(_filled(sizes, mine, middle, max_rows)) <= count
-            else (middle, high)
-        )
-    cuts = _filled(sizes, mine, high, max_rows)
-    return [np.array(cut, np.int64) for cut in (*cuts, *([[]] * (count - len(cuts))))]
+    count = max(len(_filled(sizes, part, max_tokens, max_rows=max_rows)) for part in parts)
+    own_rows = parts[ranks.rank]
+
+    # Find by bisection the lowest budget that needs no more parts: they are then as even as can be.
+    too_low = 0
+    budget = max_tokens
+    while too_low + 1 < budget and count > 1:
+        middle = (too_low + budget) // 2
+        if len(_filled(sizes, own_rows, middle, max_rows=max_rows)) <= count:
+            budget = middle
+        else:
+            too_low = middle
+
+    filled = _filled(sizes, own_rows, budget, max_rows=max_rows)
+    filled += [[] for _ in range(count - len(filled))]
+    return [np.array(rows, np.int64) for rows in filled]
 
 
 def _filled(
     sizes: Sizes, indices: Indices, max_tokens: int, max_rows: int | None
 ) -> list[list[int]]:
     """Splits `indices`, which are in `order`, into parts that are as full as the bounds permit."""
-    prompts, completions, groups = (
-        sizes.prompts.tolist(),
-        sizes.computed.tolist(),
-        sizes.groups.tolist(),
-    )
-    cuts: list[list[int]] = []
-    tokens = 0
+    prompts = sizes.prompts.tolist()
+    completions = sizes.computed.tolist()
+    groups = sizes.groups.tolist()
+    parts: list[list[int]] = []
+    tokens = 0  # computed in the last part
     for index in indices.tolist():
         total = prompts[index] + completions[index]
-        if not cuts:
+        if not parts:
             grown = total
         elif not sizes.shared:
-            grown = total * (len(cuts[-1]) + 1)  # the newest is the longest of its part
+            grown = total * (len(parts[-1]) + 1)  # the newest is the longest of its part
+        elif groups[parts[-1][-1]] == groups[index]:
+            grown = tokens + completions[index]
         else:
-            grown = tokens + (
-                completions[index] if groups[cuts[-1][-1]] == groups[index] else total
-            )
-        if not cuts or grown > max_tokens or len(cuts[-1]) == max_rows:
-            cuts.append([])
+            grown = tokens + total
+
+        if not parts or grown > max_tokens or len(parts[-1]) == max_rows:
+            parts.append([])
             grown = total
-        cuts[-1].append(index)
+        parts[-1].append(index)
         tokens = grown
-    return cuts
+    return parts
 
 
 def split(flat: Float32, lengths: Sequence[int]) -> list[Float32]:
@@ -189,13 +191,14 @@ def score_shared(
     rank that has run out of rows passes the first row.
     """
     lengths = (sizes.completions if sizes.scored is None else sizes.scored).tolist()
-    parts = micro_batches(sizes, np.arange(len(lengths)), ranks, max_tokens, max_rows)
-    scored = [
-        (part, score(part if len(part) else np.zeros(1, np.int64)))
-        for part in parts
-        if len(part) or ranks.sharded
-    ]
-    return by_row([(part, numbers) for part, numbers in scored if len(part)], lengths, ranks)
+    rows = np.arange(len(lengths))
+    scored: list[tuple[Indices, Tensor]] = []
+    for part in micro_batches(sizes, rows, ranks, max_tokens=max_tokens, max_rows=max_rows):
+        if len(part):
+            scored.append((part, score(part)))
+        elif ranks.sharded:  # take part in the other ranks' collective calls
+            score(np.zeros(1, np.int64))
+    return by_row(scored, lengths, ranks)
 
 
 def by_row(
@@ -206,7 +209,8 @@ def by_row(
 
     Tokens that no rank computed are 0. A collective.
     """
-    flat, ends = torch.zeros(sum(lengths)), np.cumsum(lengths)
+    flat = torch.zeros(sum(lengths))
+    ends = np.cumsum(lengths)
     for indices, numbers in scored:
         places = np.concatenate(
             [np.arange(ends[i] - lengths[i], ends[i]) for i in indices.tolist()]

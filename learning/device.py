@@ -35,18 +35,20 @@ def choose_device(
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if 0 < count <= rank:
-            given = f", and {assigned}" if assigned else ""
-            reason = (
-                f"torch finds {count} GPUs for {rank + 1} or more processes of this node{given}"
+            promised = f", and {assigned}" if assigned else ""
+            raise ConfigError(
+                f"torch finds {count} GPUs for {rank + 1} or more processes of this node{promised}",
+                field=field,
+                value=value or kind,
+                remedy="run one process per GPU: "
+                "compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node",
             )
-            remedy = "run one process per GPU: compare CUDA_VISIBLE_DEVICES, nvidia-smi and --nproc-per-node"
-            raise ConfigError(reason, field=field, value=value or kind, remedy=remedy)
         return torch.device("cuda", rank)
     if kind == "cuda" or assigned:
         reason, remedy = _why_none()
-        given = f"torch finds no GPU, but {assigned}" if assigned else "torch finds no GPU"
+        found = f"torch finds no GPU, but {assigned}" if assigned else "torch finds no GPU"
         raise ConfigError(
-            f"{given}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}"
+            f"{found}: {reason}", field=field, value=value or kind, remedy=f"{remedy}; or {on_cpu}"
         )
     return torch.device("cpu")
 
@@ -60,7 +62,10 @@ def _why_none() -> tuple[str, str]:
     """Returns why torch finds no GPU, and the remedy."""
     version = torch.version.cuda
     if version is None and torch.version.hip is None:
-        remedy = "install the CUDA build of the same version (`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
+        remedy = (
+            "install the CUDA build of the same version "
+            "(`bash jobgroup/setup.sh trainer` does so where it finds nvidia-smi)"
+        )
         return f"torch {torch.__version__} is a CPU build", remedy
     if hidden_gpus():
         found = os.environ["CUDA_VISIBLE_DEVICES"]
@@ -68,12 +73,19 @@ def _why_none() -> tuple[str, str]:
             f"CUDA_VISIBLE_DEVICES is {found!r}, which hides every GPU",
             "unset it, or name GPUs in it: 0,1",
         )
-    if (driver := _driver()) is None:
-        remedy = "install NVIDIA's driver; start a container with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
+    driver = _driver()
+    if driver is None:
+        remedy = (
+            "install NVIDIA's driver; "
+            "start a container with GPUs (--gpus all, or nvidia.com/gpu in its limits)"
+        )
         return "there is no NVIDIA driver (libcuda.so.1)", remedy
     if version is not None and driver and driver // 1000 < int(version.partition(".")[0]):
         supported = f"{driver // 1000}.{driver % 1000 // 10}"
-        remedy = "update the driver (CUDA 13 needs the 580 series), or install a build of torch for the driver's CUDA version"
+        remedy = (
+            "update the driver (CUDA 13 needs the 580 series), "
+            "or install a build of torch for the driver's CUDA version"
+        )
         return (
             f"the driver supports CUDA {supported}, but torch {torch.__version__} needs {version}",
             remedy,

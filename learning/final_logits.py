@@ -11,7 +11,8 @@ from torch import Tensor
 
 from common.errors import ConfigError
 
-_SMALL, _LARGE = 2.0**-13, 2.0**40
+_SMALL = 2.0**-13
+_LARGE = 2.0**40
 """Outputs of a head that no cap bends yet, and of which nothing but a cap is left."""
 _ROUNDING = 1e-5
 """Relative error of a model that computes its logits in float32."""
@@ -45,14 +46,14 @@ def final_logits(model: Any) -> FinalLogits:
         raise _refused(
             model, f"this model does not run around a made-up decoder and head: {error}"
         ) from error
+
     scale = logits[0].item() / output[0].item()
+    cap: float | None = None
     highest = logits[1].item()
     if highest < scale * output[1].item() / 1000:
-        found = FinalLogits(
-            math.atanh(logits[0].item() / highest) * highest / output[0].item(), highest
-        )
-    else:
-        found = FinalLogits(scale)
+        cap = highest
+        scale = math.atanh(logits[0].item() / cap) * cap / output[0].item()
+    found = FinalLogits(scale, cap)
     if not torch.allclose(logits, found.of(output), rtol=_ROUNDING, atol=0.0):
         reason = "this model changes the output of its head by more than a scale and a cap"
         raise _refused(model, f"{reason}: the trainer would learn another policy")
@@ -69,13 +70,14 @@ def _around_made_up_parts(model: Any) -> tuple[Tensor, Tensor]:
     """Returns the output [V] of a made-up head, and the logits [V] that the model makes of it, in
     float64.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder = model.get_decoder()
+    head = model.get_output_embeddings()
     vocabulary, width = head.weight.shape
-    sizes = (
-        torch.linspace(-10, 12, width).round().exp2()
-    )  # powers of two, which no precision rounds
+    # Powers of two, which no precision rounds.
+    sizes = torch.linspace(-10, 12, width).round().exp2()
     states = torch.where(torch.arange(width) % 2 == 0, sizes, -1.5 * sizes).double()
-    states[0], states[1] = _SMALL, _LARGE
+    states[0] = _SMALL
+    states[1] = _LARGE
     entry_of_token = torch.arange(vocabulary) % width
     # With a bias, scaled states are not the same as scaled logits.
     bias = 0.0 if getattr(head, "bias", None) is None else 1.0

@@ -12,9 +12,8 @@ def float32_product(left: Tensor, right: Tensor) -> Tensor:
     Products of two bfloat16 numbers are exact in float32, so two programs differ only in the order
     of summation.
     """
-    if (
-        left.is_cuda and left.dtype == torch.bfloat16 and torch.version.hip is None
-    ):  # only CUDA supports it
+    on_cuda = left.is_cuda and torch.version.hip is None
+    if on_cuda and left.dtype == torch.bfloat16:  # only CUDA has such a product
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
@@ -23,7 +22,9 @@ def float32_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -
     """Returns the logits [..., V] of hidden [..., H] under a linear head with weight [V, H]."""
     with torch.autocast(hidden.device.type, enabled=False):
         logits = float32_product(hidden.flatten(0, -2), weight.t())
-    return (logits if bias is None else logits.add_(bias.float())).unflatten(0, hidden.shape[:-1])
+    if bias is not None:
+        logits.add_(bias.float())
+    return logits.unflatten(0, hidden.shape[:-1])
 
 
 def make_float32_logits(model: Any) -> None:

@@ -31,10 +31,10 @@ def learn(model: Any, own: Mapping[str, Tensor], names: Iterable[str]) -> None:
     `own` are the model's tensors by their names in the model.
     """
     conversions = get_model_conversion_mapping(model)
+    renamings, converters = _by_kind(conversions)
     for name in sorted(names, key=dot_natural_key):
-        rename_source_key(
-            name, *_by_kind(conversions), model.base_model_prefix, own
-        )  # it notes which conversions apply
+        # Called only because it notes which conversions apply.
+        _renamed(name, renamings, converters, model=model, own=own)
     model._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
 
 
@@ -55,7 +55,8 @@ def to_hub(
     if not conversions:
         yield from named
         return
-    converters = [each.reverse_transform() for each in _by_kind(conversions)[1][::-1]]
+    _, forward = _by_kind(conversions)
+    converters = [converter.reverse_transform() for converter in reversed(forward)]
     lacking = Counter(rename_source_key(name, [], converters)[0] for name in names)
     held: dict[str, dict[str, Tensor]] = {}
     for name, tensor in named:
@@ -84,25 +85,38 @@ def from_hub(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     conversions = _conversions(model)
     if not conversions:
         return dict(tensors)
-    own, (renamings, converters) = model.state_dict(), _by_kind(conversions)
-    converter_of = {
-        pattern: converter for converter in converters for pattern in converter.source_patterns
-    }
+    own = model.state_dict()
+    renamings, converters = _by_kind(conversions)
+    converter_of: dict[str, Any] = {}
+    for converter in converters:
+        for pattern in converter.source_patterns:
+            converter_of[pattern] = converter
+
     work: dict[str, Any] = {}
     for name in sorted(tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, own
-        )
+        target, pattern = _renamed(name, renamings, converters, model=model, own=own)
         if pattern is None:
-            made = work[target] = WeightRenaming(name, target)
-        else:
-            made = work.setdefault(target, deepcopy(converter_of[pattern]))
-        made.add_tensor(target, name, pattern or name, tensors[name])
+            work[target] = WeightRenaming(name, target)
+        elif target not in work:
+            work[target] = deepcopy(converter_of[pattern])
+        work[target].add_tensor(target, name, pattern or name, tensors[name])
+
     found: dict[str, Tensor] = {}
     for target, conversion in work.items():
         for name, tensor in conversion.convert(target, model=model, config=model.config).items():
             found[name] = tensor[0] if isinstance(tensor, list) else tensor
     return found
+
+
+def _renamed(
+    name: str, renamings: list[Any], converters: list[Any], *, model: Any, own: Mapping[str, Tensor]
+) -> tuple[str, str | None]:
+    """Returns the model's name of a tensor in its files, and the pattern of the converter that
+    makes it; None for one that is only renamed.
+    """
+    # By position, because releases of transformers name the parameters differently.
+    target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+    return target, pattern
 
 
 def _conversions(model: Any) -> list[Any]:
@@ -111,7 +125,11 @@ def _conversions(model: Any) -> list[Any]:
 
 def _by_kind(conversions: Iterable[Any]) -> tuple[list[Any], list[Any]]:
     """Returns the conversions that rename, and those that change tensors."""
-    every = list(conversions)
-    return [each for each in every if isinstance(each, WeightRenaming)], [
-        each for each in every if isinstance(each, WeightConverter)
-    ]
+    renamings: list[Any] = []
+    converters: list[Any] = []
+    for conversion in conversions:
+        if isinstance(conversion, WeightRenaming):
+            renamings.append(conversion)
+        elif isinstance(conversion, WeightConverter):
+            converters.append(conversion)
+    return renamings, converters

@@ -18,10 +18,15 @@ def has_triton(device_type: str) -> bool:
     """
     if device_type != "cuda":
         return False
-    missing = [] if importlib.util.find_spec("triton") else ["the package triton"]
+    missing: list[str] = []
+    if not importlib.util.find_spec("triton"):
+        missing.append("the package triton")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("a C compiler")
     if missing:
-        text = "GPU kernels cannot be compiled without %s, so updates run at about half the speed: install what is missing"
-        log.warning(text, " and ".join(missing))
+        log.warning(
+            "GPU kernels cannot be compiled without %s, "
+            "so updates run at about half the speed: install what is missing",
+            " and ".join(missing),
+        )
     return not missing

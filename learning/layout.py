@@ -48,14 +48,14 @@ class Padded:
 
         `masks` [L] drop completion tokens where 0.
         """
-        width = max(
-            len(prompt) + len(completion[:-1])
+        sequences = [
+            np.concatenate([prompt, completion[:-1]])
             for prompt, completion in zip(prompts, completions, strict=True)
-        )
+        ]
+        width = max(map(len, sequences))
         input_ids = np.zeros((len(prompts), width), np.int64)
-        for row, prompt, completion in zip(input_ids, prompts, completions, strict=True):
-            row[: len(prompt)] = prompt
-            row[len(prompt) : len(prompt) + len(completion[:-1])] = completion[:-1]
+        for row, sequence in zip(input_ids, sequences, strict=True):
+            row[: len(sequence)] = sequence
         first = np.arange(len(prompts)) * width + _lengths(prompts) - 1
         predicts = _kept(_ranges(first, _lengths(completions)), completions, masks)
         return cls(torch.from_numpy(input_ids), torch.from_numpy(predicts))
@@ -97,36 +97,42 @@ class Packed:
         masks: Sequence[Int32 | None] = (),
     ) -> Self:
         """Lays out rows like `Padded.of`. Rows that share a prompt must be consecutive."""
-        first = np.array(
-            [i == 0 or not _same(prompts[i - 1], prompt) for i, prompt in enumerate(prompts)]
-        )
+        is_first: list[bool] = []  # of the rows that share its prompt
         tokens: list[Int32] = []
-        for new, prompt, completion in zip(first.tolist(), prompts, completions, strict=True):
-            tokens += [prompt, completion[:-1]] if new else [completion[:-1]]
-        sizes, lengths = _lengths(prompts), _lengths(completions)
+        for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            # Rows of one group have the same array; only equal prompts of others are compared.
+            shared = i > 0 and (prompt is prompts[i - 1] or np.array_equal(prompt, prompts[i - 1]))
+            is_first.append(not shared)
+            if not shared:
+                tokens.append(prompt)
+            tokens.append(completion[:-1])
+        first = np.array(is_first)
+
+        sizes = _lengths(prompts)
+        lengths = _lengths(completions)
         computed = np.maximum(lengths - 1, 0)
         starts = np.cumsum(computed + sizes * first) - computed  # of the completions
         prompt_starts = (starts - sizes)[first][np.cumsum(first) - 1]
+
+        # The end of its prompt predicts a completion's first token.
         some = lengths > 0
         predicts = _ranges(starts - 1, lengths)
         predicts[(np.cumsum(lengths) - lengths)[some]] = (prompt_starts + sizes - 1)[some]
-        there = np.stack([first, computed > 0], 1).reshape(
-            -1
-        )  # prompt and completion of every row in turn
-        columns = (
-            (prompt_starts, starts),
-            (sizes, computed),
-            (prompt_starts, prompt_starts),
-            (np.zeros_like(sizes), sizes),
-        )
-        own, length, prefix_start, prefix = (
-            np.stack(column, 1).reshape(-1)[there] for column in columns
-        )
+
+        # The segments: prompt and completion of every row in turn, without prompts that were there
+        # already and completions of which nothing is computed.
+        there = _alternating(first, computed > 0)
+        segment_starts = _alternating(prompt_starts, starts)[there]
+        segment_sizes = _alternating(sizes, computed)[there]
+        prefix_starts = _alternating(prompt_starts, prompt_starts)[there]
+        prefixes = _alternating(np.zeros_like(sizes), sizes)[there]
         return cls(
-            torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
-            torch.from_numpy(_ranges(prefix, length))[None],
-            torch.from_numpy(_kept(predicts, completions, masks)),
-            Segments.of(own, length, prefix_start, prefix),
+            input_ids=torch.from_numpy(np.concatenate(tokens).astype(np.int64))[None],
+            position_ids=torch.from_numpy(_ranges(prefixes, segment_sizes))[None],
+            predicts=torch.from_numpy(_kept(predicts, completions, masks)),
+            segments=Segments.of(
+                segment_starts, segment_sizes, prefix_starts=prefix_starts, prefixes=prefixes
+            ),
         )
 
     def hidden(self, body: nn.Module) -> Tensor:
@@ -172,15 +178,10 @@ def moved(value: _T, device: torch.device) -> _T:
     if device.type == "cpu" or not (isinstance(value, Tensor) or is_dataclass(value)):
         return value
     if isinstance(value, Tensor):
-        return cast(
-            _T, (value if value.is_cuda else value.pin_memory()).to(device, non_blocking=True)
-        )
-    there = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
-    return cast(_T, replace(cast(Any, value), **there))
-
-
-def _same(one: Int32, other: Int32) -> bool:
-    return one is other or np.array_equal(one, other)
+        source = value if value.is_cuda else value.pin_memory()
+        return cast(_T, source.to(device, non_blocking=True))
+    on_device = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
+    return cast(_T, replace(cast(Any, value), **on_device))
 
 
 def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 | None]) -> _Array:
@@ -197,6 +198,12 @@ def _kept(predicts: _Array, completions: Sequence[Int32], masks: Sequence[Int32 
 
 def _lengths(rows: Sequence[Int32]) -> _Array:
     return np.array([len(row) for row in rows], np.int64)
+
+
+def _alternating(even: NDArray[Any], odd: NDArray[Any]) -> NDArray[Any]:
+    """Returns even[0], odd[0], even[1], odd[1] and so on."""
+    alternating: NDArray[Any] = np.stack([even, odd], 1).reshape(-1)
+    return alternating
 
 
 def _ranges(starts: _Array, lengths: _Array) -> _Array:

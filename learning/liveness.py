@@ -41,7 +41,8 @@ _SHUTDOWN_S = 1.0
 """Seconds that an ending rank waits for others to read why: closing a socket with unread input
 discards sent data."""
 _MAX_LINE_BYTES = 4096
-_MAX_UNAUTHENTICATED, _HANDSHAKE_S = 64, 10.0
+_MAX_UNAUTHENTICATED = 64
+_HANDSHAKE_S = 10.0
 """Connections that have not sent a valid token yet: how many may be open, and for how many
 seconds."""
 
@@ -61,7 +62,9 @@ class Liveness:
     """
 
     def __init__(self, ranks: Ranks, topology: Topology, lost_after_s: float) -> None:
-        self._ranks, self._topology, self._lost_after_s = ranks, topology, lost_after_s
+        self._ranks = ranks
+        self._topology = topology
+        self._lost_after_s = lost_after_s
         self._token = ""
         self._server: asyncio.Server | None = None
         self._connections: dict[int, asyncio.StreamWriter] = {}
@@ -93,23 +96,22 @@ class Liveness:
     ) -> None:
         if self._thread is None:
             return
-        if isinstance(
-            value, RuntimeError
-        ):  # raised by torch, perhaps by a collective with a lost rank
+        # Torch raises RuntimeError, perhaps in a collective with a lost rank.
+        if isinstance(value, RuntimeError):
             log.warning(
                 "%s; checking whether a rank is lost", shorten(str(value).partition("\n")[0])
             )
             self._failed_at = "".join(traceback.format_tb(trace))
             self._verdict_wanted = True
             self._thread.join(_VERDICT_S)  # ends this process if so
-        how = (
-            "done"
-            if value is None
-            else "stopped"
-            if isinstance(value, KeyboardInterrupt)
-            else "failed"
-        )
-        reason = f"{type(value).__name__}: {value}".partition("\n")[0] if how == "failed" else ""
+        reason = ""
+        if value is None:
+            how = "done"
+        elif isinstance(value, KeyboardInterrupt):
+            how = "stopped"
+        else:
+            how = "failed"
+            reason = f"{type(value).__name__}: {value}".partition("\n")[0]
         self._final_message = f"gone {self._ranks.rank} {how} {shorten(reason)}"
         self._thread.join()
 
@@ -121,9 +123,8 @@ class Liveness:
         if not self._ranks.is_rank_zero:
             port, self._token = self._ranks.broadcast(b"").decode().split()
             return socket.create_connection((address, int(port)), timeout=self._lost_after_s)
-        host = (
-            address if is_loopback(address) else ""
-        )  # others may reach this node at another of its addresses
+        # Others may reach this node at another of its addresses.
+        host = address if is_loopback(address) else ""
         family = socket.getaddrinfo(address, None)[0][0]
         server = socket.create_server((host, 0), family=family, backlog=self._ranks.world_size)
         self._token = secrets.token_hex(16)
@@ -146,12 +147,11 @@ class Liveness:
         while self._final_message is None:
             await asyncio.sleep(_TICK_S)
             now = time.monotonic()
-            if (
-                now - before > 2 * beat_s
-            ):  # this process itself was stopped or starved: the silence proves nothing
-                self._heard = {
-                    rank: min(now, heard + now - before) for rank, heard in self._heard.items()
-                }
+            pause = now - before
+            if pause > 2 * beat_s:
+                # This process itself was stopped or starved: the silence proves nothing.
+                for rank, heard in self._heard.items():
+                    self._heard[rank] = min(now, heard + pause)
             before = now
             if now - beaten >= beat_s or self._verdict_wanted:
                 self._broadcast("beat")
@@ -169,8 +169,8 @@ class Liveness:
         with suppress(TimeoutError, ValueError, OSError):
             hello = await asyncio.wait_for(reader.readline(), _HANDSHAKE_S)
         self._unauthenticated.remove(writer)
-        said, _, rank = hello.rpartition(b" ")
-        if not secrets.compare_digest(said, f"hello {self._token}".encode()):
+        greeting, _, rank = hello.rpartition(b" ")
+        if not secrets.compare_digest(greeting, f"hello {self._token}".encode()):
             writer.close()
             return
         self._connections[int(rank)] = writer
@@ -202,18 +202,15 @@ class Liveness:
 
     def _broadcast(self, text: str) -> None:
         for writer in self._connections.values():
-            writer.write(
-                text.encode() + b"\n"
-            )  # never waits; `_listen` notices a closed connection
+            # It never waits; `_listen` notices a closed connection.
+            writer.write(text.encode() + b"\n")
 
     async def _judge(self, now: float) -> None:
         for rank, heard in self._heard.items():
             if now - heard > self._lost_after_s:
                 self._depart(rank, "silent", "")
-        grace = {
-            "stopped": self._lost_after_s,
-            "failed": _OWN_ERROR_S,
-        }  # often all ranks were stopped
+        # Often all ranks were stopped, or have the same error.
+        grace = {"stopped": self._lost_after_s, "failed": _OWN_ERROR_S}
         for rank, (how, reason, at) in self._gone.items():
             if how != "done" and (self._verdict_wanted or now - at >= grace.get(how, 0)):
                 await self._end(rank, how, reason)
@@ -224,16 +221,18 @@ class Liveness:
             "stopped": "was stopped (SIGTERM or Ctrl-C) and has left the run",
             "failed": f"has failed: {reason}",
             "died": "is lost: its process was killed, or its connection was cut",
-            "silent": f"is lost: silent for {self._lost_after_s:g} s (trainer.lost_after_s), node gone or process stuck",
+            "silent": f"is lost: silent for {self._lost_after_s:g} s (trainer.lost_after_s), "
+            "node gone or process stuck",
         }[how]
+        own_name = self._name(self._ranks.rank)
         log.error(
-            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer node again, and the run "
-            "continues from its newest checkpoint",
-            *(self._name(rank), what, self._name(self._ranks.rank)),
+            "%s %s. %s ends too. The job's recovery (max_restarts_on_errors) starts every trainer "
+            "node again, and the run continues from its newest checkpoint",
+            self._name(rank),
+            what,
+            own_name,
         )
-        log.error(
-            "%s was here:\n%s", self._name(self._ranks.rank), self._failed_at or watchdog.stacks()
-        )
+        log.error("%s was here:\n%s", own_name, self._failed_at or watchdog.stacks())
         await self._close()
         logging.shutdown()
         os._exit(LOST)
@@ -254,6 +253,5 @@ class Liveness:
         """Names a rank as the cluster does: `rank 3 on ppo-trainer-1 (10.0.0.5)`."""
         node = rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         addresses = self._topology.node_ips
-        return f"rank {rank} on {TRAINER}-{node}" + (
-            f" ({addresses[node]})" if node < len(addresses) else ""
-        )
+        address = f" ({addresses[node]})" if node < len(addresses) else ""
+        return f"rank {rank} on {TRAINER}-{node}{address}"

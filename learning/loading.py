@@ -71,25 +71,25 @@ class SafetensorsReader:
 
     def __init__(self, directory: Path) -> None:
         self.names: Mapping[str, str] = {}
+        files = ["model.safetensors"]
         index = directory / "model.safetensors.index.json"
-        names = (
-            sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            if index.exists()
-            else ["model.safetensors"]
-        )
-        self._files: list[Any] = [
-            safe_open(directory / Path(name).name, "pt") for name in names
-        ]  # nowhere else
-        self._of: dict[str, Any] = {key: file for file in self._files for key in file.keys()}  # noqa: SIM118
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        self._file_of: dict[str, Any] = {}
+        for name in files:
+            file: Any = safe_open(directory / Path(name).name, "pt")  # in no other directory
+            self._file_of |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._of.items()}
+        return {
+            name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()
+        }
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
         name = self.names.get(name, name)
-        found: Tensor = (
-            self._of[name].get_slice(name)[region] if region else self._of[name].get_tensor(name)
-        )
+        file = self._file_of[name]
+        # A scalar has no slices.
+        found: Tensor = file.get_slice(name)[region] if region else file.get_tensor(name)
         return found
 
 
@@ -149,9 +149,12 @@ class Pretrained:
 
     def plain(self) -> Any:
         """Loads the tensors in the files into CPU memory. Raises OSError or ValueError."""
-        options = {"trust_remote_code": self.trust_remote_code, "use_safetensors": True}
         return self.auto.from_pretrained(
-            self.source, config=self.config(), dtype=torch.float32, **options
+            self.source,
+            config=self.config(),
+            dtype=torch.float32,
+            trust_remote_code=self.trust_remote_code,
+            use_safetensors=True,
         )
 
     def whole(self) -> Any:
@@ -166,7 +169,8 @@ class Pretrained:
         """Initialises tensors missing in the files; returns this rank's shares of the others by
         their names there.
         """
-        added, targets = self.added or AddedModules(), {}
+        added = self.added or AddedModules()
+        targets: dict[str, Tensor] = {}
         with torch.no_grad():
             for name, tensor in named_tensors(model).items():
                 first = added.first(name, tensor.shape)
@@ -213,6 +217,7 @@ def load(
     pretrained: Pretrained,
     wrap: Callable[[Any], nn.Module],
     ranks: Ranks,
+    *,
     settings: TrainerSection,
     low_precision: bool,
     trained: bool = True,
@@ -227,27 +232,40 @@ def load(
         model = pretrained.whole().to(ranks.device)
         ranks.broadcast_model(model)
         if low_precision:
-            _keep_states_low(model)
-        prepare(model, settings, trained, ranks.device)
+            _keep_states_in_bfloat16(model)
+        prepare(model, settings, trained=trained, device=ranks.device)
         return wrap(model)
+
+    # Build and shard the modules without weights.
     directory = pretrained.files(ranks)
     model = pretrained.empty()
     root = wrap(model)
-    prepare(model, settings, trained, ranks.device)
+    prepare(model, settings, trained=trained, device=ranks.device)
     offload = settings.offload_optimizer and trained
-    shard(root, model, ranks, low_precision, offload, trained, exact(model))
+    shard(
+        root,
+        model,
+        ranks,
+        low_precision=low_precision,
+        offload=offload,
+        trained=trained,
+        exact=exact(model),
+    )
     materialise(root, torch.device("cpu") if offload else ranks.device, ranks.device)
     targets = pretrained.fill_added(model)
     names = "\n".join(_shapes_in(directory)) if ranks.is_rank_zero else ""
     learn(model, targets, ranks.broadcast(names.encode()).decode().split())
+
+    # Fill them: every rank from the files, if all see the same ones and they fit; else from rank 0.
     shared = ranks.all_equal(_fingerprint(directory))
-    reader: Reader | None = (
-        _files(directory, model, targets) if shared or ranks.is_rank_zero else None
-    )
+    reader: Reader | None = None
+    if shared or ranks.is_rank_zero:
+        reader = _files(directory, model, targets)
     everywhere = shared and ranks.all_equal(b"" if reader is None else b"fits")
     if ranks.is_rank_zero and reader is None:
         log.info(
-            "the files in %s do not have the model's own tensors: transformers loads the whole model on rank 0",
+            "the files in %s do not have the model's own tensors: "
+            "transformers loads the whole model on rank 0",
             directory,
         )
         reader = MemoryReader(pretrained.plain().state_dict())
@@ -257,7 +275,7 @@ def load(
     return root
 
 
-def _keep_states_low(model: Any) -> None:
+def _keep_states_in_bfloat16(model: Any) -> None:
     """Makes embedding, norms and experts compute in bfloat16 where FSDP2 does and autocast alone
     would not.
 
@@ -266,18 +284,17 @@ def _keep_states_low(model: Any) -> None:
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
+        has_vectors = bool(own) and all(parameter.ndim == 1 for parameter in own)
         # Attention may have vectors of its own, such as the sinks of gpt-oss, but a norm has no
         # other modules.
-        is_norm = (
-            own and not list(module.children()) and all(parameter.ndim == 1 for parameter in own)
-        )
+        is_norm = has_vectors and not list(module.children())
         if module is model.get_input_embeddings() or is_norm:
             module.register_forward_hook(lambda _module, _inputs, states: states.bfloat16())
         elif any(parameter.ndim == 3 for parameter in own):
-            module.forward = partial(_with_low_weights, copy(module))
+            module.forward = partial(_with_bfloat16_weights, copy(module))
 
 
-def _with_low_weights(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+def _with_bfloat16_weights(module: nn.Module, *inputs: Any, **options: Any) -> Any:
     """Calls a module with bfloat16 copies of its weights, which keep their gradients in float32."""
     weights = {
         name: parameter.bfloat16() for name, parameter in module.named_parameters(recurse=False)
@@ -292,17 +309,14 @@ def _files(directory: Path, model: Any, targets: Mapping[str, Tensor]) -> Safete
         return None
     reader = SafetensorsReader(directory)
     shapes = reader.shapes()
-    reader.names = {
-        name: hub for name in targets for hub, _ in to_hub(model, [(name, targets[name])], [name])
-    }
-    return (
-        reader
-        if all(
-            shapes.get(reader.names[name]) == tuple(target.shape)
-            for name, target in targets.items()
-        )
-        else None
-    )
+    names: dict[str, str] = {}
+    for name, target in targets.items():
+        for hub_name, _ in to_hub(model, [(name, target)], [name]):
+            names[name] = hub_name
+        if shapes.get(names[name]) != tuple(target.shape):
+            return None
+    reader.names = names
+    return reader
 
 
 def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
@@ -310,11 +324,9 @@ def _shapes_in(directory: Path) -> Mapping[str, tuple[int, ...]]:
     are none.
     """
     names = ("model.safetensors", "model.safetensors.index.json")
-    return (
-        SafetensorsReader(directory).shapes()
-        if any((directory / name).exists() for name in names)
-        else {}
-    )
+    if not any((directory / name).exists() for name in names):
+        return {}
+    return SafetensorsReader(directory).shapes()
 
 
 def not_in_files(model: Any, own: Mapping[str, Tensor], name: str) -> str | None:
@@ -322,20 +334,22 @@ def not_in_files(model: Any, own: Mapping[str, Tensor], name: str) -> str | None
     files are not here.
     """
     try:
-        directory = (
-            Path(name)
-            if Path(name).is_dir()
-            else Path(snapshot_download(name, local_files_only=True))
-        )
+        directory = Path(name)
+        if not directory.is_dir():
+            directory = Path(snapshot_download(name, local_files_only=True))
         shapes = _shapes_in(directory)
     except OSError:  # a resumed run has its checkpoint
         return None
-    for hub, tensor in hub_shapes(model, own).items():
-        known = shapes.get(hub, shapes.get(hub.removeprefix(f"{model.base_model_prefix}.")))
-        if shapes and known != tuple(tensor.shape):
-            return f"{hub} {list(tensor.shape)}" + (
-                f", there it is {list(known)}" if known is not None else ""
-            )
+    if not shapes:
+        return None
+
+    for hub_name, tensor in hub_shapes(model, own).items():
+        of_body = hub_name.removeprefix(f"{model.base_model_prefix}.")
+        known = shapes.get(hub_name, shapes.get(of_body))
+        if known is None:
+            return f"{hub_name} {list(tensor.shape)}"
+        if known != tuple(tensor.shape):
+            return f"{hub_name} {list(tensor.shape)}, there it is {list(known)}"
     return None
 
 
@@ -345,15 +359,17 @@ def fill(
     """Reads this rank's share of every tensor. Unless `everywhere`, rank 0 reads and sends."""
     with torch.no_grad():
         for name, target in targets.items():
-            mine, part = local(target), region(target)
+            own = local(target)
+            part = region(target)
             if not everywhere and ranks.world_size > 1:
                 whole = torch.empty(target.shape, dtype=target.dtype, device=ranks.device)
                 if ranks.is_rank_zero and reader:
-                    whole.copy_(reader.read(name, tuple(slice(0, size) for size in target.shape)))
+                    everything = tuple(slice(0, size) for size in target.shape)
+                    whole.copy_(reader.read(name, everything))
                 dist.broadcast(whole, 0)
-                mine.copy_(whole[part])
-            elif reader and mine.numel():
-                mine.copy_(reader.read(name, part))
+                own.copy_(whole[part])
+            elif reader and own.numel():
+                own.copy_(reader.read(name, part))
 
 
 def materialise(root: nn.Module, device: torch.device, buffers: torch.device) -> None:
@@ -363,13 +379,12 @@ def materialise(root: nn.Module, device: torch.device, buffers: torch.device) ->
     made: dict[int, nn.Parameter] = {}
     for module in root.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(
-                        torch.empty_like(parameter, device=device),
-                        requires_grad=parameter.requires_grad,
-                    )
-                module._parameters[name] = made[id(parameter)]
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device=device)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(buffers)
 
@@ -402,5 +417,7 @@ def _fingerprint(directory: Path) -> bytes:
     if not directory.is_dir():
         return b""
     files = sorted(f"{path.name} {path.stat().st_size}" for path in directory.glob("*.*"))
-    states = (directory / "trainer_state.json", directory.parent / "trainer_state.json")
-    return "\n".join([*files, *(state.read_text() for state in states if state.exists())]).encode()
+    for state in (directory / "trainer_state.json", directory.parent / "trainer_state.json"):
+        if state.exists():
+            files.append(state.read_text())
+    return "\n".join(files).encode()

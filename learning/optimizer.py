@@ -43,11 +43,9 @@ class Optimizer:
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        self._parameters, self._max_grad_norm, self._skipped_in_a_row = (
-            list(self._named.values()),
-            max_grad_norm,
-            0,
-        )
+        self._parameters = list(self._named.values())
+        self._max_grad_norm = max_grad_norm
+        self._skipped_in_a_row = 0
         self._rate_setting = rate_setting
         self._adam = torch.optim.AdamW(
             self._parameters, betas=betas, weight_decay=weight_decay, fused=True
@@ -63,22 +61,22 @@ class Optimizer:
         after more than `MAX_SKIPPED_UPDATES` such norms in a row.
         """
         if all(parameter.grad is None for parameter in self._parameters):
-            for parameter in (
-                self._parameters
-            ):  # no row: momentum and weight decay still apply, as on many ranks
+            # No row: momentum and weight decay still apply, as on many ranks.
+            for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        norm = float(
-            full(nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm))
-        )  # the only GPU sync
+        norm_tensor = nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        norm = float(full(norm_tensor))  # the only GPU sync
         if not math.isfinite(norm):
             self.zero_grad()
             self._skipped_in_a_row += 1
             if self._skipped_in_a_row > MAX_SKIPPED_UPDATES:
                 raise NonFiniteGradients(
-                    f"{self._skipped_in_a_row} gradients in a row are not finite: the last norm is {norm}",
+                    f"{self._skipped_in_a_row} gradients in a row are not finite: "
+                    f"the last norm is {norm}",
                     field=self._rate_setting,
                     value=learning_rate,
-                    remedy=f"lower {self._rate_setting} or trainer.max_grad_norm, or resume from an earlier checkpoint",
+                    remedy=f"lower {self._rate_setting} or trainer.max_grad_norm, "
+                    "or resume from an earlier checkpoint",
                 )
             log.warning("a gradient is not finite: the update is skipped")
             return norm
@@ -92,12 +90,11 @@ class Optimizer:
         """Returns the optimiser's tensors by "parameter.name", sharded like the parameters; empty
         before a step.
         """
-        state, named = self._adam.state, self._named.items()
-        return {
-            f"{name}.{key}": value
-            for name, parameter in named
-            for key, value in state.get(parameter, {}).items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._named.items():
+            for key, value in self._adam.state.get(parameter, {}).items():
+                tensors[f"{name}.{key}"] = value
+        return tensors
 
     def empty_state(self, names: Collection[str]) -> dict[str, Tensor]:
         """Allocates the tensors `names` of a state_dict.
@@ -107,19 +104,21 @@ class Optimizer:
         made: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
             for key in _STATE:
-                if f"{name}.{key}" in names:
-                    scalar = torch.zeros((), device=parameter.device)
-                    made[f"{name}.{key}"] = (
-                        scalar
-                        if key == "step"
-                        else torch.zeros_like(parameter, requires_grad=False)
-                    )
+                full_name = f"{name}.{key}"
+                if full_name not in names:
+                    continue
+                if key == "step":
+                    made[full_name] = torch.zeros((), device=parameter.device)
+                else:
+                    made[full_name] = torch.zeros_like(parameter, requires_grad=False)
         if set(made) != set(names):
             other = min(set(names) ^ set(made))
             raise ConfigError(
-                f"the checkpoint's optimiser state has other parameters ({other}) or is of another kind",
+                f"the checkpoint's optimiser state has other parameters ({other}) "
+                "or is of another kind",
                 field="trainer.run_dir",
-                remedy="keep the settings of the run that wrote it, or start with --trainer.resume false",
+                remedy="keep the settings of the run that wrote it, "
+                "or start with --trainer.resume false",
             )
         return made
 
@@ -127,7 +126,6 @@ class Optimizer:
         """Sets the state from tensors allocated by `empty_state`."""
         self._adam.state.clear()
         for name, parameter in self._named.items():
-            if state := {
-                key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors
-            }:
+            state = {key: tensors[f"{name}.{key}"] for key in _STATE if f"{name}.{key}" in tensors}
+            if state:
                 self._adam.state[parameter] = state

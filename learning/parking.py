@@ -2,13 +2,17 @@
 device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
+from learning.optimizer import Optimizer
 from learning.sharding import local
+
+Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
+"""The models and optimizers that one part of a run keeps on the GPU."""
 
 _BLOCK_BYTES = 64 << 20
 """Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is
@@ -24,7 +28,8 @@ class Parking:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._blocks = device, list[Tensor]()
+        self._device = device
+        self._blocks: list[Tensor] = []
         self._parked: list[tuple[UntypedStorage, int]] = []
 
     def park(self, tensors: Iterable[Tensor]) -> None:
@@ -55,17 +60,13 @@ class Parking:
         for storage, size in self._parked:
             flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             end = start + size
-            cuts = [
-                start,
-                *range((start // _BLOCK_BYTES + 1) * _BLOCK_BYTES, end, _BLOCK_BYTES),
-                end,
-            ]
-            for first, last in pairwise(cuts):
+            first_boundary = (start // _BLOCK_BYTES + 1) * _BLOCK_BYTES
+            boundaries = [start, *range(first_boundary, end, _BLOCK_BYTES), end]
+            for first, last in pairwise(boundaries):
                 index, place = divmod(first, _BLOCK_BYTES)
-                yield (
-                    flat[first - start : last - start],
-                    self._block(index)[place : place + last - first],
-                )
+                there = flat[first - start : last - start]
+                here = self._block(index)[place : place + last - first]
+                yield there, here
             start = end
 
     def _block(self, index: int) -> Tensor:

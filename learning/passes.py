@@ -23,7 +23,7 @@ def passes(
     Sharded models need equally many passes on every rank. A rank that has run out of rows gets the
     first row, whose loss it multiplies by 0.
     """
-    parts = micro_batches(sizes, rows, ranks, max_tokens, max_rows)
+    parts = micro_batches(sizes, rows, ranks, max_tokens=max_tokens, max_rows=max_rows)
     for number, indices in enumerate(parts, 1):
         sum_gradients_after(model, ranks, last=number == len(parts))
         if len(indices):

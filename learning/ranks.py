@@ -60,11 +60,15 @@ class Ranks:
         offload: bool = False,
     ) -> "Ranks":
         """Reads torchrun's variables; without torchrun this is a single process."""
-        rank, world_size, local_rank = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        return cls(
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            timeout_s=timeout_s,
+            device_kind=device_kind,
+            shard_size=shard_size,
+            offload=offload,
         )
-        return cls(rank, world_size, local_rank, timeout_s, device_kind, shard_size, offload)
 
     @classmethod
     def alone(cls, settings: TrainerSection) -> "Ranks":
@@ -109,14 +113,14 @@ class Ranks:
         """Returns the device mesh that models are sharded over: [ranks], or [copies, ranks of a
         copy] (HSDP).
         """
-        kind, size = device_type or self.device.type, self.shard_size or self.world_size
+        kind = device_type or self.device.type
+        size = self.shard_size or self.world_size
         if not dist.is_initialized():  # one process, which torchrun did not start
             dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
         if kind not in self._meshes:
             copies = self.world_size // size
-            shape, names = (
-                ((size,), ("shard",)) if copies == 1 else ((copies, size), ("replicate", "shard"))
-            )
+            shape = (size,) if copies == 1 else (copies, size)
+            names = ("replicate", "shard")[-len(shape) :]
             self._meshes[kind] = init_device_mesh(kind, shape, mesh_dim_names=names)
         return self._meshes[kind]
 
@@ -124,8 +128,9 @@ class Ranks:
         """Returns a new group of all ranks, for a thread that communicates in parallel; None for a
         single process.
         """
-        timeout = timedelta(seconds=self.timeout_s)
-        return dist.new_group(backend="gloo", timeout=timeout) if self.world_size > 1 else None
+        if self.world_size == 1:
+            return None
+        return dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
 
     @property
     def _backend(self) -> str:
@@ -188,10 +193,9 @@ class Ranks:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(flat)
-        for gradient, part in zip(
-            gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
-        ):
-            gradient.copy_(part.view_as(gradient))
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        for gradient, total in zip(gradients, sums, strict=True):
+            gradient.copy_(total.view_as(gradient))
 
     def barrier(self) -> None:
         if self.world_size > 1:

@@ -31,9 +31,8 @@ _STATE = "state"
 _CHUNK_BYTES = 1 << 22
 Files = dict[str, list[int]]
 """Size and CRC-32 of files, by their names in a directory."""
-warnings.filterwarnings(
-    "ignore", "torch.distributed is disabled"
-)  # a checkpoint of one process, as intended
+# A checkpoint of one process, as intended.
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,10 @@ class Contents:
             max_shard_size=_MAX_FILE_BYTES,
         ).tensor_to_filename
         return cls(
-            tensors, files, _texts(model, files), lambda named: to_hub(model, named, tensors)
+            tensors=tensors,
+            files=files,
+            texts=_texts(model, files),
+            to_files=lambda named: to_hub(model, named, tensors),
         )
 
 
@@ -93,18 +95,19 @@ class Snapshot:
         spread = ranks.sharded and ranks.world_size > 1 and not alone
         copies = Staging(ranks.device)
         files: dict[str, dict[str, Tensor]] = {}
+        file_names = sorted(set(model.files.values()))
         gathered = (
             (name, full(tensor.detach().to(ranks.device))) for name, tensor in model.tensors.items()
         )
         for name, whole in model.to_files(gathered):
             file = model.files[name]
-            owner = (
-                sorted(set(model.files.values())).index(file) % ranks.world_size if spread else 0
-            )
+            owner = file_names.index(file) % ranks.world_size if spread else 0
             if owner == ranks.rank:
                 files.setdefault(file, {})[name] = copies.to_host(whole)
-        state = {}
-        for name, tensor in optimizer.state_dict().items() if optimizer else ():
+
+        state: dict[str, Tensor] = {}
+        optimizer_state = optimizer.state_dict() if optimizer else {}
+        for name, tensor in optimizer_state.items():
             if spread:
                 state[name] = _as_sharded(copies.to_host(local(tensor)), tensor, ranks)
             else:
@@ -112,26 +115,28 @@ class Snapshot:
                 if ranks.is_rank_zero:
                     state[name] = copies.to_host(whole)
         copies.wait()
-        return cls(dict(model.texts) if ranks.is_rank_zero else {}, files, state, spread)
+
+        texts = dict(model.texts) if ranks.is_rank_zero else {}
+        return cls(texts=texts, files=files, state=state, together=spread)
 
     def write_files(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts.items():
             (directory / name).write_text(text)
         for name, tensors in self.files.items():
-            (path := directory / name).touch()
-            mode = (
-                path.stat().st_mode
-            )  # like all other files: the library makes its own readable only for the owner
+            path = directory / name
+            # The library makes its files readable only for the owner; this one is to be readable
+            # like all others.
+            path.touch()
+            mode = path.stat().st_mode
             save_file(tensors, path, metadata={"format": "pt"})
             path.chmod(mode)
 
     def write_state(self, directory: Path, group: Any = None) -> None:
         """Writes the optimiser's state; with `together` a collective in `group`."""
         if self.state:
-            writer = dcp.FileSystemWriter(
-                directory / _STATE, per_thread_copy_ahead=0
-            )  # 0: no CUDA stream, as everything is in CPU memory
+            # Nothing is copied ahead on a CUDA stream, as everything is in CPU memory.
+            writer = dcp.FileSystemWriter(directory / _STATE, per_thread_copy_ahead=0)
             dcp.save(
                 dict(self.state),
                 storage_writer=writer,
@@ -146,18 +151,17 @@ class Snapshot:
 
 def checksums(directory: Path) -> Files:
     """Returns the checksums of all files in `directory`."""
-    names = sorted(
-        str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()
-    )
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    names = sorted(str(path.relative_to(directory)) for path in files)
     return dict(_read_all(directory, names))
 
 
 def damaged(directory: Path, files: Files) -> str | None:
     """Returns the first of `files` that has changed since it was written, or None."""
-    return next(
-        (name for name, found in _read_all(directory, list(files)) if found != list(files[name])),
-        None,
-    )
+    for name, found in _read_all(directory, list(files)):
+        if found != list(files[name]):
+            return name
+    return None
 
 
 def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int]]]:
@@ -166,11 +170,13 @@ def _read_all(directory: Path, names: list[str]) -> Iterator[tuple[str, list[int
     """
 
     def read(name: str) -> tuple[str, list[int]]:
-        size = crc = 0
+        size = 0
+        crc = 0
         try:
             with (directory / name).open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
-                    size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+                    size += len(chunk)
+                    crc = zlib.crc32(chunk, crc)
         except OSError:  # missing, or a sector that cannot be read
             return name, [-1, 0]
         return name, [size, crc]
@@ -185,25 +191,22 @@ def load_optimizer(optimizer: Optimizer, directory: Path, ranks: Ranks) -> None:
 
     Raises ConfigError for another kind of optimiser, and other errors for damaged files.
     """
-    seen = b"".join(
-        path.read_bytes() for path in [directory / _STATE / ".metadata"] if path.exists()
-    )
+    metadata = directory / _STATE / ".metadata"
+    seen = metadata.read_bytes() if metadata.exists() else b""
     everywhere = ranks.all_equal(seen)
     reader = _StateReader(directory / _STATE) if ranks.is_rank_zero and seen else None
-    shapes: dict[str, Any] = json.loads(
-        ranks.broadcast(json.dumps(reader.shapes() if reader else {}).encode())
-    )
+    shapes_of_rank_zero = json.dumps(reader.shapes() if reader else {}).encode()
+    shapes: dict[str, Any] = json.loads(ranks.broadcast(shapes_of_rank_zero))
     tensors = optimizer.empty_state(shapes)
     if not tensors:  # saved before the first step
         return
+
     if everywhere:
         together = ranks.sharded and ranks.world_size > 1
-        shares = {
-            name: _as_sharded(local(tensor).to("cpu", copy=True), tensor, ranks)
-            if together
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        shares = dict(tensors)
+        if together:
+            for name, tensor in tensors.items():
+                shares[name] = _as_sharded(local(tensor).to("cpu", copy=True), tensor, ranks)
         dcp.load(shares, checkpoint_id=directory / _STATE, no_dist=not together)
         for name, tensor in tensors.items():
             local(tensor).copy_(local(shares[name]))
@@ -236,9 +239,13 @@ def _as_sharded(share: Tensor, like: Tensor, ranks: Ranks) -> Tensor:
     """Returns this rank's share as a tensor in host memory, sharded like `like`."""
     if not isinstance(like, DTensor):
         return share
-    mesh, shape, stride = ranks.mesh("cpu"), like.shape, like.stride()
     return DTensor.from_local(
-        share, mesh, like.placements, run_check=False, shape=shape, stride=stride
+        share,
+        ranks.mesh("cpu"),
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

@@ -42,13 +42,11 @@ thread only."""
 
 def layers(model: Any) -> list[Any]:
     """Returns the decoder layers of a transformers model."""
-    body = (
-        model.get_decoder()
-        if hasattr(model, "get_decoder")
-        else getattr(model, model.base_model_prefix)
-    )
-    if isinstance(found := getattr(body, "layers", None), nn.ModuleList):
-        return list(found)
+    has_decoder = hasattr(model, "get_decoder")
+    body = model.get_decoder() if has_decoder else getattr(model, model.base_model_prefix)
+    stack = getattr(body, "layers", None)
+    if isinstance(stack, nn.ModuleList):
+        return list(stack)
     names = set(model._no_split_modules or ())
     units = [module for module in model.modules() if type(module).__name__ in names]
     if not units:
@@ -56,7 +54,8 @@ def layers(model: Any) -> list[Any]:
             "this model does not say which of its modules are decoder layers",
             field="trainer.shard_size",
             value=type(model).__name__,
-            remedy="set it to 1, and leave out trainer.compile and trainer.activation_checkpointing",
+            remedy="set it to 1, "
+            "and leave out trainer.compile and trainer.activation_checkpointing",
         )
     return units
 
@@ -67,10 +66,11 @@ def prepare(model: Any, settings: TrainerSection, trained: bool, device: torch.d
     """
     checkpointing = settings.activation_checkpointing if trained else False
     compiled = has_triton(device.type) if settings.compile == "auto" else settings.compile
-    for layer in layers(model) if compiled or checkpointing else ():
-        if (
-            checkpointing == "selective"
-        ):  # inside the compiled module, so that the compiler knows what to keep
+    if not (compiled or checkpointing):
+        return
+    for layer in layers(model):
+        if checkpointing == "selective":
+            # Inside the compiled module, so that the compiler knows what to keep.
             layer.forward = partial(
                 checkpoint, layer.forward, use_reentrant=False, context_fn=_keep_products
             )
@@ -100,19 +100,16 @@ def _products() -> list[Any]:
     import torch.nn.attention.varlen  # defines torch_attn
 
     aten = torch.ops.aten
-    attention = (
-        torch.ops.torch_attn._varlen_attn.default,
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    )
     return [
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
         aten._grouped_mm.default,
-        *attention,
+        torch.ops.torch_attn._varlen_attn.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
     ]
 
 
@@ -120,6 +117,7 @@ def shard(
     root: nn.Module,
     model: Any,
     ranks: Ranks,
+    *,
     low_precision: bool,
     offload: bool,
     trained: bool,
@@ -132,19 +130,18 @@ def shard(
     memory. The gathered weights of a model that is not `trained` are freed after every pass.
     """
     mesh = ranks.mesh()
-    policy: OffloadPolicy = (
-        CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if offload else OffloadPolicy()
-    )
-    mixed = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        if low_precision
-        else MixedPrecisionPolicy()
-    )
+    policy = OffloadPolicy()
+    if offload:
+        policy = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda")
+    mixed = MixedPrecisionPolicy()
+    if low_precision:
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     plain = MixedPrecisionPolicy(cast_forward_inputs=False)
     outer = MixedPrecisionPolicy(mixed.param_dtype, mixed.reduce_dtype, cast_forward_inputs=False)
-    units = [*((layer, mixed) for layer in layers(model)), *((module, plain) for module in exact)]
-    for module, precision in units:
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=policy)
+    for layer in layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed, offload_policy=policy)
+    for module in exact:
+        fully_shard(module, mesh=mesh, mp_policy=plain, offload_policy=policy)
     fully_shard(
         root, mesh=mesh, mp_policy=outer, offload_policy=policy, reshard_after_forward=not trained
     )

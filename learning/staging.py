@@ -21,7 +21,8 @@ class Staging:
     """Copies tensors of `device` in order, while the caller continues. Not thread-safe."""
 
     def __init__(self, device: torch.device, buffer_bytes: int = _BUFFER_BYTES) -> None:
-        self.device, self._size = device, buffer_bytes
+        self.device = device
+        self._size = buffer_bytes
         self._streams: Any = torch.get_device_module(device)
         self._stream: Any = self._streams.Stream()
         """The stream of all copies."""
@@ -39,14 +40,12 @@ class Staging:
         if out is None:
             out = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._stream.wait_stream(self._streams.current_stream())  # it produces the tensor
-        for piece, place in zip(
-            self._pieces(tensor.detach().contiguous()), self._pieces(out), strict=True
-        ):
+        pieces = self._pieces(tensor.detach().contiguous())
+        for piece, place in zip(pieces, self._pieces(out), strict=True):
             buffer = self._free()
             copied = self._copy(buffer[: len(piece)], piece)
-            self._buffers.append(
-                (buffer, self.then(partial(_land, piece, copied, buffer, place)).result)
-            )
+            landed = self.then(partial(_land, piece, copied, buffer=buffer, place=place))
+            self._buffers.append((buffer, landed.result))
         return out
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -56,7 +55,8 @@ class Staging:
         for piece, place in zip(self._pieces(tensor), self._pieces(there), strict=True):
             buffer = self._free()
             buffer[: len(piece)].copy_(piece)
-            self._buffers.append((buffer, self._copy(place, buffer[: len(piece)]).synchronize))
+            copied = self._copy(place, buffer[: len(piece)])
+            self._buffers.append((buffer, copied.synchronize))
         return there
 
     def on_stream(self, work: Callable[[], Any]) -> None:
@@ -78,9 +78,10 @@ class Staging:
 
     def wait(self) -> None:
         """Waits for all copies and work. Raises the first error."""
-        work, self._work = self._work, []
-        for each in work:
-            each.result()
+        work = self._work
+        self._work = []
+        for future in work:
+            future.result()
 
     def _pieces(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Splits the bytes of a contiguous tensor."""
@@ -103,10 +104,9 @@ class Staging:
         """Returns the next buffer, after waiting for its last use to end."""
         if not self._buffers:
             pinned = self.device.type == "cuda"
-            self._buffers += [
-                (torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned), _nothing)
-                for _ in range(2)
-            ]
+            for _ in range(2):
+                new = torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned)
+                self._buffers.append((new, _nothing))
         buffer, wait = self._buffers.popleft()
         wait()
         return buffer
@@ -117,16 +117,16 @@ def on_host(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     copied.
     """
     copies: dict[torch.device, Staging] = {}
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in named:
         if tensor.device.type == "cpu":
             found[name] = tensor.detach().contiguous()
-        else:
-            if tensor.device not in copies:
-                copies[tensor.device] = Staging(tensor.device)
-            found[name] = copies[tensor.device].to_host(tensor)
-    for each in copies.values():
-        each.wait()
+            continue
+        if tensor.device not in copies:
+            copies[tensor.device] = Staging(tensor.device)
+        found[name] = copies[tensor.device].to_host(tensor)
+    for staging in copies.values():
+        staging.wait()
     return found
 
 

@@ -16,6 +16,7 @@ from common.wire.schemas import Completion, Group, Int32
 _NOTHING = -1e30
 """A logit with probability 0; unlike infinity, it cannot turn a sum into NaN."""
 _Array = NDArray[np.int64]
+_NO_TOKENS: Int32 = np.zeros(0, np.int32)
 
 
 class Sampled(NamedTuple):
@@ -43,24 +44,19 @@ class Sampled(NamedTuple):
         """Returns, for tokens 0..length-1, the list sizes, the lists, and whether each lists the
         allowed tokens.
         """
-        counts = (
-            self.kept_counts.astype(np.int64)
-            if len(self.kept_counts)
-            else np.zeros(length, np.int64)
-        )
+        counts = np.zeros(length, np.int64)
+        if len(self.kept_counts):
+            counts = self.kept_counts.astype(np.int64)
         only = counts > 0
-        barred = ~only & (np.arange(length) < self.min_new_tokens)
-        if not barred.any():
+        is_barred = ~only & (np.arange(length) < self.min_new_tokens)
+        if not is_barred.any():
             return counts, self.kept_tokens.astype(np.int64), only
-        kept = np.split(self.kept_tokens, np.cumsum(counts)[:-1])
-        chosen = [
-            self.barred if bar else own for bar, own in zip(barred.tolist(), kept, strict=True)
-        ]
-        return (
-            np.where(barred, len(self.barred), counts),
-            np.concatenate(chosen).astype(np.int64),
-            only,
-        )
+
+        lists = np.split(self.kept_tokens, np.cumsum(counts)[:-1])
+        for i in np.flatnonzero(is_barred).tolist():
+            lists[i] = self.barred
+        sizes = np.where(is_barred, len(self.barred), counts)
+        return sizes, np.concatenate(lists).astype(np.int64), only
 
 
 @dataclass(slots=True)
@@ -85,29 +81,32 @@ class Support:
         """
         if not any(rows):
             return None
-        counts, tokens, only = [], [], []
+        nothing_listed = Sampled(_NO_TOKENS, _NO_TOKENS, _NO_TOKENS, min_new_tokens=0)
+        counts: list[_Array] = []
+        tokens: list[_Array] = []
+        only: list[NDArray[np.bool_]] = []
         for row, length in zip(rows, lengths, strict=True):
-            nothing = np.zeros(length, np.int64)
-            count, listed, alone = row.lists(length) if row else (nothing, nothing[:0], nothing > 0)
-            counts.append(count)
-            tokens.append(listed)
-            only.append(alone)
-        flat: _Array = np.concatenate(counts)
-        pairs = np.repeat(np.arange(len(flat)), flat)
-        ends = [0, *np.cumsum(flat).tolist()]
-        joined = [torch.from_numpy(np.concatenate(part)) for part in ([pairs], tokens, only)]
-        return cls(joined[0], joined[1], joined[2], ends)
+            row_counts, row_tokens, row_only = (row or nothing_listed).lists(length)
+            counts.append(row_counts)
+            tokens.append(row_tokens)
+            only.append(row_only)
+
+        sizes: _Array = np.concatenate(counts)
+        return cls(
+            rows=torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)),
+            tokens=torch.from_numpy(np.concatenate(tokens)),
+            only=torch.from_numpy(np.concatenate(only)),
+            ends=[0, *np.cumsum(sizes).tolist()],
+        )
 
     def apply(self, logits: Tensor, first: int) -> Tensor:
         """Lowers, in place, the logits [N, V] of tokens that rows `first` and up could not
         sample.
         """
         pairs = slice(self.ends[first], self.ends[first + len(logits)])
-        rows, tokens, only = (
-            self.rows[pairs] - first,
-            self.tokens[pairs],
-            self.only[first : first + len(logits)],
-        )
+        rows = self.rows[pairs] - first
+        tokens = self.tokens[pairs]
+        only = self.only[first : first + len(logits)]
         inside = only[rows]
         values = torch.where(inside, logits[rows, tokens], _NOTHING)
         logits.masked_fill_(only[:, None], _NOTHING)

@@ -24,7 +24,13 @@ from common.wire.schemas import Bucket
 
 
 def join(
-    address: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    name: str,
+    backend: str,
+    timeout_s: float,
 ) -> dist.ProcessGroup:
     """Joins the group; returns when every rank has joined.
 
@@ -49,25 +55,23 @@ def join(
         timeout=limit,
         device_id=device,
     )
-    _world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    _world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
 
 
 def group_device(backend: str) -> torch.device:
     """Returns the device on which tensors must be to be sent through the group."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if backend == "nccl"
-        else torch.device("cpu")
-    )
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def size_of(bucket: Bucket) -> int:
     """Returns the size of a bucket in bytes."""
-    return sum(
-        prod(shape) * dtype_of(name).itemsize
-        for name, shape in zip(bucket.dtypes, bucket.shapes, strict=True)
-    )
+    size = 0
+    for dtype, shape in zip(bucket.dtypes, bucket.shapes, strict=True):
+        size += prod(shape) * dtype_of(dtype).itemsize
+    return size
 
 
 def dtype_of(name: str) -> torch.dtype:

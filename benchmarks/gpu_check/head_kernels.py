@@ -80,7 +80,7 @@ def _problem(setting: Setting) -> str:
 
 def _rows(hidden: Tensor, vocabulary: int) -> int:
     """Returns the rows of logits that the head has in memory at once."""
-    return min(len(hidden), logprobs._chunk(hidden, vocabulary))
+    return min(len(hidden), logprobs._chunk_size(hidden, vocabulary))
 
 
 def _logits(head: nn.Linear, hidden: Tensor) -> Tensor:

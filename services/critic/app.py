@@ -53,9 +53,8 @@ def create_critic_app(config: Config) -> FastAPI:
     metrics = Metrics("critic-server")
     app = create_app(
         "critic-server",
-        flush=lambda: thread.call(
-            service.status
-        ),  # waits for a running update; checkpoints are on disk already
+        # It waits for a running update; checkpoints are on disk already.
+        flush=lambda: thread.call(service.status),
         lifespan=lifespan,
         metrics=metrics,
         max_body_bytes=config.max_body_mb << 20,
@@ -80,9 +79,8 @@ def create_critic_app(config: Config) -> FastAPI:
         in and out.
         """
         wanted = await asyncio.to_thread(codec.decode, await request.body(), ValueRequest)
-        return Response(
-            codec.encode(await thread.call(service.values, wanted)), media_type=codec.MSGPACK
-        )
+        answer = await thread.call(service.values, wanted)
+        return Response(codec.encode(answer), media_type=codec.MSGPACK)
 
     @app.post("/update", **described(struct_schema(UpdateRequest), reads=_KINDS, fails=(409,)))
     async def update(request: Request) -> CriticMetrics:
@@ -93,7 +91,8 @@ def create_critic_app(config: Config) -> FastAPI:
         result = await thread.call(service.update, wanted)
         skipped.inc(result.skipped)
         for name, gauge in gauges.items():
-            gauge.set(math.nan if (number := getattr(result, name)) is None else number)
+            number = getattr(result, name)
+            gauge.set(math.nan if number is None else number)
         return result
 
     @app.post("/restore", responses=errors(404, 409))

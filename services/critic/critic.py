@@ -37,12 +37,18 @@ class Critic:
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
-        self._config, self._ranks, self.step = config, ranks, 0
+        self._config = config
+        self._ranks = ranks
+        self.step = 0
         directory = ranks.broadcast_path(directory)
         self.model = load_value_model(config, ranks, directory)
-        trainer = config.trainer
-        parameters = trainer.adam_betas, trainer.weight_decay, trainer.max_grad_norm
-        self.optimizer = Optimizer(self.model.module, *parameters, "critic.learning_rate")
+        self.optimizer = Optimizer(
+            self.model.module,
+            config.trainer.adam_betas,
+            config.trainer.weight_decay,
+            max_grad_norm=config.trainer.max_grad_norm,
+            rate_setting="critic.learning_rate",
+        )
         if directory is not None:
             self._restore(directory)
 
@@ -53,12 +59,11 @@ class Critic:
         """
         self._check(sequences, "sequences")
         with torch.no_grad():
-            budget, sizes = self._config.trainer.micro_batch_tokens, self._sizes(sequences)
             return score_shared(
-                sizes,
+                self._sizes(sequences),
                 self._ranks,
-                budget,
-                lambda indices: self.model(self._rows(sequences, indices)),
+                self._config.trainer.micro_batch_tokens,
+                score=lambda indices: self.model(self._rows(sequences, indices)),
             )
 
     def update(self, rows: Sequence[ValueTargets], seed: int) -> CriticMetrics:
@@ -80,12 +85,12 @@ class Critic:
                 remedy="send at least one row",
             )
         self._check(rows, "rows")
-        sizes, norms = self._sizes(rows), []
+        algorithm = self._config.algorithm
+        sizes = self._sizes(rows)
+        norms: list[float] = []
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
-        for epoch in range(self._config.algorithm.update_epochs):
-            for indices in mini_batches(
-                len(rows), self._config.algorithm.mini_batches, seed + epoch
-            ):
+        for epoch in range(algorithm.update_epochs):
+            for indices in mini_batches(len(rows), algorithm.mini_batches, seed + epoch):
                 self.optimizer.zero_grad()
                 part = self._accumulate(rows, sizes, indices)
                 self._ranks.sum_gradients(self.model.module)
@@ -117,38 +122,43 @@ class Critic:
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         tokens = sum(len(rows[i].returns) for i in indices)
         for part, counts in passes(
-            self.model, self._ranks, sizes, indices, self._config.trainer.micro_batch_tokens
+            self.model,
+            self._ranks,
+            sizes,
+            rows=indices,
+            max_tokens=self._config.trainer.micro_batch_tokens,
         ):
-            if not counts:
-                (self.model(self._rows(rows, part)).sum() * 0).backward()
+            values = self.model(self._rows(rows, part))
+            if not counts:  # the other ranks have one more pass: take part in its collective calls
+                (values.sum() * 0).backward()
                 continue
-            values, chosen = self.model(self._rows(rows, part)), [rows[i] for i in part]
-            old, returns, weights = (
-                torch.from_numpy(np.concatenate(arrays)).to(values.device, non_blocking=True)
-                for arrays in (
-                    [row.old_values for row in chosen],
-                    [row.returns for row in chosen],
-                    [np.full(len(row.returns), row.weight, np.float32) for row in chosen],
-                )
+
+            part_rows = [rows[i] for i in part]
+            weights = [np.full(len(row.returns), row.weight, np.float32) for row in part_rows]
+            result = value_loss(
+                values,
+                old_values=_concatenated([row.old_values for row in part_rows], values.device),
+                returns=_concatenated([row.returns for row in part_rows], values.device),
+                clip=self._config.critic.value_clip,
             )
-            result = value_loss(values, old, returns, self._config.critic.value_clip)
-            loss = (result.loss * weights).sum()
+            loss = (result.loss * _concatenated(weights, values.device)).sum()
             (loss / tokens).backward()
-            sums += torch.stack(
-                [loss.detach(), result.clipped.sum(), torch.ones_like(loss) * len(values)]
-            ).double()
+            count = torch.ones_like(loss) * len(values)
+            sums += torch.stack([loss.detach(), result.clipped.sum(), count]).double()
         return sums
 
     def _sizes(self, sequences: Sequence[TokenSequence]) -> Sizes:
-        prompts, completions = (
-            [getattr(s, name) for s in sequences] for name in ("prompt_ids", "completion_ids")
+        return Sizes.of(
+            [sequence.prompt_ids for sequence in sequences],
+            [sequence.completion_ids for sequence in sequences],
+            self.model.layout.shared,
         )
-        return Sizes.of(prompts, completions, self.model.layout.shared)
 
     def _rows(self, sequences: Sequence[TokenSequence], indices: Indices) -> Layout:
-        chosen = [sequences[i] for i in indices.tolist()]
+        selected = [sequences[i] for i in indices.tolist()]
         rows = self.model.layout.of(
-            [s.prompt_ids for s in chosen], [s.completion_ids for s in chosen]
+            [sequence.prompt_ids for sequence in selected],
+            [sequence.completion_ids for sequence in selected],
         )
         return moved(rows, self._ranks.device)
 
@@ -156,22 +166,25 @@ class Critic:
         """Refuses tokens outside the vocabulary, which would crash the process, and sequences that
         are too long.
         """
-        known, longest = self.model.vocabulary, self.model.max_tokens
+        vocabulary = self.model.vocabulary
+        longest = self.model.max_tokens
         for i, sequence in enumerate(sequences):
             for name in ("prompt_ids", "completion_ids"):
                 ids = getattr(sequence, name)
-                wrong = ids[(ids < 0) | (ids >= known)]
-                if len(wrong):
-                    reason = f"the critic's model knows only the tokens 0 to {known - 1}"
-                    remedy = "use a critic.model with the policy's tokenizer"
+                unknown = ids[(ids < 0) | (ids >= vocabulary)]
+                if len(unknown):
                     raise InvalidInput(
-                        reason, field=f"{where}[{i}].{name}", value=int(wrong[0]), remedy=remedy
+                        f"the critic's model knows only the tokens 0 to {vocabulary - 1}",
+                        field=f"{where}[{i}].{name}",
+                        value=int(unknown[0]),
+                        remedy="use a critic.model with the policy's tokenizer",
                     )
             if longest is not None and len(sequence) > longest:
-                reason = f"the critic's model accepts at most {longest} tokens"
-                remedy = "lower sampling.max_new_tokens, or use another critic.model"
                 raise InvalidInput(
-                    reason, field=f"{where}[{i}]", value=len(sequence), remedy=remedy
+                    f"the critic's model accepts at most {longest} tokens",
+                    field=f"{where}[{i}]",
+                    value=len(sequence),
+                    remedy="lower sampling.max_new_tokens, or use another critic.model",
                 )
 
     def _restore(self, directory: Path) -> None:
@@ -184,10 +197,12 @@ class Critic:
             self.step = int(content["step"])
         except Exception as error:  # a damaged file may cause any error
             reason = f"{type(error).__name__} {error}".splitlines()[0]
-            reason = f"the critic cannot resume from the checkpoint: {reason}"
-            remedy = "remove that directory to continue from the checkpoint before it, or start with --trainer.resume false"
             raise ConfigError(
-                reason, field="checkpoint", value=str(directory), remedy=remedy
+                f"the critic cannot resume from the checkpoint: {reason}",
+                field="checkpoint",
+                value=str(directory),
+                remedy="remove that directory to continue from the checkpoint before it, "
+                "or start with --trainer.resume false",
             ) from None
 
 
@@ -214,11 +229,15 @@ def value_loss(
     error = (values - returns).square()
     if clip is None:
         return ValueLoss(0.5 * error, torch.zeros_like(error, dtype=torch.bool))
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns).square()
-    clipped = (bounded > error) & (
-        (values - old_values).abs() > clip
-    )  # inside the range both are equal up to rounding
-    return ValueLoss(0.5 * torch.where(clipped, bounded, error), clipped)
+    change = values - old_values
+    clipped_error = (old_values + change.clamp(-clip, clip) - returns).square()
+    # Inside the range both errors are equal up to rounding.
+    clipped = (clipped_error > error) & (change.abs() > clip)
+    return ValueLoss(0.5 * torch.where(clipped, clipped_error, error), clipped)
+
+
+def _concatenated(arrays: Sequence[Float32], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
 
 
 def _metrics(rows: Sequence[ValueTargets], sums: Tensor, norms: Sequence[float]) -> CriticMetrics:

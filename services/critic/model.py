@@ -38,7 +38,8 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         super().__init__()
         self.layout = layout_for(module, packing)
         """The layout class of the rows for `forward`."""
-        self.module, self._low_precision = module, low_precision
+        self.module = module
+        self._low_precision = low_precision
         self.eval()  # no dropout, even in training: values of the same tokens are compared
         self.vocabulary: int = module.get_input_embeddings().num_embeddings
         self.max_tokens: int | None = getattr(
@@ -51,10 +52,11 @@ class ValueModel(nn.Module):  # type: ignore[misc]  # torch is not typed for myp
         """Returns the values of the completion tokens, row by row: [C] float32, with gradients if
         grad is enabled.
         """
-        device, module = rows.input_ids.device.type, self.module
-        with torch.autocast(device, torch.bfloat16, enabled=self._low_precision):
-            hidden = rows.hidden(getattr(module, module.base_model_prefix))
-        head = getattr(module, _head(module) or "")
+        body = getattr(self.module, self.module.base_model_prefix)
+        head = getattr(self.module, _head(self.module) or "")
+        device_type = rows.input_ids.device.type
+        with torch.autocast(device_type, torch.bfloat16, enabled=self._low_precision):
+            hidden = rows.hidden(body)
         values: Tensor = head(hidden.float())[:, 0]  # bfloat16 has only two or three digits
         return values
 
@@ -79,45 +81,61 @@ def load_value_model(config: Config, ranks: Ranks, directory: Path | None = None
     name = config.critic.model or config.model.name
 
     def configure(found: Any) -> None:
-        found.num_labels, found.classifier_dropout = 1, 0.0
+        found.num_labels = 1
+        found.classifier_dropout = 0.0
         fix_rotary_factors(found, config.rollout.context_bound)
         _register_classifier(type(found))
 
-    trust = config.model.trust_remote_code
     if directory is None:
         check_model(name, "critic.model" if config.critic.model else "model.name")
-    added = None if directory else _NewHead()
     pretrained = Pretrained(
-        AutoModelForTokenClassification, name, directory, trust, configure, added
+        AutoModelForTokenClassification,
+        name,
+        directory,
+        trust_remote_code=config.model.trust_remote_code,
+        configure=configure,
+        added=None if directory else _NewHead(),
     )
-    low = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
+    in_bfloat16 = ranks.device.type == "cuda" and config.model.dtype == "bfloat16"
 
     def wrap(module: Any) -> ValueModel:
         if _head(module) is None:
-            remedy = (
-                "choose a decoder that transformers supports as a text-only causal language model"
-            )
             raise ConfigError(
                 "this model cannot have a head with one value per token",
                 field="critic.model",
                 value=name,
-                remedy=remedy,
+                remedy="choose a decoder that transformers supports "
+                "as a text-only causal language model",
             )
-        return ValueModel(module, config.trainer.packing, low and not ranks.sharded)
+        return ValueModel(module, config.trainer.packing, in_bfloat16 and not ranks.sharded)
 
     def exact(module: Any) -> list[nn.Module]:
         return [getattr(module, _head(module) or "")]
 
     try:
-        model = load(pretrained, wrap, ranks, config.trainer, low, exact=exact)
+        model = load(
+            pretrained,
+            wrap,
+            ranks,
+            settings=config.trainer,
+            low_precision=in_bfloat16,
+            exact=exact,
+        )
     except (OSError, ValueError) as error:
+        remedy = (
+            "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) "
+            "or a local model directory"
+        )
+        if directory:
+            remedy = (
+                "remove that directory to continue from the checkpoint before it, "
+                "or start with --trainer.resume false"
+            )
         raise ConfigError(
             f"the value model cannot be loaded: {str(error).strip().splitlines()[0]}",
             field="checkpoint" if directory else "critic.model",
             value=str(directory or name),
-            remedy="remove that directory to continue from the checkpoint before it, or start with --trainer.resume false"
-            if directory
-            else "name a decoder on the hub (with network access, and HF_TOKEN if it is gated) or a local model directory",
+            remedy=remedy,
         ) from None
     assert isinstance(model, ValueModel)
     return model
@@ -129,23 +147,21 @@ def _register_classifier(kind: type[Any]) -> None:
 
     It is built like transformers' own for Qwen and Llama, so that checkpoints use the same names.
     """
-    if (
-        kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-        or kind not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or kind.sub_configs
-    ):
+    has_classifier = kind in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    is_text_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING and not kind.sub_configs
+    if has_classifier or not is_text_decoder:
         return
     causal = MODEL_FOR_CAUSAL_LM_MAPPING[kind]
     base = next(parent for parent in causal.__mro__ if PreTrainedModel in parent.__bases__)
     name = f"{causal.__name__.removesuffix('ForCausalLM')}ForTokenClassification"
-    own = {"config_class": kind, "base_model_prefix": causal.base_model_prefix}
-    AutoModelForTokenClassification.register(
-        kind, type(name, (GenericForTokenClassification, base), own), exist_ok=True
-    )
+    attributes = {"config_class": kind, "base_model_prefix": causal.base_model_prefix}
+    classifier = type(name, (GenericForTokenClassification, base), attributes)
+    AutoModelForTokenClassification.register(kind, classifier, exist_ok=True)
 
 
 def _head(module: Any) -> str | None:
     """Returns the name of the linear head with one value per token, or None."""
-    return next(
-        (name for name in _HEADS if isinstance(getattr(module, name, None), nn.Linear)), None
-    )
+    for name in _HEADS:
+        if isinstance(getattr(module, name, None), nn.Linear):
+            return name
+    return None

@@ -35,7 +35,8 @@ class CriticService:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config, self._directory = config, config.state_dir / "critic"
+        self._config = config
+        self._directory = config.state_dir / "critic"
         self._run_id: str | None = None
         self._applied: tuple[str, int, CriticMetrics] | None = None
         """Run, step and metrics of the last update."""
@@ -48,9 +49,9 @@ class CriticService:
         """Returns the values of the sequences. Raises Conflict when the request names another
         critic.
         """
-        critic = (
-            self._critic if request.run_id is None else self._named(request.run_id, request.step)
-        )
+        critic = self._critic
+        if request.run_id is not None:
+            critic = self._named(request.run_id, request.step)
         if critic is None:
             raise Conflict("a failed update destroyed the critic", remedy="POST /restore")
         return Values(critic.values(request.sequences), critic.step)
@@ -78,11 +79,13 @@ class CriticService:
     def restore(self, request: RestoreRequest) -> CriticStatus:
         """Loads the critic of `run_id`. Raises NotFound when there is no such checkpoint."""
         saved = self._find(request.step, request.saved_by) if request.step else None
-        if not (saved is None and self._new and self._critic is not None):
+        is_new = self._new and self._critic is not None
+        if saved is not None or not is_new:
             self._forget()  # frees its memory first, because two critics may not fit
             self._critic = Critic(self._config, Ranks.alone(self._config.trainer), saved)
             self._new = saved is None
-        self._run_id, self._applied = request.run_id, None
+        self._run_id = request.run_id
+        self._applied = None
         log.info("the critic of run %s continues at step %d", request.run_id, request.step)
         return self.status()
 
@@ -90,7 +93,8 @@ class CriticService:
         """Writes a checkpoint atomically, and removes all but the newest `keep`. Raises Conflict
         for another critic.
         """
-        critic, target = self._named(request.run_id, request.step), self._path(request.step)
+        critic = self._named(request.run_id, request.step)
+        target = self._path(request.step)
         for left_over in self._directory.glob("*.partial"):
             shutil.rmtree(left_over)
         partial = target.with_suffix(".partial")
@@ -110,6 +114,7 @@ class CriticService:
             raise
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
+
         # In order of writing: a run restarted at a lower step keeps its new checkpoints, and clocks
         # may jump.
         others = [
@@ -133,18 +138,23 @@ class CriticService:
         """
         critic = self._critic
         if critic is None or (self._run_id, critic.step) != (run_id, step):
-            current = (
-                f"at step {critic.step} of run {self._run_id}"
-                if critic and self._run_id
-                else "not that of any run"
+            current = "not that of any run"
+            if critic and self._run_id:
+                current = f"at step {critic.step} of run {self._run_id}"
+            other_step = self._run_id == run_id
+            raise Conflict(
+                f"the critic is {current}, not at step {step} of run {run_id}",
+                field="step" if other_step else "run_id",
+                value=step if other_step else run_id,
+                remedy="POST /restore",
             )
-            field, value = ("step", step) if self._run_id == run_id else ("run_id", run_id)
-            reason = f"the critic is {current}, not at step {step} of run {run_id}"
-            raise Conflict(reason, field=field, value=value, remedy="POST /restore")
         return critic
 
     def _forget(self) -> None:
-        self._critic, self._run_id, self._applied, self._new = None, None, None, False
+        self._critic = None
+        self._run_id = None
+        self._applied = None
+        self._new = False
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:06d}"
@@ -154,7 +164,8 @@ class CriticService:
         try:
             about = json.loads((path / _OWNER).read_text())
             owner = about["run_id"]
-            if (changed := damaged(path, about["files"])) is not None:
+            changed = damaged(path, about["files"])
+            if changed is not None:
                 raise ValueError(f"{changed} has changed since it was written")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"the critic saved at step {step} is damaged: {type(error).__name__} {error}"
@@ -163,14 +174,21 @@ class CriticService:
             )
             raise NotFound(reason, field="step", value=str(path), remedy=remedy) from None
         except FileNotFoundError:
-            remedy = "mount a volume for STATE_DIR on critic-server, or start the run again with --trainer.resume false"
             raise NotFound(
-                f"no critic was saved here at step {step}", field="step", value=step, remedy=remedy
+                f"no critic was saved here at step {step}",
+                field="step",
+                value=step,
+                remedy="mount a volume for STATE_DIR on critic-server, "
+                "or start the run again with --trainer.resume false",
             ) from None
         if saved_by is not None and owner != saved_by:
-            reason = f"the critic saved at step {step} belongs to run {owner}"
-            remedy = "give every run its own STATE_DIR, or start the run again with --trainer.resume false"
-            raise NotFound(reason, field="saved_by", value=saved_by, remedy=remedy)
+            raise NotFound(
+                f"the critic saved at step {step} belongs to run {owner}",
+                field="saved_by",
+                value=saved_by,
+                remedy="give every run its own STATE_DIR, "
+                "or start the run again with --trainer.resume false",
+            )
         return path
 
 

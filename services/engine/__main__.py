@@ -80,22 +80,21 @@ def main() -> None:
     try:
         device = choose_device(arguments.device, "--device")
     except ConfigError as error:
-        fail(
-            error, setting_status()
-        )  # a restart would not help, unlike with a port that is not free yet
+        # A restart would not help, unlike with a port that is not free yet.
+        fail(error, setting_status())
     try:
         log = setup_logging("rollout-engine")
         shown = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in vars(arguments).items()
         }
-        options = (
+        model = Model(
+            arguments.model_path,
             arguments.max_context_tokens,
-            device,
-            arguments.dtype,
-            arguments.enable_fp32_lm_head,
+            device=device,
+            dtype=arguments.dtype,
+            fp32_head=arguments.enable_fp32_lm_head,
         )
-        model = Model(arguments.model_path, *options)
         engine = Engine(
             model,
             max_running=arguments.max_running_requests,

@@ -89,13 +89,14 @@ class AdapterRegistry:
             return
         for weight, tensor in self._base.items():
             self._weights[weight].copy_(tensor)
-        self._base, self.active = {}, None
+        self._base = {}
+        self.active = None
         if name is None:
             return
         adapter = self._known[name]
-        for weight, (low, high) in adapter.factors.items():
+        for weight, (lora_a, lora_b) in adapter.factors.items():
             self._base[weight] = self._weights[weight].clone()
-            self._weights[weight].add_(high @ low, alpha=adapter.scale)
+            self._weights[weight].add_(lora_b @ lora_a, alpha=adapter.scale)
         self.active = name
 
     @contextmanager
@@ -111,10 +112,8 @@ class AdapterRegistry:
     def _read(self, path: Path) -> Adapter:
         try:
             config = json.loads((path / "adapter_config.json").read_text())
-            tensors = {
-                name: tensor.float()
-                for name, tensor in load_file(path / "adapter_model.safetensors").items()
-            }
+            stored = load_file(path / "adapter_model.safetensors")
+            tensors = {name: tensor.float() for name, tensor in stored.items()}
             scale = config["lora_alpha"] / config["r"]
         except (
             OSError,
@@ -132,13 +131,10 @@ class AdapterRegistry:
                 raise BadAdapter(
                     reason, field=name, value=str(path), remedy="set rollout.engine sglang"
                 )
-        factors = self._factors(tensors, path)
         device = next(iter(self._weights.values())).device
-        return Adapter(
-            path,
-            scale,
-            {name: (low.to(device), high.to(device)) for name, (low, high) in factors.items()},
-        )
+        factors = self._factors(tensors, path)
+        on_device = {name: (a.to(device), b.to(device)) for name, (a, b) in factors.items()}
+        return Adapter(path, scale, on_device)
 
     def _factors(self, tensors: dict[str, Tensor], path: Path) -> dict[str, tuple[Tensor, Tensor]]:
         factors: dict[str, tuple[Tensor, Tensor]] = {}
@@ -152,17 +148,16 @@ class AdapterRegistry:
             module, found, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")
             if not found:
                 continue
-            weight, high = f"{module}.weight", tensors.get(f"{_PREFIX}{module}.lora_B.weight")
+            weight = f"{module}.weight"
             base = self._weights.get(weight)
-            shapes = tensor.shape, None if high is None else high.shape
-            rank = tensor.shape[0] if tensor.ndim else 0
-            if (
-                base is None
-                or high is None
-                or shapes != ((rank, base.shape[1]), (base.shape[0], rank))
-            ):
+            lora_b = tensors.get(f"{_PREFIX}{module}.lora_B.weight")
+            if base is None or lora_b is None:
                 raise _unusable(f"{name} does not fit the model", path)
-            factors[weight] = tensor, high
+            rank = tensor.shape[0] if tensor.ndim else 0
+            fits = tensor.shape == (rank, base.shape[1]) and lora_b.shape == (base.shape[0], rank)
+            if not fits:
+                raise _unusable(f"{name} does not fit the model", path)
+            factors[weight] = (tensor, lora_b)
         if not factors or len(tensors) != 2 * len(factors):
             raise _unusable("the tensors are not pairs of lora_A and lora_B", path)
         return factors

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -39,8 +40,8 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         not_ready=lambda: engine.failure,
         lifespan=lifespan,
         metrics=engine.metrics,
-        max_requests=engine.max_waiting
-        + 1024,  # the queue bounds generation; agents need some more
+        # The queue bounds generation; agents need some more.
+        max_requests=engine.max_waiting + 1024,
         fails=(400,),
         # a step makes many requests, and every line passes through the agent's pipe
         access_level=logging.DEBUG,
@@ -59,15 +60,15 @@ def make_app(engine: Engine, arguments: dict[str, Any] | None = None) -> FastAPI
         list.
         """
         body = await read_body(request, GenerateBody)
-        if (prompts := await make_jobs(request, body.to_score, engine.model)) is not None:
+        prompts = await make_jobs(request, body.to_score, engine.model)
+        if prompts is not None:
             scored = await score(request, engine, prompts, body.logprob_start_len)
             return reply(scored if body.is_batch else scored[0])
         jobs = await make_jobs(request, body.jobs, engine.model)
         await finish(request, engine, jobs)
-        found = [
-            answer(sequence, engine.model.tokenizer) for job in jobs for sequence in job.sequences
-        ]
-        return reply(found if body.is_batch or len(found) > 1 else found[0])
+        sequences = chain.from_iterable(job.sequences for job in jobs)
+        answers = [answer(sequence, engine.model.tokenizer) for sequence in sequences]
+        return reply(answers if body.is_batch or len(answers) > 1 else answers[0])
 
     @app.post("/v1/chat/completions", **described(ChatBody, OBJECT))
     async def chat_completions(request: Request) -> Response:

@@ -32,22 +32,21 @@ def exchange(module: Any, config: Any, max_context_tokens: int) -> bool:
             field="use_bidirectional_attention",
             remedy="use a causal language model",
         )
-    if (
-        getattr(module, "_supports_attention_backend", False)
-        and module._can_set_attn_implementation()
-    ):
+    takes_backends = getattr(module, "_supports_attention_backend", False)
+    if takes_backends and module._can_set_attn_implementation():
         module.set_attn_implementation(_NAME)
         return True
-    window = (
-        getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", True)
-        else None
-    )
+
+    window: int | None = None
+    if getattr(config, "use_sliding_window", True):
+        window = getattr(config, "sliding_window", None)
     if window is not None and window < max_context_tokens:
-        reason = "the model's attention window is shorter than the context, and transformers cannot replace its attention"
-        remedy = f"use at most {window} with this model"
         raise ConfigError(
-            reason, field="--max-context-tokens", value=max_context_tokens, remedy=remedy
+            "the model's attention window is shorter than the context, "
+            "and transformers cannot replace its attention",
+            field="--max-context-tokens",
+            value=max_context_tokens,
+            remedy=f"use at most {window} with this model",
         )
     return False
 
@@ -78,21 +77,26 @@ def _attend(
         raise RuntimeError("the embedded engine does not support attention with a position bias")
     heads, length, size = query.shape[1:]
     shared = heads // key.shape[1]
-    scale, mask = size**-0.5 if scaling is None else scaling, slots.mask(sliding_window)
-    # For one query on a CPU, plain products take half the time of the fused kernel.
-    if softcap is not None or s_aux is not None or (length == 1 and query.device.type == "cpu"):
+    scale = size**-0.5 if scaling is None else scaling
+    mask = slots.mask(sliding_window)
+    # No fused kernel caps scores or has sinks. For one query on a CPU, plain products take half the
+    # time of the fused kernel.
+    unfusable = softcap is not None or s_aux is not None
+    if unfusable or (length == 1 and query.device.type == "cpu"):
         if length > 1 and mask is None:
             mask = slots.causal_mask()
-        return _by_products(query, key, value, scale, mask, softcap, s_aux), None
+        found = _by_products(
+            query, key, value, scale=scale, mask=mask, softcap=softcap, sinks=s_aux
+        )
+        return found, None
     if length == 1:
-        return _fused(query, key, value, scale, mask), None
+        return _fused(query, key, value, scale=scale, mask=mask), None
+
     grouped = shared > 1
     if mask is not None and grouped:  # no GPU kernel supports both a mask and shared keys
-        key, value, grouped = (
-            key.repeat_interleave(shared, 1),
-            value.repeat_interleave(shared, 1),
-            False,
-        )
+        key = key.repeat_interleave(shared, 1)
+        value = value.repeat_interleave(shared, 1)
+        grouped = False
     found = scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
@@ -106,9 +110,8 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor
     """
     batch, heads, _, size = query.shape
     packed = query.reshape(batch, key.shape[1], -1, size)
-    return scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale).reshape(
-        batch, 1, heads, -1
-    )
+    found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+    return found.reshape(batch, 1, heads, -1)
 
 
 def _by_products(
@@ -122,7 +125,8 @@ def _by_products(
 ) -> Tensor:
     """Returns [B, T, heads, D]. `mask` broadcasts to [B, heads, T, L]."""
     batch, heads, length, size = query.shape
-    kv_heads, columns = key.shape[1], key.shape[2]
+    kv_heads = key.shape[1]
+    columns = key.shape[2]
     # Heads that share a key are rows of one product, so keys and values need no copies.
     packed = (query * scale).reshape(batch, kv_heads, heads // kv_heads * length, size)
     scores = (packed @ key.transpose(2, 3)).view(batch, heads, length, columns)
@@ -131,10 +135,8 @@ def _by_products(
     if mask is not None:
         scores = scores + mask
     if sinks is not None:  # a column that takes weight but has no value
-        scores = torch.cat(
-            (scores, sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)),
-            -1,
-        )
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(batch, heads, length, 1)
+        scores = torch.cat((scores, column), -1)
     weights = torch.softmax(scores, -1)[..., :columns]
     found = weights.reshape(batch, kv_heads, -1, columns) @ value
     return found.view(batch, heads, length, -1).transpose(1, 2)

@@ -17,11 +17,11 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is not type
         self.shared = shared
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = (
-            states.new_zeros(
-                self.shared.rows, states.shape[1], self.shared.columns, states.shape[3]
-            )
-            for states in (key_states, value_states)
+        rows = self.shared.rows
+        columns = self.shared.columns
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], columns, key_states.shape[3])
+        self.values = value_states.new_zeros(
+            rows, value_states.shape[1], columns, value_states.shape[3]
         )
         self.is_initialized = True
 
@@ -54,9 +54,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
     _visible: Callable[[int | None], Tensor]
 
     def __init__(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.dtype = device, dtype
-        self.rows = self.columns = 0
-        self.length = self.longest = 1
+        self.device = device
+        self.dtype = dtype
+        self.rows = 0
+        self.columns = 0
+        self.length = 1
+        """Columns of the current pass."""
+        self.longest = 1
+        """Columns that some row may use."""
         self.before = 0
         self.fixed = False
         super().__init__(layers=[_Layer(self) for _ in range(layers)])
@@ -65,13 +70,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Starts a pass over prompts of `lengths`, padded on the right, whose `owners` are rows
         `first` and up.
         """
-        self.length, self.before = max(lengths), 0
-        last, length = first + len(owners), self.length
+        self.length = max(lengths)
+        self.before = 0
+        last = first + len(owners)
+        length = self.length
         self.longest = max(self.longest, length)  # `move` may be called before the next step
         self._reserve(last, length)
-        owner = torch.tensor(
-            owners, dtype=torch.long, device=self.device
-        )  # a scored prompt has none
+        # A scored prompt has no owners.
+        owner = torch.tensor(owners, dtype=torch.long, device=self.device)
 
         def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             layer.keys[first:last, :, :length] = keys[owner]
@@ -95,27 +101,26 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         places: dict[int, Tensor] = {}
 
         def write(layer: _Layer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            heads, size = keys.shape[1], keys.shape[3]
+            heads = keys.shape[1]
+            size = keys.shape[3]
             if heads not in places:
-                base = (
-                    torch.arange(rows * heads, device=self.device).view(rows, heads) * self.columns
-                )
-                places[heads] = (base + positions[:, None]).view(-1)
-            layer.keys.view(-1, size).index_copy_(0, places[heads], keys.reshape(-1, size))
-            layer.values.view(-1, values.shape[3]).index_copy_(
-                0, places[heads], values.reshape(-1, values.shape[3])
-            )
+                lines = torch.arange(rows * heads, device=self.device).view(rows, heads)
+                places[heads] = (lines * self.columns + positions[:, None]).view(-1)
+            place = places[heads]
+            value_size = values.shape[3]
+            layer.keys.view(-1, size).index_copy_(0, place, keys.reshape(-1, size))
+            layer.values.view(-1, value_size).index_copy_(0, place, values.reshape(-1, value_size))
             return layer.keys[:rows, :, :columns], layer.values[:rows, :, :columns]
 
         def visible(window: int | None) -> Tensor:
-            column, position = (
-                torch.arange(columns, device=self.device),
-                positions[:, None, None, None],
-            )
+            column = torch.arange(columns, device=self.device)
+            position = positions[:, None, None, None]
             seen = column <= position
             return seen if window is None else seen & (column > position - window)
 
-        self.write, self._masks, self._visible = write, {}, visible
+        self.write = write
+        self._masks = {}
+        self._visible = visible
 
     def mask(self, window: int | None) -> Tensor | None:
         """Returns the additive mask of the current pass for layers with this window; None: plain
@@ -141,16 +146,18 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def move(self, to: list[int], origin: list[int]) -> None:
         """Copies rows `origin` over rows `to`."""
-        target, source = (torch.tensor(rows, device=self.device) for rows in (to, origin))
+        target = torch.tensor(to, device=self.device)
+        source = torch.tensor(origin, device=self.device)
         for layer in self._used():
             layer.keys[target, :, : self.longest] = layer.keys[source, :, : self.longest]
             layer.values[target, :, : self.longest] = layer.values[source, :, : self.longest]
 
     def zero(self, rows: list[int]) -> None:
         """Zeroes rows, which may hold values that are not finite."""
+        broken = torch.tensor(rows, device=self.device)
         for layer in self._used():
-            layer.keys[torch.tensor(rows, device=self.device)] = 0.0
-            layer.values[torch.tensor(rows, device=self.device)] = 0.0
+            layer.keys[broken] = 0.0
+            layer.values[broken] = 0.0
 
     def release(self) -> None:
         """Frees the memory, or clears it if its size is fixed; only call it when no row is
@@ -164,7 +171,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def tensors(self) -> list[Tensor]:
         """Returns the storage of all rows."""
-        return [states for layer in self._used() for states in (layer.keys, layer.values)]
+        found: list[Tensor] = []
+        for layer in self._used():
+            found += [layer.keys, layer.values]
+        return found
 
     def bytes_per_token(self) -> int:
         """Returns the bytes per token of a row; known after the first pass."""
@@ -174,7 +184,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def allocate(self, rows: int, columns: int) -> None:
         """Allocates storage for this many rows and columns, which then neither moves nor grows."""
-        self.rows, self.columns, self.fixed = rows, columns, True
+        self.rows = rows
+        self.columns = columns
+        self.fixed = True
         for layer in self._used():
             layer.lazy_initialization(layer.keys, layer.values)
 
@@ -183,14 +195,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return [layer for layer in self.layers if layer.is_initialized]
 
     def _reserve(self, rows: int, columns: int) -> None:
-        old_rows, old_columns = self.rows, self.columns
+        old_rows = self.rows
+        old_columns = self.columns
         if rows <= old_rows and columns <= old_columns:
             return
         assert not self.fixed, "the scheduler admits more than there is room for"
         self.rows = old_rows if rows <= old_rows else max(rows, 2 * old_rows, 8)
         self.columns = old_columns if columns <= old_columns else max(columns, 2 * old_columns, 64)
         for layer in self._used():
-            keys, values = layer.keys, layer.values
+            keys = layer.keys
+            values = layer.values
             layer.lazy_initialization(keys, values)
             layer.keys[:old_rows, :, :old_columns] = keys
             layer.values[:old_rows, :, :old_columns] = values

@@ -92,10 +92,15 @@ def add_control(app: FastAPI, engine: Engine) -> None:
         body = await read_body(request, UpdateBody)
         if body.load_format not in (None, "auto", "safetensors"):
             return _failed(f"load_format {body.load_format!r} is not supported: safetensors", 400)
-        path, version = Path(body.model_path), body.weight_version
+        path = Path(body.model_path)
+        version = body.weight_version
         try:
             paused = await update_weights(
-                engine, path, version, body.flush_cache, body.abort_all_requests
+                engine,
+                path,
+                version,
+                flush_cache=body.flush_cache,
+                abort_all=body.abort_all_requests,
             )
         except ServiceError as error:
             return _failed(str(error), error.status)
@@ -156,11 +161,13 @@ def add_lora(app: FastAPI, engine: Engine) -> None:
     """Adds the calls that load and unload LoRA adapters."""
 
     async def answer(work: Awaitable[None]) -> Response:
-        message, status = "", 200
+        message = ""
+        status = 200
         try:
             await work
         except ServiceError as error:
-            message, status = str(error), error.status
+            message = str(error)
+            status = error.status
         loaded = engine.scheduler.adapters.paths()
         return reply(
             {"success": status == 200, "error_message": message, "loaded_adapters": loaded}, status
@@ -260,21 +267,26 @@ def add_info(app: FastAPI, engine: Engine, arguments: dict[str, Any]) -> None:
         ]
         return {"object": "list", "data": [card, *adapters]}
 
-    counted, rate = (time.monotonic(), 0.0), 0.0
+    counted_at = time.monotonic()
+    counted = 0.0
+    rate = 0.0
 
     @app.get("/v1/loads")
     async def loads() -> dict[str, Any]:
         """The numbers of running and waiting requests, and the tokens per second since the last
         call.
         """
-        nonlocal counted, rate
-        now, tokens = (
-            time.monotonic(),
-            engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0,
+        nonlocal counted_at, counted, rate
+        now = time.monotonic()
+        tokens = (
+            engine.metrics.registry.get_sample_value("rlhf_engine_generated_tokens_total") or 0.0
         )
-        if now - counted[0] >= _RATE_S:
-            counted, rate = (now, tokens), (tokens - counted[1]) / (now - counted[0])
-        running, waiting = engine.running, engine.waiting
+        if now - counted_at >= _RATE_S:
+            rate = (tokens - counted) / (now - counted_at)
+            counted_at = now
+            counted = tokens
+        running = engine.running
+        waiting = engine.waiting
         load: dict[str, float] = {"num_running_reqs": running, "num_waiting_reqs": waiting}
         load |= {"dp_rank": 0, "num_total_reqs": running + waiting, "gen_throughput": rate}
         return {

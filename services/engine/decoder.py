@@ -41,14 +41,15 @@ class Decoder:
     """
 
     def __init__(self, module: Any, max_context_tokens: int) -> None:
-        self.module, self.max_context_tokens = module, max_context_tokens
+        self.module = module
+        self.max_context_tokens = max_context_tokens
         self.config = module.config.get_text_config()
         weight = module.get_input_embeddings().weight
         self.device: torch.device = weight.device
         self.cache = SlotCache(self.config.num_hidden_layers, self.device, weight.dtype)
-        self.graphs = (
-            StepGraphs(self._step, recorder(), self.device) if self.device.type == "cuda" else None
-        )
+        self.graphs: StepGraphs | None = None
+        if self.device.type == "cuda":
+            self.graphs = StepGraphs(self._step, recorder(), self.device)
         self._exchanged = exchange(module, self.config, max_context_tokens)
         self._last: Tensor | None = None
         module.get_output_embeddings().register_forward_pre_hook(self._only_last)
@@ -60,7 +61,8 @@ class Decoder:
         if self._last is None:
             return None
         hidden, *rest = arguments
-        return (hidden[torch.arange(len(hidden), device=self.device), self._last][:, None], *rest)
+        rows = torch.arange(len(hidden), device=self.device)
+        return (hidden[rows, self._last][:, None], *rest)
 
     def reserve(self, rows: int) -> int:
         """Allocates a GPU's KV cache for up to `rows` rows and returns how many fit; on a CPU the
@@ -86,40 +88,49 @@ class Decoder:
         try:
             self.prefill(prompts, [0, 1], 0)
             self._step(torch.from_numpy(state).to(self.device), columns=4, plain=True)
-            low = self.cache.dtype != torch.float32
             check_alone(
-                self.module, self._scores, self.device, self.max_context_tokens, low_precision=low
+                self.module,
+                self._scores,
+                self.device,
+                max_tokens=self.max_context_tokens,
+                low_precision=self.cache.dtype != torch.float32,
             )
         except ConfigError as error:
             raise UnfitModel(
                 error.message, field="--model-path", value=error.value, remedy=error.remedy
             ) from error
         except Exception as error:
-            short = isinstance(error, torch.OutOfMemoryError)
-            reason = f"the embedded engine cannot run this model: {described(error)}"
-            kind = ConfigError if short else UnfitModel
+            # With more memory the model may run; with another error it never will.
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            kind = ConfigError if out_of_memory else UnfitModel
             raise kind(
-                reason, field="--model-path", value=self.config.model_type, remedy=remedy(error)
+                f"the embedded engine cannot run this model: {described(error)}",
+                field="--model-path",
+                value=self.config.model_type,
+                remedy=remedy(error),
             ) from error
         if not self.cache.tensors():
-            reason = "the embedded engine cannot run this model: it does not keep what it has read in a KV cache"
             raise UnfitModel(
-                reason, field="--model-path", value=self.config.model_type, remedy=SGLANG
+                "the embedded engine cannot run this model: "
+                "it does not keep what it has read in a KV cache",
+                field="--model-path",
+                value=self.config.model_type,
+                remedy=SGLANG,
             )
 
     def _allocate(self, rows: int) -> int:
         columns = -(-self.max_context_tokens // _ALIGNED) * _ALIGNED
-        per_row, (free, _) = (
-            self.cache.bytes_per_token() * columns,
-            torch.cuda.mem_get_info(self.device),
-        )
+        per_row = self.cache.bytes_per_token() * columns
+        free, _ = torch.cuda.mem_get_info(self.device)
         fitting = min(rows, int(_KV_SHARE * free) // max(1, per_row))
         size = f"{self.max_context_tokens} tokens at {per_row / 1e6:.1f} MB"
         if not fitting:
-            reason = f"the KV cache of one completion of {size} does not fit into {_KV_SHARE:.0%} of {free / 1e9:.1f} GB free"
-            remedy = "use a shorter context, a smaller model, or a GPU with more free memory"
             raise ConfigError(
-                reason, field="--max-context-tokens", value=self.max_context_tokens, remedy=remedy
+                f"the KV cache of one completion of {size} does not fit into "
+                f"{_KV_SHARE:.0%} of {free / 1e9:.1f} GB free",
+                field="--max-context-tokens",
+                value=self.max_context_tokens,
+                remedy="use a shorter context, a smaller model, or a GPU with more free memory",
             )
         self.cache.allocate(fitting, columns)
         log.info("the KV cache holds %d completions of %s each, on %s", fitting, size, self.device)
@@ -165,7 +176,8 @@ class Decoder:
         cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
         cache.begin_prefill([len(prompt) for prompt in prompts], 0, [])  # nothing is kept
         padded = self._padded(prompts)
-        logits, found = self._logits(padded, None, None, cache), []
+        logits = self._logits(padded, None, None, cache=cache)
+        found: list[list[float]] = []
         for row, tokens, prompt in zip(logits, padded, prompts, strict=True):
             scores = row[: len(prompt) - 1].float()
             targets = tokens[1 : len(prompt), None]
@@ -178,7 +190,7 @@ class Decoder:
         """
         cache = SlotCache(self.config.num_hidden_layers, self.device, self.cache.dtype)
         cache.begin_prefill([tokens.shape[1]] * len(tokens), 0, [])
-        return next_logprobs(self._logits(tokens, positions, None, cache), tokens)
+        return next_logprobs(self._logits(tokens, positions, None, cache=cache), tokens)
 
     def _padded(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         padded = np.zeros((len(prompts), max(map(len, prompts))), np.int64)
@@ -190,44 +202,46 @@ class Decoder:
         """Computes and samples one more token of rows 0..B-1; returns what `sample` does."""
         columns = int(inputs.state[1].max()) + 1
         if self.graphs is None:
-            found = self._step(torch.from_numpy(inputs.state), columns, inputs.plain, inputs.kept)
+            state = torch.from_numpy(inputs.state)
+            found = self._step(state, columns, inputs.plain, kept=inputs.kept)
         else:
             found = self.graphs(inputs, columns, (self.cache.rows, self.cache.columns))
         return _read(found)[:, : inputs.state.shape[1]]
 
     def sample(self, logits: Tensor, inputs: Inputs) -> NDArray[np.float64]:
         """Samples a token for every row of logits [B, V]; see `services.engine.sampling.sample`."""
-        return _read(
-            sample(
-                logits, torch.from_numpy(inputs.state).to(self.device), inputs.plain, inputs.kept
-            )
-        )
+        state = torch.from_numpy(inputs.state).to(self.device)
+        return _read(sample(logits, state, inputs.plain, kept=inputs.kept))
 
     def _step(self, state: Tensor, columns: int, plain: bool, kept: int = 0) -> Tensor:
         """One step without synchronisation: equal shapes run the same operations, so a CUDA graph
         can replay it.
         """
-        tokens, positions = state[0].long(), state[1].long()
+        tokens = state[0].long()
+        positions = state[1].long()
         self.cache.begin_decode(positions, columns)
         mask = None if self._exchanged else self.cache.mask(None)
-        return sample(self._forward(tokens[:, None], positions[:, None], mask), state, plain, kept)
+        logits = self._forward(tokens[:, None], positions[:, None], mask)
+        return sample(logits, state, plain, kept=kept)
 
     def _forward(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
-        return self._logits(tokens, positions, mask, self.cache)[:, 0].float()
+        return self._logits(tokens, positions, mask, cache=self.cache)[:, 0].float()
 
     def _logits(
         self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None, cache: SlotCache
     ) -> Tensor:
-        slots = {}
+        options: dict[str, SlotCache] = {}
         if self._exchanged:  # transformers takes a 4-D mask as final and makes none
-            mask, slots = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool), {"slots": cache}
-        options = {
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        logits: Tensor = self.module(input_ids=tokens, **options, **slots).logits
+            mask = tokens.new_ones(1, 1, 1, 1, dtype=torch.bool)
+            options["slots"] = cache
+        logits: Tensor = self.module(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            **options,
+        ).logits
         return logits
 
 

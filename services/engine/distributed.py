@@ -102,21 +102,28 @@ class WeightUpdates:
         self._groups[body.group_name] = None, left
 
         def work() -> dist.ProcessGroup:
-            place = body.master_address, body.master_port, body.rank_offset, body.world_size
-            return join(*place, body.group_name, body.backend, _TIMEOUT_S)
+            return join(
+                body.master_address,
+                body.master_port,
+                rank=body.rank_offset,
+                world_size=body.world_size,
+                name=body.group_name,
+                backend=body.backend,
+                timeout_s=_TIMEOUT_S,
+            )
 
         try:
             self._groups[body.group_name] = await _until_left(left, work), left
         except (RuntimeError, ValueError, RequestRefused) as error:
-            if (
-                self._groups.get(body.group_name, (None, None))[1] is left
-            ):  # else another call has made a new group
+            # Unless another call has made a new group of this name.
+            if self._groups.get(body.group_name, (None, None))[1] is left:
                 del self._groups[body.group_name]
-            reason = (
-                f"Failed to initialize custom process group: {getattr(error, 'message', error)}"
-            )
+            message = getattr(error, "message", error)
             raise RequestRefused(
-                reason, field="group_name", value=body.group_name, remedy=_JOIN_AGAIN
+                f"Failed to initialize custom process group: {message}",
+                field="group_name",
+                value=body.group_name,
+                remedy=_JOIN_AGAIN,
             ) from None
         return "Succeeded to initialize custom process group."
 
@@ -125,10 +132,8 @@ class WeightUpdates:
         for an unknown group.
         """
         if name not in self._groups:
-            reason, remedy = (
-                "The group to be destroyed does not exist.",
-                "name a group of /init_weights_update_group",
-            )
+            reason = "The group to be destroyed does not exist."
+            remedy = "name a group of /init_weights_update_group"
             raise RequestRefused(reason, field="group_name", value=name, remedy=remedy)
         group, left = self._groups.pop(name)
         left.set()
@@ -143,7 +148,9 @@ class WeightUpdates:
             raise RequestRefused(
                 reason, field="session", value="open", remedy="POST /end_weight_update"
             )
-        self._staged, self._failure, self._last = {}, "", None
+        self._staged = {}
+        self._failure = ""
+        self._last = None
         return "Success"
 
     async def receive(self, body: DistributedBody) -> str:
@@ -158,10 +165,12 @@ class WeightUpdates:
         try:
             group, left = self._groups.get(body.group_name, (None, asyncio.Event()))
             if group is None:
-                reason = f"Failed to receive weights: Group {body.group_name} not in {list(self._groups)}."
-                remedy = "POST /init_weights_update_group first"
                 raise RequestRefused(
-                    reason, field="group_name", value=body.group_name, remedy=remedy
+                    f"Failed to receive weights: Group {body.group_name} "
+                    f"not in {list(self._groups)}.",
+                    field="group_name",
+                    value=body.group_name,
+                    remedy="POST /init_weights_update_group first",
                 )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
             found = await _until_left(
@@ -197,19 +206,22 @@ class WeightUpdates:
         session failed.
         """
         if self._staged is None:
-            reason, remedy = (
-                "no weight-update session is open; call begin_weight_update() first",
-                "POST /begin_weight_update",
-            )
+            reason = "no weight-update session is open; call begin_weight_update() first"
+            remedy = "POST /begin_weight_update"
             raise RequestRefused(reason, field="session", value="none", remedy=remedy)
-        staged, last = self._staged, self._last
+        staged = self._staged
+        last = self._last
         self._staged = None
         if self._failure:
             reason = f"nothing was changed, an update of this session failed: {self._failure}"
             raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
         if last is not None:
             await update_weights(
-                self._engine, staged, last.weight_version, last.flush_cache, last.abort_all_requests
+                self._engine,
+                staged,
+                last.weight_version,
+                flush_cache=last.flush_cache,
+                abort_all=last.abort_all_requests,
             )
         return "Success"
 
@@ -227,7 +239,8 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="weights", daemon=True).start()
-    done, gone = asyncio.wrap_future(result), asyncio.create_task(left.wait())
+    done = asyncio.wrap_future(result)
+    gone = asyncio.create_task(left.wait())
     either: set[asyncio.Future[Any]] = {done, gone}
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     gone.cancel()
@@ -291,7 +304,8 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         )
         sums = await asyncio.wrap_future(work)
         total = digest_all(sums)
-        place = {"role": "target", **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)}
+        place: dict[str, str | int] = {"role": "target"}
+        place |= dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)
         place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
         rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
         return reply(

@@ -26,7 +26,8 @@ from services.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_IDLE_GATHER_S, _BUSY_GATHER_S = (0.005, 0.06), (0.002, 0.01)
+_IDLE_GATHER_S = (0.005, 0.06)
+_BUSY_GATHER_S = (0.002, 0.01)
 """Seconds to wait for more requests after one arrived, as (without a new one, in total): when no
 row runs, when some do."""
 
@@ -51,7 +52,9 @@ class Engine:
         weight_version: str = "default",
         on_crash: Callable[[], None] = lambda: None,
     ) -> None:
-        self.model, self.max_waiting, self.on_crash = model, max_waiting, on_crash
+        self.model = model
+        self.max_waiting = max_waiting
+        self.on_crash = on_crash
         self.metrics = Metrics("rollout-engine")
         generated = self.metrics.counter("engine_generated_tokens_total", "Tokens generated")
         prefilled = self.metrics.counter("engine_prefilled_tokens_total", "Prompt tokens computed")
@@ -66,7 +69,9 @@ class Engine:
         )
         self.failure: ServiceLost | None = None
         """Why the thread died, if it did."""
-        self.scheduler = Scheduler(model, max_running, weight_version, generated, prefilled)
+        self.scheduler = Scheduler(
+            model, max_running, weight_version, generated=generated, prefilled=prefilled
+        )
         self._random = random.Random(seed)
         self._incoming = 0
         self._arrived = False
@@ -148,7 +153,8 @@ class Engine:
         with self._wake:
             self._refuse_when_down()
             self._track(done)
-            (self._exclusive if exclusive else self._calls).append(run)
+            queue = self._exclusive if exclusive else self._calls
+            queue.append(run)
             self._wake.notify()
         return done
 
@@ -206,7 +212,7 @@ class Engine:
         """Waits for the rest of a burst of requests: one prefill serves all, and no step slows down
         their parsing.
         """
-        quiet, most = _BUSY_GATHER_S if self.running else _IDLE_GATHER_S
-        limit = time.monotonic() + most
-        while self._wake.wait(quiet) and time.monotonic() < limit:
+        quiet_s, total_s = _BUSY_GATHER_S if self.running else _IDLE_GATHER_S
+        deadline = time.monotonic() + total_s
+        while self._wake.wait(quiet_s) and time.monotonic() < deadline:
             pass

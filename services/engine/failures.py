@@ -28,7 +28,7 @@ def remedy(error: BaseException) -> str:
     """Returns what helps against an error of the model's code."""
     if isinstance(error, torch.OutOfMemoryError):
         return (
-            "lower rollout.max_running_requests or rollout.max_context_tokens, or use a smaller model or a device with "
-            "more memory"
+            "lower rollout.max_running_requests or rollout.max_context_tokens, "
+            "or use a smaller model or a device with more memory"
         )
     return SGLANG

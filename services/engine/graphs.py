@@ -17,7 +17,7 @@ Step = Callable[[Tensor, int, bool, int], Tensor]
 """(state, columns, plain, kept) -> result, all on the device."""
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 """Records a function, and returns a function that replays it on the same tensors."""
-_LEAST_COLUMNS = 128
+_COLUMNS_UNIT = 128
 
 
 class StepGraphs:
@@ -29,7 +29,9 @@ class StepGraphs:
     """
 
     def __init__(self, step: Step, record: Record, device: torch.device) -> None:
-        self._step, self._record, self._device = step, record, device
+        self._step = step
+        self._record = record
+        self._device = device
         self._records: dict[tuple[int, ...], tuple[Tensor, Callable[[], Tensor]]] = {}
         self._works = True
 
@@ -38,31 +40,32 @@ class StepGraphs:
         (rows, columns).
         """
         rows = inputs.state.shape[1]
-        padded_rows, padded_columns = (
-            round_up(rows, 1, capacity[0]),
-            round_up(columns, _LEAST_COLUMNS, capacity[1]),
-        )
+        padded_rows = round_up(rows, 1, capacity[0])
+        padded_columns = round_up(columns, _COLUMNS_UNIT, capacity[1])
+        padded_kept = round_up(inputs.kept, 1, MAX_KEPT) if inputs.kept else 0
         idle = np.pad(IDLE, ((0, len(inputs.state) - len(IDLE)), (0, 0)), constant_values=-1)
         padded = np.repeat(idle, padded_rows, 1)
         padded[:, :rows] = inputs.state
-        how = (
-            padded_columns,
-            inputs.plain,
-            round_up(inputs.kept, 1, MAX_KEPT) if inputs.kept else 0,
-        )
-        state, key = torch.from_numpy(padded), (padded_rows, *how, len(padded))
+        state = torch.from_numpy(padded)
+        plain = inputs.plain
+
+        def step(on_device: Tensor) -> Tensor:
+            return self._step(on_device, padded_columns, plain, padded_kept)
+
+        key = (padded_rows, padded_columns, plain, padded_kept, len(padded))
         if key not in self._records and self._works:
-            self._make(key, state, how)
+            self._make(key, state, step)
         if key not in self._records:
-            return self._step(state.to(self._device), *how)
+            return step(state.to(self._device))
         buffer, replay = self._records[key]
         buffer.copy_(state)
         return replay()
 
-    def _make(self, key: tuple[int, ...], state: Tensor, how: tuple[int, bool, int]) -> None:
+    def _make(self, key: tuple[int, ...], state: Tensor, step: Callable[[Tensor], Tensor]) -> None:
+        """Records `step` on a buffer that begins as `state`."""
         buffer = torch.empty_like(state, device=self._device).copy_(state)
         try:
-            self._records[key] = buffer, self._record(lambda: self._step(buffer, *how))
+            self._records[key] = (buffer, self._record(lambda: step(buffer)))
         except RuntimeError as error:
             self._works = False
             log.warning(
@@ -70,13 +73,13 @@ class StepGraphs:
             )
 
 
-def round_up(number: int, least: int, most: int) -> int:
-    """Returns the next of least × 1, 2, 3, 4, 6, 8, 12, …, at most `most`."""
-    size = least
+def round_up(number: int, unit: int, maximum: int) -> int:
+    """Returns the next of unit × 1, 2, 3, 4, 6, 8, 12, …, at most `maximum`."""
+    size = unit
     while size < number:
         size *= 2
-    between = max(least, size * 3 // 4)
-    return min(most, between if between >= number else size)
+    between = max(unit, size * 3 // 4)
+    return min(maximum, between if between >= number else size)
 
 
 def recorder() -> Record:
@@ -93,15 +96,14 @@ def capture(stream: Any, pool: Any, step: Callable[[], Tensor]) -> Callable[[], 
     """Records a step as a CUDA graph, after running it once so that kernels are chosen and
     loaded.
     """
-    current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+    current = torch.cuda.current_stream()
+    graph = torch.cuda.CUDAGraph()
     stream.wait_stream(current)
-    with torch.cuda.stream(
-        stream
-    ):  # restores the stream even after a failed recording, which torch does not
+    # The outer context restores the stream even after a failed recording, which torch does not.
+    with torch.cuda.stream(stream):
         step()
-        with torch.cuda.graph(
-            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-        ):  # others may use the GPU
+        # thread_local: other threads may use the GPU.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             found = step()
     current.wait_stream(stream)
 

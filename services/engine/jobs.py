@@ -44,7 +44,9 @@ class SamplingParams:
         """Returns the stop text that a completion has reached, or None; `last(n)` is the text of
         its last n tokens.
         """
-        text = last(1 + max(len(stop.encode()) for stop in self.stops)) if self.stops else ""
+        if not self.stops:
+            return None
+        text = last(1 + max(len(stop.encode()) for stop in self.stops))
         return next((stop for stop in self.stops if stop in text), None)
 
 
@@ -78,9 +80,8 @@ class Sequence:
     def note_version(self, version: str, position: int) -> None:
         """Records that tokens from `position` on come from `version`."""
         if not self.versions or self.versions[-1][0] != version:
-            self.versions = [span for span in self.versions if span[1] < position] + [
-                (version, position)
-            ]
+            earlier = [span for span in self.versions if span[1] < position]
+            self.versions = [*earlier, (version, position)]
 
     def spans(self) -> list[dict[str, Any]]:
         """Returns `[{"version", "start", "end"}]` over the tokens so far."""
@@ -88,8 +89,8 @@ class Sequence:
         begun = [span for span in self.versions if span[1] < size]
         ends = [start for _, start in begun[1:]] + [size]
         return [
-            {"version": v, "start": start, "end": end}
-            for (v, start), end in zip(begun, ends, strict=False)
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(begun, ends, strict=False)
         ]
 
     def text(self, tokenizer: Any) -> str:
@@ -129,7 +130,8 @@ class GenerationJob:
         seed = default_seed if self.sampling.seed is None else self.sampling.seed
         for index in range(self.n):
             name = self.rid if self.n == 1 else new_id()
-            self.sequences.append(Sequence(self, name, stream_key(sample_seed(seed, index))))
+            key = stream_key(sample_seed(seed, index))
+            self.sequences.append(Sequence(self, name, key))
 
 
 @dataclass(eq=False)

@@ -42,23 +42,25 @@ class Model(Decoder):
             self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             fix_rotary_factors(config, max_context_tokens)
-            options = {
-                "config": config,
-                "local_files_only": True,
-                "use_safetensors": True,
-                "dtype": dtype_on(device, dtype),
-            }
-            loaded = AutoModelForCausalLM.from_pretrained(path, **options).to(device)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                path,
+                config=config,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=dtype_on(device, dtype),
+            ).to(device)
         except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
-            remedy = "name a causal language model with its tokenizer, as transformers saves them with safetensors"
-            reason = f"the model cannot be loaded: {error}"
-            raise ConfigError(reason, field="--model-path", value=path, remedy=remedy) from error
+            raise ConfigError(
+                f"the model cannot be loaded: {error}",
+                field="--model-path",
+                value=path,
+                remedy="name a causal language model with its tokenizer, "
+                "as transformers saves them with safetensors",
+            ) from error
         only_logits(loaded.config)
         self.path = path
-        longest = (
-            getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
-            or max_context_tokens
-        )
+        positions = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+        longest = positions or max_context_tokens
         if longest < max_context_tokens:
             log.info(
                 "the context is limited to %d tokens, the number of positions of the model", longest

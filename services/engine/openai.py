@@ -19,13 +19,24 @@ from services.engine.protocol import (
     refuse_unsupported,
 )
 
-_REFUSED = {
-    **dict.fromkeys(
-        ("stream", "tools", "response_format", "logprobs", "top_logprobs", "logit_bias"), NOTHING
+_REFUSED = dict.fromkeys(
+    (
+        "stream",
+        "tools",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "frequency_penalty",
+        "presence_penalty",
+        "no_stop_trim",
+        "regex",
+        "json_schema",
+        "ebnf",
+        "lora_path",
     ),
-    **dict.fromkeys(("frequency_penalty", "presence_penalty", "no_stop_trim"), NOTHING),
-    **dict.fromkeys(("regex", "json_schema", "ebnf", "lora_path"), NOTHING),
-}
+    NOTHING,
+)
 """Fields that would change the answer but are not supported, with the values at which they have no
 effect."""
 
@@ -74,52 +85,59 @@ class ChatBody(BaseModel):
             reason = f"the chat template rejects the messages: {error}"
             remedy = "send messages and chat_template_kwargs that the model's template takes"
             raise BadRequest(reason, field="messages", value=self.messages, remedy=remedy) from None
-        names = (
-            "stop",
-            "stop_token_ids",
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "n",
-            "ignore_eos",
-            "skip_special_tokens",
+        room = model.max_context_tokens - len(ids)
+        fields = SamplingFields(
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            min_new_tokens=self.min_tokens,
+            n=self.n,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            max_new_tokens=self.max_completion_tokens or self.max_tokens or room,
+            sampling_seed=self.seed,
         )
-        limit = self.max_completion_tokens or self.max_tokens or model.max_context_tokens - len(ids)
-        given = {name: getattr(self, name) for name in names} | {"min_new_tokens": self.min_tokens}
-        fields = SamplingFields(**given, max_new_tokens=limit, sampling_seed=self.seed)
         return GenerationJob(
-            self.rid or uuid.uuid4().hex, ids, fields.sampling(len(ids), model), self.n or 1
+            self.rid or uuid.uuid4().hex, ids, fields.sampling(len(ids), model), n=self.n or 1
         )
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, str]:
-    role, content = message.get("role"), message.get("content")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
+    role = message.get("role")
+    content = message.get("content")
+    if isinstance(content, list) and all(map(_is_text, content)):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(role, str) or not isinstance(content, str):
-        reason, remedy = "a message needs a role and a text", "send texts as role and content"
+        reason = "a message needs a role and a text"
+        remedy = "send texts as role and content"
         raise BadRequest(reason, field=f"messages.{index}", value=message, remedy=remedy)
     return {"role": role, "content": content}
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
 def chat_answer(job: GenerationJob, model: Model) -> dict[str, Any]:
     """Returns the answer of `/v1/chat/completions`."""
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, sequence in enumerate(job.sequences):
-        reason, text = sequence.finish or {}, sequence.text(model.tokenizer)
-        ending = {"finish_reason": reason.get("type"), "matched_stop": reason.get("matched")}
+        reason = sequence.finish or {}
+        text = sequence.text(model.tokenizer)
         choices.append(
             {
                 "index": index,
                 "message": {"role": "assistant", "content": text},
                 "logprobs": None,
-                **ending,
+                "finish_reason": reason.get("type"),
+                "matched_stop": reason.get("matched"),
             }
         )
-    prompt, completion = len(job.prompt), sum(len(sequence.tokens) for sequence in job.sequences)
+    prompt = len(job.prompt)
+    completion = sum(len(sequence.tokens) for sequence in job.sequences)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",

@@ -20,30 +20,40 @@ MAX_PROMPTS = 4096
 NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop_regex": NOTHING,
-    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
-    **dict.fromkeys(("no_stop_trim", "watermark"), (False,)),
-    **dict.fromkeys(("repetition_penalty", "beam_width", "stream_interval"), (1,)),
-    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"), ()),
-    **dict.fromkeys(("logit_bias", "custom_params"), ({},)),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "no_stop_trim": (False,),
+    "watermark": (False,),
+    "repetition_penalty": (1,),
+    "beam_width": (1,),
+    "stream_interval": (1,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": ({},),
     "spaces_between_special_tokens": (True,),
 }
 """SGLang's sampling parameters that this engine does not support, with the values at which they
 have no effect."""
-_REFUSED = {
-    **dict.fromkeys(
-        ("stream", "token_ids_logprob", "top_logprobs_num", "return_hidden_states"), NOTHING
+_REFUSED = dict.fromkeys(
+    (
+        "stream",
+        "token_ids_logprob",
+        "top_logprobs_num",
+        "return_hidden_states",
+        "return_routed_experts",
+        "sampling_logprobs_mode",
+        "return_entropy",
+        "custom_logit_processor",
+        "image_data",
+        "audio_data",
+        "video_data",
+        "input_embeds",
     ),
-    **dict.fromkeys(
-        (
-            "return_routed_experts",
-            "sampling_logprobs_mode",
-            "return_entropy",
-            "custom_logit_processor",
-        ),
-        NOTHING,
-    ),
-    **dict.fromkeys(("image_data", "audio_data", "video_data", "input_embeds"), NOTHING),
-}
+    NOTHING,
+)
 """Likewise, SGLang's top-level fields that would change the answer but are not supported."""
 
 
@@ -60,9 +70,8 @@ class BadRequest(ServiceError):
 def bad_request(error: ValidationError, prefix: str = "") -> BadRequest:
     """Returns the error for the first problem that pydantic found."""
     first = error.errors()[0]
-    name = (
-        prefix + str(first["loc"][0]) if first["loc"] else "body"
-    )  # what follows names a branch of a union
+    # What follows the first part of `loc` names a branch of a union.
+    name = prefix + str(first["loc"][0]) if first["loc"] else "body"
     if first["type"] == "extra_forbidden":
         return BadRequest(
             f"unknown field {name}",
@@ -85,12 +94,14 @@ def refuse_unsupported(
     there.
     """
     for name, values in neutral.items():
-        if (value := fields.get(name)) is not None and value not in values:
-            reason, remedy = (
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise BadRequest(
                 f"{name} is not supported by the embedded engine",
-                "leave it out, or set rollout.engine sglang",
+                field=prefix + name,
+                value=value,
+                remedy="leave it out, or set rollout.engine sglang",
             )
-            raise BadRequest(reason, field=prefix + name, value=value, remedy=remedy)
 
 
 class SamplingFields(BaseModel):
@@ -130,37 +141,46 @@ class SamplingFields(BaseModel):
         limit = 128 if self.max_new_tokens is None else self.max_new_tokens
         room = model.max_context_tokens - prompt_tokens
         if self.max_new_tokens is not None and self.max_new_tokens > room:
-            reason = f"the prompt of {prompt_tokens} tokens leaves room for {room} in the context of {model.max_context_tokens}"
-            remedy = "ask for fewer tokens, send a shorter prompt or start the engine with a larger --max-context-tokens"
             raise BadRequest(
-                reason, field="max_new_tokens", value=self.max_new_tokens, remedy=remedy
+                f"the prompt of {prompt_tokens} tokens leaves room for {room} "
+                f"in the context of {model.max_context_tokens}",
+                field="max_new_tokens",
+                value=self.max_new_tokens,
+                remedy="ask for fewer tokens, send a shorter prompt "
+                "or start the engine with a larger --max-context-tokens",
             )
-        least, stop, top_k = self.min_new_tokens or 0, self.stop or [], max(self.top_k or 0, 0)
-        if least > limit:
-            reason = f"min_new_tokens is above max_new_tokens, {limit}"
+        min_new_tokens = self.min_new_tokens or 0
+        if min_new_tokens > limit:
             raise BadRequest(
-                reason, field="min_new_tokens", value=least, remedy="lower min_new_tokens"
+                f"min_new_tokens is above max_new_tokens, {limit}",
+                field="min_new_tokens",
+                value=min_new_tokens,
+                remedy="lower min_new_tokens",
             )
+        top_k = max(self.top_k or 0, 0)
         returnable = 0 < top_k <= MAX_KEPT
         if mask and not returnable:
-            reason, remedy = (
+            raise BadRequest(
                 "return_sampling_mask needs a limit on the candidates of a token",
-                f"send a top_k from 1 to {MAX_KEPT}",
+                field="top_k",
+                value=self.top_k,
+                remedy=f"send a top_k from 1 to {MAX_KEPT}",
             )
-            raise BadRequest(reason, field="top_k", value=self.top_k, remedy=remedy)
-        stop_ids = (
-            () if self.ignore_eos else tuple(sorted({*model.eos_ids, *(self.stop_token_ids or [])}))
-        )
+
+        stop = self.stop or []
+        stop_ids: set[int] = set()
+        if not self.ignore_eos:
+            stop_ids = {*model.eos_ids, *(self.stop_token_ids or [])}
         return SamplingParams(
             max_new_tokens=min(limit, room),
-            min_new_tokens=min(least, room),
+            min_new_tokens=min(min_new_tokens, room),
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=min(top_k, model.vocab_size),
             min_p=self.min_p or 0.0,
             stops=(stop,) if isinstance(stop, str) else tuple(filter(None, stop)),
             returns_kept=returnable and (mask or logprobs),
-            stop_ids=tuple(token for token in stop_ids if 0 <= token < model.vocab_size),
+            stop_ids=tuple(token for token in sorted(stop_ids) if 0 <= token < model.vocab_size),
             seed=self.sampling_seed,
             skip_special_tokens=self.skip_special_tokens is not False,
         )
@@ -171,16 +191,16 @@ def _parse_sampling(raw: Any) -> SamplingFields:
     parameter.
     """
     if not isinstance(raw, dict) or len(raw) > MAX_NAMES:
-        reason, remedy = (
+        raise BadRequest(
             "sampling_params is not an object, or is too large",
-            f"send an object of at most {MAX_NAMES} names",
+            field="sampling_params",
+            value=raw,
+            remedy=f"send an object of at most {MAX_NAMES} names",
         )
-        raise BadRequest(reason, field="sampling_params", value=raw, remedy=remedy)
     refuse_unsupported(raw, _NEUTRAL, "sampling_params.")
+    supported = {name: value for name, value in raw.items() if name not in _NEUTRAL}
     try:
-        return SamplingFields.model_validate(
-            {name: value for name, value in raw.items() if name not in _NEUTRAL}
-        )
+        return SamplingFields.model_validate(supported)
     except ValidationError as error:
         raise bad_request(error, "sampling_params.") from None
 
@@ -220,30 +240,32 @@ class GenerateBody(BaseModel):
     @property
     def is_batch(self) -> bool:
         """Whether there are several prompts, or one in a list."""
-        return isinstance(self.text, list) or (
-            bool(self.input_ids) and isinstance(self.input_ids[0], list)
-        )
+        lists_ids = bool(self.input_ids) and isinstance(self.input_ids[0], list)
+        return lists_ids or isinstance(self.text, list)
 
     def _prompts(self, model: Model) -> list[list[int]]:
         refuse_unsupported(self.model_extra or {}, _REFUSED)
         if self.is_batch and len(self.input_ids) > MAX_PROMPTS:
-            reason, remedy = (
+            raise BadRequest(
                 f"there are {len(self.input_ids)} prompts",
-                f"send at most {MAX_PROMPTS}",
+                field="input_ids",
+                value=len(self.input_ids),
+                remedy=f"send at most {MAX_PROMPTS}",
             )
-            raise BadRequest(reason, field="input_ids", value=len(self.input_ids), remedy=remedy)
-        given = self.input_ids if self.is_batch else [self.input_ids]
+        if self.text is not None and self.input_ids:
+            raise BadRequest(
+                "send a prompt either as text or as input_ids, not as both",
+                field="text",
+                value=self.text,
+                remedy="leave one of them out",
+            )
+
         if self.text is not None:
-            if self.input_ids:
-                reason = "send a prompt either as text or as input_ids, not as both"
-                raise BadRequest(
-                    reason, field="text", value=self.text, remedy="leave one of them out"
-                )
-            given = [
-                model.tokenizer(text).input_ids
-                for text in (self.text if isinstance(self.text, list) else [self.text])
-            ]
-        return [check_prompt(prompt, model) for prompt in given]
+            texts = self.text if isinstance(self.text, list) else [self.text]
+            prompts = [model.tokenizer(text).input_ids for text in texts]
+        else:
+            prompts = self.input_ids if self.is_batch else [self.input_ids]
+        return [check_prompt(prompt, model) for prompt in prompts]
 
     def to_score(self, model: Model) -> list[list[int]] | None:
         """Returns the prompts whose log-probabilities are requested; None for a request that
@@ -255,15 +277,11 @@ class GenerateBody(BaseModel):
             return None
         prompts = self._prompts(model)
         for fields in self._sampling(prompts):
-            if (
-                fields.max_new_tokens != 0
-                or fields.n not in (None, 1)
-                or self.return_logprob is not True
-                or self.lora_path
-            ):
-                reason = "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 and no lora_path"
+            generates = fields.max_new_tokens != 0 or fields.n not in (None, 1)
+            if generates or self.return_logprob is not True or self.lora_path:
                 raise BadRequest(
-                    reason,
+                    "log-probabilities of a prompt need return_logprob, max_new_tokens 0, n 1 "
+                    "and no lora_path",
                     field="logprob_start_len",
                     value=self.logprob_start_len,
                     remedy="request them separately",
@@ -271,52 +289,58 @@ class GenerateBody(BaseModel):
         return prompts
 
     def _sampling(self, prompts: list[list[int]]) -> list[SamplingFields]:
-        return [
-            _parse_sampling(raw)
-            for raw in self._per_prompt("sampling_params", self.sampling_params or {}, prompts)
-        ]
+        raw = self._per_prompt("sampling_params", self.sampling_params or {}, prompts)
+        return [_parse_sampling(parameters) for parameters in raw]
 
     def jobs(self, model: Model) -> list[GenerationJob]:
         prompts = self._prompts(model)
         parameters = self._sampling(prompts)
         if any(fields.max_new_tokens == 0 for fields in parameters):
-            remedy = "ask for at least 1, or, with return_logprob and logprob_start_len, for the prompt's log-probabilities"
             raise BadRequest(
                 "max_new_tokens is 0, so the request asks for nothing",
                 field="sampling_params.max_new_tokens",
                 value=0,
-                remedy=remedy,
+                remedy="ask for at least 1, or, with return_logprob and logprob_start_len, "
+                "for the prompt's log-probabilities",
             )
-        names = ("rid", "return_logprob", "return_sampling_mask", "lora_path")
-        rows = zip(
-            prompts,
-            parameters,
-            *(self._per_prompt(name, getattr(self, name), prompts) for name in names),
-            strict=True,
-        )
-        jobs = []
-        for index, (prompt, fields, rid, score, mask, adapter) in enumerate(rows):
-            name = (
-                uuid.uuid4().hex
-                if rid is None
-                else f"{rid}_{index}"
-                if isinstance(self.rid, str) and self.is_batch
-                else rid
+
+        rids = self._per_prompt("rid", self.rid, prompts)
+        logprobs = self._per_prompt("return_logprob", self.return_logprob, prompts)
+        masks = self._per_prompt("return_sampling_mask", self.return_sampling_mask, prompts)
+        adapters = self._per_prompt("lora_path", self.lora_path, prompts)
+        jobs: list[GenerationJob] = []
+        for index, (prompt, fields) in enumerate(zip(prompts, parameters, strict=True)):
+            sampling = fields.sampling(
+                len(prompt), model, logprobs=bool(logprobs[index]), mask=bool(masks[index])
             )
-            params = fields.sampling(len(prompt), model, bool(score), bool(mask))
-            jobs.append(
-                GenerationJob(name, prompt, params, fields.n or 1, bool(score), adapter or None)
+            job = GenerationJob(
+                self._job_name(rids[index], index),
+                prompt,
+                sampling,
+                n=fields.n or 1,
+                logprobs=bool(logprobs[index]),
+                adapter=adapters[index] or None,
             )
+            jobs.append(job)
         return jobs
+
+    def _job_name(self, rid: str | None, index: int) -> str:
+        """Returns the name of a prompt's job; several prompts may share one `rid`."""
+        if rid is None:
+            return uuid.uuid4().hex
+        shared = isinstance(self.rid, str) and self.is_batch
+        return f"{rid}_{index}" if shared else rid
 
     @staticmethod
     def _per_prompt(name: str, value: Any, prompts: list[list[int]]) -> list[Any]:
         if not isinstance(value, list):
             return [value] * len(prompts)
         if len(value) != len(prompts):
-            reason = f"{name} has {len(value)} entries for {len(prompts)} prompts"
             raise BadRequest(
-                reason, field=name, value=value, remedy="send one for all prompts, or one for each"
+                f"{name} has {len(value)} entries for {len(prompts)} prompts",
+                field=name,
+                value=value,
+                remedy="send one for all prompts, or one for each",
             )
         return value
 
@@ -326,23 +350,28 @@ def check_prompt(prompt: Any, model: Model) -> list[int]:
     ids.
     """
     if not isinstance(prompt, list) or not prompt:
-        reason, remedy = (
-            "a prompt is empty or not a list of token ids",
-            "send at least one token id",
-        )
-        raise BadRequest(reason, field="input_ids", value=prompt, remedy=remedy)
-    if len(prompt) >= model.max_context_tokens:
-        reason = f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}"
-        remedy = "send a shorter prompt or start the engine with a larger --max-context-tokens"
-        raise BadRequest(reason, field="input_ids", value=len(prompt), remedy=remedy)
-    wrong = [
-        token for token in prompt if type(token) is not int or not 0 <= token < model.vocab_size
-    ]
-    if wrong:
-        remedy = f"send whole numbers from 0 to {model.vocab_size - 1}"
         raise BadRequest(
-            "a token id is not in the vocabulary", field="input_ids", value=wrong[0], remedy=remedy
+            "a prompt is empty or not a list of token ids",
+            field="input_ids",
+            value=prompt,
+            remedy="send at least one token id",
         )
+    if len(prompt) >= model.max_context_tokens:
+        raise BadRequest(
+            f"the prompt has {len(prompt)} tokens, the context {model.max_context_tokens}",
+            field="input_ids",
+            value=len(prompt),
+            remedy="send a shorter prompt or start the engine with a larger --max-context-tokens",
+        )
+    for token in prompt:
+        # Not isinstance: True is no token id.
+        if type(token) is not int or not 0 <= token < model.vocab_size:
+            raise BadRequest(
+                "a token id is not in the vocabulary",
+                field="input_ids",
+                value=token,
+                remedy=f"send whole numbers from 0 to {model.vocab_size - 1}",
+            )
     return prompt
 
 

@@ -87,10 +87,10 @@ async def score(
 
     Raises BadRequest when `start` is beyond the end of a prompt, or ClientGone.
     """
-    if (shortest := min(map(len, prompts))) <= start:
-        reason = f"the shortest prompt has only {shortest} tokens"
+    shortest = min(map(len, prompts))
+    if shortest <= start:
         raise BadRequest(
-            reason,
+            f"the shortest prompt has only {shortest} tokens",
             field="logprob_start_len",
             value=start,
             remedy="start within the shortest prompt",
@@ -98,21 +98,18 @@ async def score(
     limit = max(1, SCORED_LOGITS // engine.model.vocab_size)
     answers: list[dict[str, Any]] = []
     while part := prompts[len(answers) :]:
-        longest, count = 0, 0
+        longest = 0
+        count = 0
         for prompt in part:
             longest = max(longest, len(prompt))
             if count and (count + 1) * longest > limit:
                 break
             count += 1
-        scoring = engine.call(partial(_score, part[:count]))
+        scoring = engine.call(partial(Scheduler.score, prompts=part[:count]))
         logprobs, version = await cancel_on_disconnect(request, asyncio.wrap_future(scoring))
         rows = zip(part[:count], logprobs, strict=True)
         answers += [score_answer(prompt, scores, start, version) for prompt, scores in rows]
     return answers
-
-
-def _score(prompts: list[list[int]], scheduler: Scheduler) -> tuple[list[list[float]], str]:
-    return scheduler.score(prompts)
 
 
 async def update_weights(

@@ -10,9 +10,18 @@ from numpy.typing import NDArray
 from services.engine.jobs import Sequence
 from services.engine.sampling import FIELDS, GREEDY_BELOW, Inputs, uniforms
 
-_FIELDS = {
-    **dict.fromkeys(("token", "position", "count", "key", "limit", "least", "kept"), np.int64),
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), np.float64),
+_FIELDS: dict[str, type[np.int64] | type[np.float64]] = {
+    "token": np.int64,
+    "position": np.int64,
+    "count": np.int64,
+    "key": np.int64,
+    "limit": np.int64,
+    "least": np.int64,
+    "kept": np.int64,
+    "temperature": np.float64,
+    "top_p": np.float64,
+    "top_k": np.float64,
+    "min_p": np.float64,
 }
 _Flags = NDArray[np.bool_]
 
@@ -29,7 +38,7 @@ class Rows:
     def __init__(self, capacity: int) -> None:
         self.sequences: list[Sequence] = []
         self.state: dict[str, NDArray[Any]] = {
-            name: np.zeros(capacity, kind) for name, kind in _FIELDS.items()
+            name: np.zeros(capacity, dtype) for name, dtype in _FIELDS.items()
         }
         self.state["stop"] = np.full((capacity, 1), -1)
         self.state["tokens"] = np.zeros((capacity, 64), np.int64)
@@ -47,7 +56,8 @@ class Rows:
         new = {name: self.state[name][first : len(self)] for name in _FIELDS}
         new["uniform"] = uniforms(new["key"], new["count"])
         state = np.stack([new[name] for name in FIELDS], dtype=np.float64)
-        if (early := new["count"] < new["least"]).any():
+        early = new["count"] < new["least"]
+        if early.any():
             barred = np.where(early[:, None], self.state["stop"][first : len(self)], -1)
             state = np.concatenate((state, barred.T))
         whole = (new["top_p"] >= 1) & np.isinf(new["top_k"]) & (new["min_p"] <= 0)
@@ -56,33 +66,31 @@ class Rows:
 
     def add(self, sequences: list[Sequence], lengths: list[int]) -> None:
         """Adds sequences whose first `lengths` tokens have been computed."""
-        first, last = len(self), len(self) + len(sequences)
-        chosen = [sequence.job.sampling for sequence in sequences]
-        state = self.state
-        # `append` increments the position: the token that it adds is at `lengths`.
-        state["position"][first:last] = np.array(lengths) - 1
-        state["count"][first:last] = [len(sequence.tokens) for sequence in sequences]
-        state["key"][first:last] = [sequence.key for sequence in sequences]
-        state["limit"][first:last] = [sampling.max_new_tokens for sampling in chosen]
-        state["temperature"][first:last] = [sampling.temperature for sampling in chosen]
-        state["top_p"][first:last] = [sampling.top_p for sampling in chosen]
-        state["top_k"][first:last] = [sampling.top_k or np.inf for sampling in chosen]
-        state["min_p"][first:last] = [sampling.min_p for sampling in chosen]
-        state["least"][first:last] = [sampling.min_new_tokens for sampling in chosen]
-        state["kept"][first:last] = [
-            sampling.top_k if sampling.returns_kept else 0 for sampling in chosen
-        ]
-        self._widen("stop", max(len(sampling.stop_ids) for sampling in chosen), -1)
-        longest = max(sampling.max_new_tokens for sampling in chosen)
+        first = len(self)
+        longest = max(sequence.job.sampling.max_new_tokens for sequence in sequences)
+        self._widen("stop", max(len(sequence.job.sampling.stop_ids) for sequence in sequences), -1)
         self._widen("tokens", longest, 0)
         self._widen("logprobs", longest, 0)
-        self.state["stop"][first:last] = -1
-        for row, sequence in enumerate(sequences, first):
-            self.state["stop"][row, : len(sequence.job.sampling.stop_ids)] = (
-                sequence.job.sampling.stop_ids
-            )
-            self.state["tokens"][row, : len(sequence.tokens)] = sequence.tokens
-            self.state["logprobs"][row, : len(sequence.tokens)] = sequence.logprobs
+
+        state = self.state
+        for row, (sequence, length) in enumerate(zip(sequences, lengths, strict=True), first):
+            sampling = sequence.job.sampling
+            count = len(sequence.tokens)
+            # `append` increments the position: the token that it adds is at `length`.
+            state["position"][row] = length - 1
+            state["count"][row] = count
+            state["key"][row] = sequence.key
+            state["limit"][row] = sampling.max_new_tokens
+            state["least"][row] = sampling.min_new_tokens
+            state["temperature"][row] = sampling.temperature
+            state["top_p"][row] = sampling.top_p
+            state["top_k"][row] = sampling.top_k or np.inf
+            state["min_p"][row] = sampling.min_p
+            state["kept"][row] = sampling.top_k if sampling.returns_kept else 0
+            state["stop"][row] = -1
+            state["stop"][row, : len(sampling.stop_ids)] = sampling.stop_ids
+            state["tokens"][row, :count] = sequence.tokens
+            state["logprobs"][row, :count] = sequence.logprobs
         self.sequences += sequences
 
     def append(self, first: int, sampled: NDArray[np.float64]) -> tuple[_Flags, _Flags, _Flags]:
@@ -91,7 +99,8 @@ class Rows:
         Returns, each [B]: the token is a stop token, the limit is reached, the numbers are finite.
         """
         new = {name: array[first : len(self)] for name, array in self.state.items()}
-        tokens, logprobs = sampled[0].astype(np.int64), sampled[1].astype(np.float32)
+        tokens = sampled[0].astype(np.int64)
+        logprobs = sampled[1].astype(np.float32)
         rows = np.arange(len(tokens))
         new["tokens"][rows, new["count"]] = tokens
         new["logprobs"][rows, new["count"]] = logprobs
@@ -99,10 +108,10 @@ class Rows:
         new["count"] += 1
         new["position"] += 1
         for row in np.flatnonzero(new["kept"]):
-            among, count = float(sampled[2, row]), int(sampled[3, row])
-            self.sequences[first + row].kept.append(
-                (among, sampled[4 : 4 + count, row].astype(np.int32))
-            )
+            among = float(sampled[2, row])
+            count = int(sampled[3, row])
+            kept_tokens = sampled[4 : 4 + count, row].astype(np.int32)
+            self.sequences[first + row].kept.append((among, kept_tokens))
         stopped = (tokens[:, None] == new["stop"]).any(1)
         return stopped, new["count"] >= new["limit"], np.isfinite(logprobs)
 
@@ -115,7 +124,8 @@ class Rows:
     def collect(self, rows: list[int]) -> None:
         """Copies the output of rows to their sequences."""
         for row in rows:
-            count, sequence = int(self.state["count"][row]), self.sequences[row]
+            count = int(self.state["count"][row])
+            sequence = self.sequences[row]
             sequence.tokens = self.state["tokens"][row, :count].tolist()
             sequence.logprobs = self.state["logprobs"][row, :count].tolist()
 
@@ -123,7 +133,8 @@ class Rows:
         """Removes rows and fills the gaps with the last ones. Returns (target, source) of the rows
         that moved.
         """
-        gone, keep = set(rows), len(self) - len(rows)
+        gone = set(rows)
+        keep = len(self) - len(rows)
         holes = sorted(row for row in gone if row < keep)
         movers = [row for row in range(keep, len(self)) if row not in gone]
         if holes:

@@ -84,34 +84,30 @@ def sample(logits: Tensor, state: Tensor, plain: bool, kept: int = 0) -> Tensor:
     if plain:
         tokens = _draw(weights, uniform)
     else:
-        left, order, count = _truncate(
-            weights / normaliser[:, None].float(), top_p.float(), top_k, min_p.float()
-        )
-        left = torch.where(left, weights, 0.0)
+        probs = weights / normaliser[:, None].float()
+        is_kept, order, count = _truncate(probs, top_p.float(), top_k, min_p=min_p.float())
+        left = torch.where(is_kept, weights, 0.0)
         tokens = torch.where(greedy, logits.argmax(-1), _draw(left, uniform))
         if kept:
             order[:, 0] = torch.where(greedy, tokens, order[:, 0])
-            among = (
-                scaled.gather(1, tokens[:, None])[:, 0] - left.sum(-1, dtype=torch.float64).log()
-            )
+            of_token = scaled.gather(1, tokens[:, None])[:, 0]
+            among = of_token - left.sum(-1, dtype=torch.float64).log()
             more = (
                 torch.where(greedy, 0.0, among),
                 torch.where(greedy, 1, count),
                 *order[:, :kept].T,
             )
     logprobs = scaled.gather(1, tokens[:, None])[:, 0] - normaliser.log()
-    return torch.stack(
-        [each.double() for each in (tokens, torch.where(finite, logprobs, torch.nan), *more)]
-    )
+    rows = (tokens, torch.where(finite, logprobs, torch.nan), *more)
+    return torch.stack([row.double() for row in rows])
 
 
 def _barred(logits: Tensor, barred: Tensor) -> Tensor:
     """Returns logits [B, V] without the tokens `barred` [K, B]; -1 stands for none."""
     rows, vocabulary = logits.shape
     tokens = torch.where(barred < 0, vocabulary, barred).long().T
-    return torch.cat((logits, logits.new_zeros(rows, 1)), -1).scatter(1, tokens, -torch.inf)[
-        :, :vocabulary
-    ]
+    padded = torch.cat((logits, logits.new_zeros(rows, 1)), -1)
+    return padded.scatter(1, tokens, -torch.inf)[:, :vocabulary]
 
 
 def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -127,9 +123,8 @@ def _draw(weights: Tensor, uniform: Tensor) -> Tensor:
     target = (uniform * cumulative[:, -1])[:, None]
     block = torch.searchsorted(cumulative, target, right=True).clamp(max=blocks.shape[1] - 1)
     target -= torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0].cumsum(
-        -1, dtype=torch.float64
-    )
+    of_block = blocks.gather(1, block[..., None].expand(rows, 1, width))[:, 0]
+    inside = of_block.cumsum(-1, dtype=torch.float64)
     # Rounding may put the target at the end of the block: keep it on the last token with any
     # weight.
     target = torch.minimum(target, inside[:, -1:].nextafter(inside.new_zeros(1)))
@@ -146,9 +141,9 @@ def _truncate(
     As in SGLang, each bound refers to the whole distribution.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    before, place = ordered.cumsum(-1) - ordered, torch.arange(probs.shape[-1], device=probs.device)
-    left = (before <= top_p[:, None]) | (top_p >= 1)[
-        :, None
-    ]  # rounding may lift the full sum above 1
+    before = ordered.cumsum(-1) - ordered
+    place = torch.arange(probs.shape[-1], device=probs.device)
+    everything = (top_p >= 1)[:, None]  # rounding may lift the full sum above 1
+    left = (before <= top_p[:, None]) | everything
     left &= (place < top_k[:, None]) & (ordered >= min_p[:, None] * ordered[:, :1])
     return torch.zeros_like(left).scatter_(1, order, left), order, left.sum(-1)

@@ -5,6 +5,7 @@ gives it a thread.
 import math
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,15 +49,15 @@ class Scheduler:
         model: Model,
         max_running: int,
         weight_version: str,
+        *,
         generated: Counter,
         prefilled: Counter,
     ) -> None:
-        self.model, self.max_running, self.weight_version = (
-            model,
-            model.reserve(max_running),
-            weight_version,
-        )
-        self.generated, self.prefilled = generated, prefilled
+        self.model = model
+        self.max_running = model.reserve(max_running)
+        self.weight_version = weight_version
+        self.generated = generated
+        self.prefilled = prefilled
         self.paused = False
         self.released: dict[str, list[tuple[UntypedStorage, int]]] = {}
         """Storages and sizes of released memory, by kind."""
@@ -74,13 +75,13 @@ class Scheduler:
         """Appends jobs to the queue; a job whose adapter is not loaded fails."""
         for job in jobs:
             if job.adapter is not None and job.adapter not in self.adapters.paths():
-                reason, remedy = (
+                error = BadAdapter(
                     "Got LoRA adapter that is not loaded",
-                    "POST /load_lora_adapter first",
+                    field="lora_path",
+                    value=job.adapter,
+                    remedy="POST /load_lora_adapter first",
                 )
-                job.done.set_exception(
-                    BadAdapter(reason, field="lora_path", value=job.adapter, remedy=remedy)
-                )
+                job.done.set_exception(error)
                 continue
             self.waiting += job.n
             for start in range(0, job.n, self.max_running):
@@ -100,8 +101,12 @@ class Scheduler:
             if not batch:
                 return
             prompts = [group.tokens for group in batch]
-            owners = [index for index, group in enumerate(batch) for _ in group.sequences]
-            sequences = [sequence for group in batch for sequence in group.sequences]
+            sequences: list[Sequence] = []
+            owners: list[int] = []  # the prompt of each sequence
+            for index, group in enumerate(batch):
+                sequences += group.sequences
+                owners += [index] * len(group.sequences)
+
             first = len(self.rows)
             logits = self.model.prefill(prompts, owners, first)
             self.prefilled.inc(sum(map(len, prompts)))
@@ -114,7 +119,8 @@ class Scheduler:
 
     def _next_batch(self) -> list[PrefillGroup]:
         batch: list[PrefillGroup] = []
-        longest, free = 0, self.max_running - len(self.rows)
+        longest = 0
+        free = self.max_running - len(self.rows)
         if not self.rows.sequences:
             self.adapters.merge(self._queue[0].adapter)
         while self._queue and len(self._queue[0].sequences) <= free:
@@ -122,10 +128,8 @@ class Scheduler:
             longest = max(longest, len(group.tokens))
             if batch and (len(batch) + 1) * longest > PREFILL_TOKENS:
                 break
-            if (
-                group.adapter != self.adapters.active
-            ):  # all rows share the weights: wait until they are done
-                break
+            if group.adapter != self.adapters.active:
+                break  # all rows share the weights: wait until they are done
             batch.append(self._queue.popleft())
             free -= len(group.sequences)
             self.waiting -= len(group.sequences)
@@ -136,17 +140,25 @@ class Scheduler:
         rows = self.rows
         stopped, full, finite = rows.append(first, sampled)
         self.generated.inc(len(rows) - first)
-        texts = {row: text for row in range(first, len(rows)) if (text := self._stop_text(row))}
-        ending = sorted(
-            {first + int(row) for row in np.flatnonzero(stopped | full | ~finite)} | texts.keys()
-        )
-        if ending:
-            rows.collect(ending)
-            ended: dict[int, dict[str, Any] | None] = {}
-            for row in ending:
-                matched = rows.sequences[row].tokens[-1] if stopped[row - first] else texts.get(row)
-                ended[row] = _reason(rows.sequences[row], matched) if finite[row - first] else None
-            self._end(ended)
+        stop_texts: dict[int, str] = {}
+        for row in range(first, len(rows)):
+            stop_text = self._stop_text(row)
+            if stop_text:
+                stop_texts[row] = stop_text
+        by_token = (first + np.flatnonzero(stopped | full | ~finite)).tolist()
+        ending = sorted({*by_token, *stop_texts})
+        if not ending:
+            return
+
+        rows.collect(ending)
+        reasons: dict[int, dict[str, Any] | None] = {}
+        for row in ending:
+            sequence = rows.sequences[row]
+            matched: int | str | None = stop_texts.get(row)
+            if stopped[row - first]:
+                matched = sequence.tokens[-1]
+            reasons[row] = _reason(sequence, matched) if finite[row - first] else None
+        self._end(reasons)
 
     def _stop_text(self, row: int) -> str | None:
         """Returns the stop text that a row has reached."""
@@ -155,25 +167,26 @@ class Scheduler:
             lambda count: str(self.model.tokenizer.decode(self.rows.tail(row, count)))
         )
 
-    def _end(self, ended: dict[int, dict[str, Any] | None]) -> None:
+    def _end(self, reasons: dict[int, dict[str, Any] | None]) -> None:
         """Finishes rows with their reasons; None, for logits that are not finite, fails the whole
         job.
         """
         sequences = self.rows.sequences
-        broken = {sequences[row].job for row, reason in ended.items() if reason is None}
+        broken = {sequences[row].job for row, reason in reasons.items() if reason is None}
         removed = [
-            row for row, sequence in enumerate(sequences) if row in ended or sequence.job in broken
+            row
+            for row, sequence in enumerate(sequences)
+            if row in reasons or sequence.job in broken
         ]
         if broken:
             self.model.cache.zero(removed)
-        finished = [
-            (sequences[row], reason)
-            for row, reason in ended.items()
-            if sequences[row].job not in broken
-        ]
+        finished: list[tuple[Sequence, dict[str, Any]]] = []
+        for row, reason in reasons.items():
+            if reason is not None and sequences[row].job not in broken:
+                finished.append((sequences[row], reason))
+
         self._remove(removed)
         for sequence, reason in finished:
-            assert reason is not None
             self._finish(sequence, reason)
         if broken:
             self._filter_queue(lambda sequence: sequence.job in broken)
@@ -181,7 +194,8 @@ class Scheduler:
             job.done.set_exception(_not_finite(self.weight_version))
 
     def _finish(self, sequence: Sequence, reason: dict[str, Any]) -> None:
-        sequence.finish, sequence.version = reason, self.weight_version
+        sequence.finish = reason
+        sequence.version = self.weight_version
         job = sequence.job
         if all(each.finish is not None for each in job.sequences):
             job.done.set_result(job.sequences)
@@ -205,10 +219,9 @@ class Scheduler:
 
     def _filter_queue(self, matches: Callable[[Sequence], bool]) -> list[Sequence]:
         """Removes the matching sequences from the queue and returns them."""
-        removed = [
-            sequence for group in self._queue for sequence in group.sequences if matches(sequence)
-        ]
+        removed: list[Sequence] = []
         for group in self._queue:
+            removed += [sequence for sequence in group.sequences if matches(sequence)]
             group.sequences = [sequence for sequence in group.sequences if not matches(sequence)]
         self._queue = deque(group for group in self._queue if group.sequences)
         self.waiting -= len(removed)
@@ -222,10 +235,10 @@ class Scheduler:
         """
         self._refuse_without_memory()
         with self.adapters.unmerged():
-            found = self.model.score(prompts)
-        if not all(math.isfinite(logprob) for row in found for logprob in row):
+            logprobs = self.model.score(prompts)
+        if not all(map(math.isfinite, chain.from_iterable(logprobs))):
             raise _not_finite(self.weight_version)
-        return found, self.weight_version
+        return logprobs, self.weight_version
 
     def pause(self, mode: PauseMode) -> None:
         """Stops generating; running sequences are answered (abort), queued again (retract) or
@@ -240,7 +253,8 @@ class Scheduler:
             self._remove(list(range(len(sequences))))
             for sequence in sequences:
                 sequence.retractions += 1
-            self._queue.extendleft(PrefillGroup([sequence]) for sequence in reversed(sequences))
+            for sequence in reversed(sequences):
+                self._queue.appendleft(PrefillGroup([sequence]))
             self.waiting += len(sequences)
 
     def resume(self) -> None:
@@ -252,15 +266,11 @@ class Scheduler:
 
     def _refuse_without_memory(self) -> None:
         if self.released or self._no_weights:
-            kind, remedy = (
-                next(iter(self.released), "weights"),
-                "POST /resume_memory_occupation, then load the weights",
-            )
             raise RequestRefused(
                 "the engine has released memory that it needs",
                 field="tags",
-                value=kind,
-                remedy=remedy,
+                value=next(iter(self.released), "weights"),
+                remedy="POST /resume_memory_occupation, then load the weights",
             )
 
     def release_memory(self, kinds: list[MemoryKind]) -> None:
@@ -268,37 +278,42 @@ class Scheduler:
 
         Weights are lost. Changes nothing when it raises RequestRefused.
         """
-        if again := sorted(self.released.keys() & set(kinds)):
-            remedy = "POST /resume_memory_occupation first"
+        again = sorted(self.released.keys() & set(kinds))
+        if again:
             raise RequestRefused(
-                "this memory is already released", field="tags", value=again[0], remedy=remedy
+                "this memory is already released",
+                field="tags",
+                value=again[0],
+                remedy="POST /resume_memory_occupation first",
             )
         if self.rows.sequences:
-            running = len(self.rows.sequences)
             raise RequestRefused(
                 "requests are still running",
                 field="requests",
-                value=running,
+                value=len(self.rows.sequences),
                 remedy="POST /pause_generation with mode retract",
             )
         if "weights" in kinds and self.adapters.paths():
-            remedy = "unload the adapters, or leave weights out"
             raise RequestRefused(
-                "adapters belong to these weights", field="tags", value="weights", remedy=remedy
+                "adapters belong to these weights",
+                field="tags",
+                value="weights",
+                remedy="unload the adapters, or leave weights out",
             )
         self.paused = True
         for kind in kinds:
-            found = [(storage, storage.nbytes()) for storage in self.model.storages(kind)]
-            for storage, _ in found:
+            sizes = [(storage, storage.nbytes()) for storage in self.model.storages(kind)]
+            for storage, _ in sizes:
                 storage.resize_(0)
-            self.released[kind] = found
+            self.released[kind] = sizes
         self.model.forget()
 
     def resume_memory(self, kinds: list[MemoryKind]) -> None:
         """Allocates released memory again; weights have no values until the next update. Raises
         RequestRefused.
         """
-        if other := sorted(set(kinds) - self.released.keys()):
+        other = sorted(set(kinds) - self.released.keys())
+        if other:
             raise RequestRefused(
                 "this memory was not released", field="tags", value=other[0], remedy="leave it out"
             )
@@ -321,20 +336,18 @@ class Scheduler:
         flushed.
         """
         if "weights" in self.released:
-            remedy = "POST /resume_memory_occupation"
             raise RequestRefused(
                 "the memory of the weights is released",
                 field="tags",
                 value="weights",
-                remedy=remedy,
+                remedy="POST /resume_memory_occupation",
             )
         if flush_cache and self.rows.sequences:
-            remedy = "send flush_cache=false, or pause with mode retract or abort"
             raise RequestRefused(
                 "rows frozen by an in-place pause keep their cache",
                 field="flush_cache",
                 value=True,
-                remedy=remedy,
+                remedy="send flush_cache=false, or pause with mode retract or abort",
             )
         with self.adapters.unmerged():
             if isinstance(source, Path):
@@ -359,8 +372,9 @@ class Scheduler:
 
     def drop_adapter(self, name: str) -> bool:
         """Unloads a retired adapter; returns False while requests use it."""
-        waiting = (sequence for group in self._queue for sequence in group.sequences)
-        if any(sequence.job.adapter == name for sequence in (*self.rows.sequences, *waiting)):
+        running = any(sequence.job.adapter == name for sequence in self.rows.sequences)
+        waiting = any(group.adapter == name for group in self._queue)
+        if running or waiting:
             return False
         self.adapters.drop(name)
         return True

@@ -29,8 +29,10 @@ def load_into(module: Any, directory: Path) -> None:
     Raises BadWeights when a file is missing or damaged, a name is missing or unknown, a shape
     differs, or a number is not finite; the model is then unchanged.
     """
-    wanted, found = hub_shapes(module, _own(module)), _read(directory)
-    if missing := sorted(wanted.keys() - found.keys()):
+    wanted = hub_shapes(module, _own(module))
+    found = _read(directory)
+    missing = sorted(wanted.keys() - found.keys())
+    if missing:
         raise BadWeights(
             f"{len(missing)} tensors are missing",
             field="model_path",
@@ -58,20 +60,24 @@ def _own(module: Any) -> dict[str, Tensor]:
 def check_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
     """Raises BadWeights when a name is unknown, a shape differs, or a number is not finite."""
     known = hub_shapes(module, module.state_dict())
-    if unknown := sorted(tensors.keys() - known.keys()):
+    unknown = sorted(tensors.keys() - known.keys())
+    if unknown:
         reason = f"{len(unknown)} tensors do not belong to this model"
         raise BadWeights(reason, field="name", value=unknown[0], remedy=_FITTING)
     for name, tensor in tensors.items():
         if tensor.shape != known[name].shape:
             reason = f"the tensor's shape is wrong: the model has {list(known[name].shape)}"
             raise BadWeights(reason, field=name, value=list(tensor.shape), remedy=_FITTING)
-        if (
-            tensor.is_floating_point()
-            and tensor.numel()
-            and not all(bool(end.isfinite()) for end in tensor.aminmax())
-        ):
+        if not _is_finite(tensor):
             remedy = "look for a training step that diverged"
             raise BadWeights("the tensor has values that are not finite", field=name, remedy=remedy)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    lowest, highest = tensor.aminmax()
+    return bool(lowest.isfinite()) and bool(highest.isfinite())
 
 
 def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
@@ -79,7 +85,8 @@ def copy_tensors(module: Any, tensors: dict[str, Tensor]) -> None:
 
     Raises BadWeights for only part of a fused tensor of the model.
     """
-    own, everything = from_hub(module, tensors), module.state_dict()
+    own = from_hub(module, tensors)
+    everything = module.state_dict()
     for name, tensor in own.items():
         if tensor.shape != everything[name].shape:
             message = f"only a part arrived: the model has {list(everything[name].shape)}"

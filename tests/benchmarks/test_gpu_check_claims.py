@@ -142,9 +142,9 @@ def test_experts_that_compute_something_else_fail(
 def test_a_kernel_of_the_head_that_is_slightly_wrong_fails(apart: float) -> None:
     from trainer.policy import fused_head
 
-    def statistics(*given: Any) -> None:
-        fused_head.statistics(*given)
-        given[-1][0] += apart
+    def statistics(logits: Any, targets: Any, **named: Any) -> None:
+        fused_head.statistics(logits, targets, **named)
+        named["result"][0] += apart
 
     kernels: Any = SimpleNamespace(statistics=statistics, gradient=fused_head.gradient)
     torch.manual_seed(0)

@@ -25,7 +25,11 @@ def test_experts_of_an_unsharded_model_multiply_in_bfloat16(
     pretrained = Pretrained(AutoModelForCausalLM, str(directory))
     settings = TrainerSection(compile=False)
     model: Any = load(
-        pretrained, lambda model: model, Ranks(device_kind="cpu"), settings, low_precision=True
+        pretrained,
+        lambda model: model,
+        Ranks(device_kind="cpu"),
+        settings=settings,
+        low_precision=True,
     )
     seen = set()
     product = torch.nn.functional.grouped_mm

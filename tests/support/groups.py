@@ -16,8 +16,9 @@ from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
-from trainer.policy.reference import Reference, score_batch
+from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
+from trainer.policy.scoring import score_batch
 
 _T = TypeVar("_T")
 VOCABULARY = 300

@@ -1,8 +1,12 @@
 """Advantages: how much better than expected a completion, or one of its tokens, was. Pure
 functions.
 
-The group-relative ones take rewards [groups, n] and completion lengths in tokens, and return
-[groups, n]. `gae` compares each token with a critic's value instead.
+The group-relative ones take `rewards` [G, n], of G groups of n completions, and return [G, n]. In
+their equations r is a reward, and mean, std and Σ are over the completions of one group. `gae`
+compares each token with a critic's value instead.
+
+Rewards have the unit that the reward functions give them; advantages have the same unit, or none
+where they are normalised.
 """
 
 from collections.abc import Callable
@@ -13,24 +17,29 @@ from torch import Tensor
 from common.errors import ConfigError
 
 Advantage = Callable[[Tensor, Tensor, float], Tensor]
-"""(rewards, lengths, eps) -> advantages"""
+"""(rewards [G, n], lengths [G, n] in tokens, eps) -> advantages [G, n]"""
 
 
 def group_normalised(rewards: Tensor, eps: float = 1e-6) -> Tensor:
-    """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300, eq. 2): (r - mean) / (std + eps) within
-    each group.
+    """GRPO's advantage (Shao et al. 2024, arXiv:2402.03300): A = (r − mean) / (std + eps).
 
     The standard deviation is unbiased (ddof = 1) as in the public implementations. A group of equal
     rewards gets exactly 0. Raises ValueError for groups of one.
+
+    Args:
+        rewards: [G, n]
+        eps: keeps the quotient finite where the rewards hardly differ.
     """
     _check(rewards)
-    advantages = group_centred(rewards) / (rewards.std(dim=1, keepdim=True, correction=1) + eps)
+    std = rewards.std(dim=1, keepdim=True, correction=1)
+    advantages = group_centred(rewards) / (std + eps)
     return torch.where(_equal(rewards), torch.zeros_like(advantages), advantages)
 
 
 def group_centred(rewards: Tensor) -> Tensor:
-    """Reward minus the mean of its group, without normalisation: Dr. GRPO (Liu et al. 2025,
-    arXiv:2503.20783).
+    """Dr. GRPO's advantage (Liu et al. 2025, arXiv:2503.20783): A = r − mean, not normalised.
+
+    Takes and returns [G, n]. Raises ValueError for groups of one.
     """
     _check(rewards)
     centred = rewards - rewards.mean(dim=1, keepdim=True)
@@ -38,16 +47,22 @@ def group_centred(rewards: Tensor) -> Tensor:
 
 
 def leave_one_out(rewards: Tensor) -> Tensor:
-    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r minus the mean of the *other* completions,
-    n/(n-1)·(r - mean).
+    """RLOO (Ahmadian et al. 2024, arXiv:2402.14740): A_i = r_i − 1/(n − 1) · Σ_{j ≠ i} r_j.
+
+    This is n/(n − 1) · (r − mean). Takes and returns [G, n]. Raises ValueError for groups of one.
     """
     n = rewards.shape[-1]
     return group_centred(rewards) * (n / (n - 1))
 
 
 def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """OPO (Hao et al. 2025, arXiv:2505.23585): r minus the length-weighted mean Σ l·r / Σ l of its
-    group.
+    """OPO (Hao et al. 2025, arXiv:2505.23585): A = r − Σ l·r / Σ l, with l the lengths.
+
+    Raises ValueError for groups of one.
+
+    Args:
+        rewards: [G, n]
+        lengths: [G, n] in tokens.
     """
     _check(rewards)
     lengths = lengths.to(rewards.dtype)
@@ -56,92 +71,101 @@ def length_weighted(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 
 def mean_normalised(rewards: Tensor) -> Tensor:
-    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): (r − mean) / mean within each group, 0 where no
-    completion has a reward.
+    """MaxRL (Tajwar et al. 2026, arXiv:2602.02710): A = (r − mean) / mean, 0 where mean is 0.
 
     With rewards of 0 and 1 this estimates the gradient of the log of the pass rate instead of that
-    of the pass rate. Raises
-    ConfigError for a negative reward: the mean would not be a pass rate.
+    of the pass rate. Takes and returns [G, n]. Raises ConfigError for a negative reward: the mean
+    would not be a pass rate.
     """
     if (rewards < 0).any():
         raise ConfigError(
             "MaxRL divides by the mean reward of a group, which must not be negative",
             field="algorithm.advantage",
             value="mean_normalised",
-            remedy=f"use rewards of at least 0 (there is one of {float(rewards.min()):g}), or another algorithm.advantage",
+            remedy=f"use rewards of at least 0 (there is one of {float(rewards.min()):g}), "
+            "or another algorithm.advantage",
         )
     centred = group_centred(rewards)
     return torch.where(_equal(rewards), centred, centred / rewards.mean(dim=1, keepdim=True))
 
 
 def reward_normalised(components: Tensor, weights: Tensor, eps: float = 1e-6) -> Tensor:
-    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6): each reward normalised separately
-    within its group.
+    """GDPO (Liu et al. 2026, arXiv:2601.05242, eq. 4 to 6): each reward normalised on its own.
 
-    The weighted sum is then divided by its standard deviation over the batch, so that the scale
-    does not depend on the number of rewards; its mean is 0 already. Normalising the sum of the
-    rewards instead would not distinguish groups that
-    differ in one reward from groups that differ in two. A reward that does not apply to a
-    completion is NaN: it contributes 0, and the other completions of the group are compared without
-    it.
+    A_k = (r_k − mean) / (std + eps) for each of K rewards within its group; A = Σ_k w_k · A_k; the
+    result is A / (std of A over the batch + eps), so that the scale does not depend on the number
+    of rewards. Its mean is 0 already. Normalising the sum of the rewards instead would not
+    distinguish groups that differ in one reward from groups that differ in two. A reward that does
+    not apply to a completion is NaN: it contributes 0, and the other completions of the group are
+    compared without it.
 
     Args:
-        components: [rewards, groups, n]
-        weights: [rewards]
+        components: [K, G, n] r_k
+        weights: [K] w_k
+        eps: keeps the quotients finite.
+
+    Returns: [G, n]
     """
     total = sum(
-        weight * _normalised_where_there(each, eps)
-        for weight, each in zip(weights, components, strict=True)
+        weight * _normalised_where_there(component, eps)
+        for weight, component in zip(weights, components, strict=True)
     )
     assert isinstance(total, Tensor), "there is at least one reward"
     return total / (total.std(correction=1) + eps)
 
 
 def _normalised_where_there(rewards: Tensor, eps: float) -> Tensor:
-    """Returns `group_normalised` of those rewards of each group that are not NaN, and 0 for the
-    others.
+    """Returns [G, n] `group_normalised` of those rewards of each group that are not NaN, and 0 for
+    the others.
     """
     there = ~rewards.isnan()
     if there.all():
         return group_normalised(rewards, eps)
-    found = torch.zeros_like(rewards)
-    for group, mask, own in zip(found, there, rewards, strict=True):
+
+    advantages = torch.zeros_like(rewards)
+    for of_group, mask, own in zip(advantages, there, rewards, strict=True):
         if mask.sum() > 1:
-            group[mask] = group_normalised(own[mask][None], eps)[0]
-    return found
+            of_group[mask] = group_normalised(own[mask][None], eps)[0]
+    return advantages
 
 
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16) and the
-    returns A + V.
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
 
     δ_t = r_t + γ·V_{t+1} − V_t and A_t = δ_t + γλ·A_{t+1}, where t + 1 is the next token that
-    counts. After the last token the value is 0. The returns are the critic's targets and are not
-    whitened.
+    counts. After the last token V and A are 0. The returns A_t + V_t are the critic's targets and
+    are not whitened.
 
     Args:
-        rewards, values: [rows, T]; `values` [t] is the critic's expectation before token t.
-        mask: [rows, T], 1 on the tokens that count; the results are 0 elsewhere.
+        rewards: [R, T] r of each token of R completions of at most T tokens.
+        values: [R, T] V, the critic's expectation before token t.
+        mask: [R, T] 1 on the tokens that count; the results are 0 elsewhere.
+        gamma, gae_lambda: γ and λ.
+
+    Returns: advantages [R, T] and returns [R, T].
     """
     counts = mask.bool()
-    advantages, ahead, next_value = (
-        torch.zeros_like(values),
-        torch.zeros_like(values[:, 0]),
-        torch.zeros_like(values[:, 0]),
-    )
+    advantages = torch.zeros_like(values)
+    next_advantage = torch.zeros_like(values[:, 0])
+    next_value = torch.zeros_like(values[:, 0])
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        ahead = torch.where(counts[:, t], delta + gamma * gae_lambda * ahead, ahead)
+        advantage = delta + gamma * gae_lambda * next_advantage
+        # A token that does not count passes on what is known of the next one that does.
+        next_advantage = torch.where(counts[:, t], advantage, next_advantage)
         next_value = torch.where(counts[:, t], values[:, t], next_value)
-        advantages[:, t] = torch.where(counts[:, t], ahead, 0.0)
-    return advantages, torch.where(counts, advantages + values, 0.0)
+        advantages[:, t] = torch.where(counts[:, t], next_advantage, 0.0)
+    returns = torch.where(counts, advantages + values, 0.0)
+    return advantages, returns
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """Returns (x − mean) / sqrt(var + 1e-8) where `mask` is 1, with the unbiased variance; 0
     elsewhere.
+
+    Takes and returns tensors of one shape; mean and variance are over all of `values` that count.
     """
     kept = values[mask.bool()]
     scale = torch.rsqrt(kept.var(correction=1) + 1e-8) if len(kept) > 1 else 1.0
@@ -167,8 +191,9 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int) -> Tenso
     """DAPO's soft overlong punishment (Yu et al. 2025, arXiv:2503.14476, eq. 13), to be added to
     the rewards.
 
-    0 up to `max_new_tokens - buffer` tokens, then falling linearly to -1 at `max_new_tokens`, and
-    -1 beyond.
+    −clip((l − (max_new_tokens − buffer)) / buffer, 0, 1): 0 up to `max_new_tokens - buffer` tokens,
+    then falling linearly to -1 at `max_new_tokens`, and -1 beyond. `lengths` l, `max_new_tokens`
+    and `buffer` are in tokens; the result has the shape of `lengths`.
     """
     over = (lengths - (max_new_tokens - buffer)).clamp(min=0, max=buffer)
     return -over / buffer
@@ -182,6 +207,14 @@ def length_penalty(
 
     −max(pass rate, 1 / group size) · length / max_new_tokens: answers to easy problems should be
     short, those to hard ones may be long.
+
+    Args:
+        lengths: [rows] in tokens.
+        pass_rates: [rows] share of the row's group that is correct, from 0 to 1.
+        group_size: completions in a group.
+        max_new_tokens: the longest completion that can be sampled.
+
+    Returns: [rows]
     """
     return -pass_rates.clamp(min=1 / group_size) * lengths / max_new_tokens
 
@@ -195,4 +228,5 @@ def _check(rewards: Tensor) -> None:
 
 
 def _equal(rewards: Tensor) -> Tensor:
+    """Returns [G, 1] whether all rewards of a group are the same."""
     return (rewards == rewards[:, :1]).all(dim=1, keepdim=True)

@@ -15,6 +15,7 @@ from learning.layout import Layout, moved
 from learning.support import Sampled, Support
 
 Column = list[Float32]
+"""One array [L] for each row of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +31,21 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One completion with its prompt. L is the number of its trained tokens, which are those not
-    masked.
+    """One completion of N tokens with its prompt of P tokens.
+
+    L ≤ N is the number of its trained tokens, which are those not masked.
     """
 
     prompt_ids: Int32
+    """[P]"""
     completion_ids: Int32
+    """[N]"""
     mask: Int32 | None
-    """1 for trained tokens of the completion, else 0; None if all are trained."""
+    """[N] 1 for trained tokens of the completion, else 0; None if all are trained."""
     targets: Int32
     """[L] the trained tokens."""
     rollout_logprobs: Float32
-    """[L] under the policy that sampled the completion."""
+    """[L] in nats, under the policy that sampled the completion."""
     episode: int
     """Index of its episode in the batch. The rows of an episode share its reward."""
     reward: float
@@ -100,39 +104,31 @@ class Batch:
                 f"the groups of a batch must have the same size, got {sorted(sizes)}",
                 field="sampling.group_size",
                 value=config.sampling.group_size,
-                remedy="restore the value with which the replay-buffer was filled, or empty the replay-buffer with POST /clear",
+                remedy="restore the value with which the replay-buffer was filled, "
+                "or empty the replay-buffer with POST /clear",
             )
-        size = sizes.pop()
-        rows = [
-            Row(
-                item.group.prompt_token_ids
-                if completion.prompt_ids is None
-                else completion.prompt_ids,
-                completion.token_ids,
-                completion.mask,
-                completion.trained(completion.token_ids),
-                completion.trained(completion.logprobs),
-                number * size + (i if completion.episode is None else completion.episode),
-                completion.reward,
-                item.weight,
-                current=completion.weight_version == step,
-                counts=not (
-                    config.algorithm.mask_truncated and completion.finish_reason == "length"
-                ),
-                corrected=config.replay.corrected or not item.reused,
-                turns=_turns(completion),
-                sampled=Sampled.of(item.group, completion),
-            )
-            for number, item in enumerate(groups)
-            for i, completion in enumerate(item.group.completions)
-        ]
-        batch = cls(groups, rows, size)
+
+        group_size = sizes.pop()
+        rows: list[Row] = []
+        teacher_logprobs: Column = []
+        for number, item in enumerate(groups):
+            for i, completion in enumerate(item.group.completions):
+                # A completion without an episode is one of its own.
+                episode = i if completion.episode is None else completion.episode
+                row = _row(
+                    item,
+                    completion,
+                    config,
+                    episode=number * group_size + episode,
+                    step=step,
+                )
+                rows.append(row)
+                if config.teacher.url:
+                    teacher_logprobs.append(_teacher_logprobs(config, item.group, completion))
+
+        batch = cls(groups, rows, group_size)
         if config.teacher.url:
-            batch.teacher_logprobs = [
-                _taught(config, item.group, each)
-                for item in groups
-                for each in item.group.completions
-            ]
+            batch.teacher_logprobs = teacher_logprobs
         return batch
 
     @property
@@ -153,11 +149,12 @@ class Batch:
 
     def sizes(self, shared: bool) -> Sizes:
         """Returns the sizes by which the batch is cut; `shared` is the layout's."""
-        prompts, completions = (
+        return Sizes.of(
             [row.prompt_ids for row in self.rows],
             [row.completion_ids for row in self.rows],
+            shared,
+            scored=self.lengths,
         )
-        return Sizes.of(prompts, completions, shared, self.lengths)
 
     def sequences(self) -> list[TokenSequence]:
         """Returns the sequences for which a critic computes values."""
@@ -167,10 +164,15 @@ class Batch:
         """Returns the critic's training data."""
         assert self.values is not None
         assert self.returns is not None
-        rows = zip(self.rows, self.values, self.returns, strict=True)
         return [
-            ValueTargets(row.prompt_ids, row.completion_ids, values, targets, row.weight)
-            for row, values, targets in rows
+            ValueTargets(
+                prompt_ids=row.prompt_ids,
+                completion_ids=row.completion_ids,
+                old_values=values,
+                returns=returns,
+                weight=row.weight,
+            )
+            for row, values, returns in zip(self.rows, self.values, self.returns, strict=True)
         ]
 
     def rollout_logprobs(self, row: int) -> Float32:
@@ -194,9 +196,9 @@ class Batch:
         """
         if self.teacher_logprobs is None:
             return None
-        return float(
-            np.mean(np.concatenate(self.start_logprobs()) - np.concatenate(self.teacher_logprobs))
-        )
+        policy = np.concatenate(self.start_logprobs())
+        teacher = np.concatenate(self.teacher_logprobs)
+        return float(np.mean(policy - teacher))
 
     def mean_advantages(self) -> list[list[float]]:
         """Returns the mean |advantage| of every completion, by group."""
@@ -214,49 +216,83 @@ def lay_out(layout: type[Layout], rows: Sequence[Row]) -> Layout:
     )
 
 
-def _turns(completion: Completion) -> list[tuple[int, float]]:
-    """Returns the number of trained tokens and the reward of each answer of an episode."""
-    marks = (
-        np.ones(len(completion.token_ids), np.int32) if completion.mask is None else completion.mask
-    )
-    return [
-        (int(marks[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns
+def _row(
+    item: TrainingGroup, completion: Completion, config: Config, *, episode: int, step: int
+) -> Row:
+    """Returns the row of a completion; `episode` is its episode's index in the batch."""
+    prompt_ids = completion.prompt_ids
+    if prompt_ids is None:
+        prompt_ids = item.group.prompt_token_ids
+    truncated = completion.finish_reason == "length"
+
+    mask = completion.mask
+    trained = np.ones(len(completion.token_ids), np.int32) if mask is None else mask
+    turns = [
+        (int(trained[turn.start : turn.end].sum()), turn.reward or 0.0) for turn in completion.turns
     ]
+    return Row(
+        prompt_ids=prompt_ids,
+        completion_ids=completion.token_ids,
+        mask=mask,
+        targets=completion.trained(completion.token_ids),
+        rollout_logprobs=completion.trained(completion.logprobs),
+        episode=episode,
+        reward=completion.reward,
+        weight=item.weight,
+        current=completion.weight_version == step,
+        counts=not (config.algorithm.mask_truncated and truncated),
+        corrected=config.replay.corrected or not item.reused,
+        turns=turns,
+        sampled=Sampled.of(item.group, completion),
+    )
 
 
-def _taught(config: Config, group: Group, completion: Completion) -> Float32:
-    """Returns the teacher's scores of a completion. Raises ConfigError when there are none."""
+def _teacher_logprobs(config: Config, group: Group, completion: Completion) -> Float32:
+    """Returns [L] the teacher's log-probabilities of a completion in nats. Raises ConfigError when
+    there are none.
+    """
     if completion.teacher_logprobs is None:
         raise ConfigError(
             f"group {group.id} has no scores from a teacher",
             field="teacher.url",
             value=config.teacher.url,
-            remedy="a run without a teacher stored it: empty the replay-buffer with POST /clear, or leave the setting out",
+            remedy="a run without a teacher stored it: empty the replay-buffer with POST /clear, "
+            "or leave the setting out",
         )
     return completion.teacher_logprobs
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows of a batch as tensors [C], where C is the total number of trained completion tokens."""
+    """Rows of a batch as tensors on one device.
+
+    C is the number of trained completion tokens of all rows, which are concatenated row by row.
+    Log-probabilities are in nats, at the sampling temperature.
+    """
 
     tokens: Layout
+    """Prompts and completions, as the model reads them."""
     targets: Tensor
-    """The trained completion tokens, row by row."""
+    """[C] the trained completion tokens, int64."""
     rollout_logprobs: Tensor
+    """[C] under the policy that sampled the row (`Batch.rollout_logprobs`)."""
     old_logprobs: Tensor | None
+    """[C] under the policy before the updates on this batch; None if not computed."""
     ref_logprobs: Tensor | None
+    """[C] under the reference model; None without one."""
     advantages: Tensor
+    """[C]"""
     weights: Tensor
+    """[C] importance weight of the token's group."""
     current: Tensor
-    """1 where the policy about to be updated sampled the token."""
-    rows: Tensor
-    """The row that each completion token belongs to."""
+    """[C] 1 where the policy about to be updated sampled the token, else 0."""
+    row_of_token: Tensor
+    """[C] the row that each token belongs to, from 0 to `row_count` - 1."""
     lengths: Tensor
-    """Number of trained completion tokens of that row."""
+    """[C] number of trained completion tokens of that row."""
     support: Support | None
     """The tokens that each target was sampled from; None for the whole vocabulary."""
-    count: int
+    row_count: int
     """Number of rows."""
 
     @classmethod
@@ -264,37 +300,33 @@ class MicroBatch:
         cls, batch: Batch, indices: Indices, layout: type[Layout], device: torch.device
     ) -> "MicroBatch":
         """Returns the rows of `batch` at `indices` as a micro-batch on `device`."""
-        rows = [batch.rows[i] for i in indices.tolist()]
+        numbers = indices.tolist()
+        rows = [batch.rows[i] for i in numbers]
         lengths = np.array([len(row.targets) for row in rows])
 
-        def tokens(column: Column | None) -> Tensor | None:
-            return (
-                None
-                if column is None
-                else torch.from_numpy(np.concatenate([column[i] for i in indices.tolist()]))
-            )
+        def concatenated(column: Sequence[Float32 | Int32]) -> Tensor:
+            return torch.from_numpy(np.concatenate(column))
+
+        def selected(column: Column | None) -> Tensor | None:
+            return None if column is None else concatenated([column[i] for i in numbers])
 
         def repeated(values: list[float]) -> Tensor:
             return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
 
-        advantages = tokens(batch.advantages)
+        advantages = selected(batch.advantages)
         assert advantages is not None
         micro = cls(
             tokens=lay_out(layout, rows),
-            targets=torch.from_numpy(
-                np.concatenate([row.targets for row in rows]).astype(np.int64)
-            ),
-            rollout_logprobs=torch.from_numpy(
-                np.concatenate([batch.rollout_logprobs(i) for i in indices.tolist()])
-            ),
-            old_logprobs=tokens(batch.old_logprobs),
-            ref_logprobs=tokens(batch.ref_logprobs),
+            targets=concatenated([row.targets for row in rows]).long(),
+            rollout_logprobs=concatenated([batch.rollout_logprobs(i) for i in numbers]),
+            old_logprobs=selected(batch.old_logprobs),
+            ref_logprobs=selected(batch.ref_logprobs),
             advantages=advantages,
             weights=repeated([row.weight for row in rows]),
             current=repeated([float(row.current) for row in rows]),
-            rows=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
+            row_of_token=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)),
             lengths=torch.from_numpy(np.repeat(lengths, lengths)),
             support=Support.of([row.sampled for row in rows], lengths.tolist()),
-            count=len(rows),
+            row_count=len(rows),
         )
         return moved(micro, device)

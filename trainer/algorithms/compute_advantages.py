@@ -42,141 +42,172 @@ def compute_advantages(
     in the reward. `kl_coef` is the current coefficient, which changes with `algorithm.kl_target`.
     """
     algorithm = config.algorithm
-    episodes, count = (
-        torch.tensor([row.episode for row in batch.rows]),
-        len(batch.groups) * batch.group_size,
-    )
-    rewards, of_rows, shape = (
-        torch.zeros(count),
-        torch.tensor(batch.lengths),
-        (-1, batch.group_size),
-    )
-    turns = (
-        [list[float]() for _ in range(count)]
-        if config.environment.turn_discount is not None
-        else []
-    )
-    for row in (
-        batch.rows if turns else ()
-    ):  # the sequences of an episode, in the order of their calls
-        turns[row.episode] += [reward for _, reward in row.turns]
-    apart = [sum(each) for each in turns] or [0.0] * count
-    rewards[episodes] = torch.tensor(
-        [row.reward - apart[row.episode] for row in batch.rows], dtype=torch.float32
-    )
-    lengths = torch.zeros(count, dtype=torch.int64).index_add(0, episodes, of_rows)
+    lengths = torch.tensor(batch.lengths)
+    turn_rewards = _turn_rewards(batch, config)
     shaping = _shaping(batch, config)  # for single completions only, as are a teacher's scores
-    for part in shaping:
-        rewards = rewards + part
-    penalties = _kl_penalties(batch, algorithm, kl_coef)
-    returns = None
+    rewards = _episode_rewards(batch, turn_rewards)
+    for penalty in shaping:
+        rewards = rewards + penalty
+
+    kl_penalties = _kl_penalties(batch, algorithm, kl_coef)
+    returns: Tensor | None = None
     if algorithm.advantage == "gae":
-        advantages, returns = _gae(batch, rewards[episodes], penalties, algorithm)
+        of_rows = rewards[_episode_of_row(batch)]
+        advantages, returns = _gae(batch, of_rows, kl_penalties, config=algorithm)
     else:
-        if penalties is not None:
-            sums = torch.tensor([float(penalty.sum()) for penalty in penalties])
-            rewards = rewards - torch.zeros(count).index_add(0, episodes, sums)
-        if turns:
-            advantages = _of_turns(batch, rewards.view(shape), turns, config)
-        elif algorithm.advantage == "reward_normalised":
-            components, weights = _components(batch, config, shaping)
-            grouped = reward_normalised(
-                components.view(-1, *rewards.view(shape).shape), weights, algorithm.advantage_eps
-            )
-            advantages = grouped.flatten().float()[episodes].repeat_interleave(of_rows)
-        else:
-            estimate = ADVANTAGES[algorithm.advantage]
-            grouped = estimate(rewards.view(shape), lengths.view(shape), algorithm.advantage_eps)
-            advantages = grouped.flatten().float()[episodes].repeat_interleave(of_rows)
+        if kl_penalties is not None:
+            sums = torch.tensor([float(penalty.sum()) for penalty in kl_penalties])
+            rewards = rewards - _sum_by_episode(batch, sums)
+        advantages = _group_relative(
+            batch, config, rewards, turn_rewards=turn_rewards, shaping=shaping
+        )
+
     if algorithm.advantage in WHITENED:
-        advantages = whiten(
-            advantages, torch.tensor([row.counts for row in batch.rows]).repeat_interleave(of_rows)
-        )
+        row_counts = torch.tensor([row.counts for row in batch.rows])
+        advantages = whiten(advantages, row_counts.repeat_interleave(lengths))
+
     if batch.teacher_logprobs is not None:
-        own, teacher = (
-            torch.from_numpy(np.concatenate(part))
-            for part in (batch.start_logprobs(), batch.teacher_logprobs)
-        )
+        own = torch.from_numpy(np.concatenate(batch.start_logprobs()))
+        teacher = torch.from_numpy(np.concatenate(batch.teacher_logprobs))
         advantages = advantages - config.teacher.coef * kl_divergence(own, teacher, "k1")
-    return split(advantages.numpy(), batch.lengths), None if returns is None else split(
-        returns.numpy(), batch.lengths
-    )
+
+    targets = None if returns is None else split(returns.numpy(), batch.lengths)
+    return split(advantages.numpy(), batch.lengths), targets
 
 
-def _of_turns(batch: Batch, rewards: Tensor, turns: list[list[float]], config: Config) -> Tensor:
-    """Returns advantages [tokens] when answers have rewards: `turns` by episode, not included in
-    `rewards` [groups, n].
+def _episode_of_row(batch: Batch) -> Tensor:
+    """Returns [rows] the index of each row's episode."""
+    return torch.tensor([row.episode for row in batch.rows])
+
+
+def _sum_by_episode(batch: Batch, values: Tensor) -> Tensor:
+    """Returns [episodes] sums of `values` [rows]."""
+    episodes = len(batch.groups) * batch.group_size
+    sums = torch.zeros(episodes, dtype=values.dtype)
+    return sums.index_add(0, _episode_of_row(batch), values)
+
+
+def _turn_rewards(batch: Batch, config: Config) -> list[list[float]]:
+    """Returns the rewards of every episode's answers, in order; empty lists if answers are not
+    credited on their own (`environment.turn_discount` unset).
+    """
+    rewards: list[list[float]] = [[] for _ in range(len(batch.groups) * batch.group_size)]
+    if config.environment.turn_discount is not None:
+        for row in batch.rows:  # the sequences of an episode, in the order of their calls
+            rewards[row.episode] += [reward for _, reward in row.turns]
+    return rewards
+
+
+def _episode_rewards(batch: Batch, turn_rewards: list[list[float]]) -> Tensor:
+    """Returns [episodes] the reward of each, without what its answers are credited with."""
+    rewards = [0.0] * len(turn_rewards)
+    for row in batch.rows:
+        rewards[row.episode] = row.reward - sum(turn_rewards[row.episode])
+    return torch.tensor(rewards, dtype=torch.float32)
+
+
+def _group_relative(
+    batch: Batch,
+    config: Config,
+    rewards: Tensor,
+    *,
+    turn_rewards: list[list[float]],
+    shaping: list[Tensor],
+) -> Tensor:
+    """Returns advantages [tokens] that compare the `rewards` [episodes] within each group."""
+    algorithm = config.algorithm
+    row_lengths = torch.tensor(batch.lengths)
+    grouped = rewards.view(-1, batch.group_size)
+    if config.environment.turn_discount is not None:
+        return _of_turns(batch, grouped, turn_rewards, config=config)
+
+    if algorithm.advantage == "reward_normalised":
+        components, weights = _components(batch, config, shaping)
+        by_group = components.view(-1, *grouped.shape)
+        advantages = reward_normalised(by_group, weights, algorithm.advantage_eps)
+    else:
+        lengths = _sum_by_episode(batch, row_lengths).view(-1, batch.group_size)
+        estimate = ADVANTAGES[algorithm.advantage]
+        advantages = estimate(grouped, lengths, algorithm.advantage_eps)
+    of_rows = advantages.flatten().float()[_episode_of_row(batch)]
+    return of_rows.repeat_interleave(row_lengths)
+
+
+def _of_turns(
+    batch: Batch, rewards: Tensor, turn_rewards: list[list[float]], config: Config
+) -> Tensor:
+    """Returns advantages [tokens] when answers have rewards: `turn_rewards` by episode, not
+    included in `rewards` [groups, n].
 
     An episode's reward applies to all its answers and is centred within its group. An answer is
     also credited with H_t = r_t + discount · H_(t+1), its own and later rewards, centred over the
     t-th answers of the group: earlier rewards do not count. With `group_normalised` both are
     divided by √(variance of the rewards + mean square of the centred H).
     """
-    size, eps = batch.group_size, config.algorithm.advantage_eps
-    assert config.environment.turn_discount is not None
-    ahead = [_ahead(each, config.environment.turn_discount) for each in turns]
+    discount = config.environment.turn_discount
+    assert discount is not None
     outcome = group_centred(rewards)
+    credits = [_discounted_sums(each, discount) for each in turn_rewards]
     for number in range(len(batch.groups)):
-        group = ahead[number * size : (number + 1) * size]
-        for turn in range(max(map(len, group))):
-            reached = [each for each in group if len(each) > turn]
-            mean = sum(each[turn] for each in reached) / len(reached)
-            for each in reached:
-                each[turn] -= mean
+        group = credits[number * batch.group_size : (number + 1) * batch.group_size]
+        _centre_by_turn(group)
         if config.algorithm.advantage == "group_normalised":
-            squares = [value**2 for each in group for value in each]
-            scale = (
-                math.sqrt(float(outcome[number].var(correction=1)) + sum(squares) / len(squares))
-                + eps
-            )
+            squares = [value**2 for credit in group for value in credit]
+            variance = float(outcome[number].var(correction=1)) + sum(squares) / len(squares)
+            scale = math.sqrt(variance) + config.algorithm.advantage_eps
             outcome[number] /= scale
-            for each in group:
-                each[:] = [value / scale for value in each]
-    left = [iter(each) for each in ahead]
-    parts = [
-        torch.full((count,), next(left[row.episode]))
-        for row in batch.rows
-        for count, _ in row.turns
-    ]
-    episodes, of_rows = (
-        torch.tensor([row.episode for row in batch.rows]),
-        torch.tensor(batch.lengths),
-    )
-    return outcome.flatten()[episodes].repeat_interleave(of_rows) + torch.cat(parts)
+            for credit in group:
+                credit[:] = [value / scale for value in credit]
+
+    # The answers of an episode may be spread over several rows, in order.
+    next_credit = [iter(credit) for credit in credits]
+    of_tokens: list[Tensor] = []
+    for row in batch.rows:
+        for token_count, _ in row.turns:
+            of_tokens.append(torch.full((token_count,), next(next_credit[row.episode])))
+
+    of_rows = outcome.flatten()[_episode_of_row(batch)]
+    return of_rows.repeat_interleave(torch.tensor(batch.lengths)) + torch.cat(of_tokens)
 
 
-def _ahead(rewards: list[float], discount: float) -> list[float]:
+def _discounted_sums(rewards: list[float], discount: float) -> list[float]:
     """Returns for each turn the discounted sum of its reward and later ones."""
-    found = [*rewards, 0.0]
+    sums = [*rewards, 0.0]
     for i in reversed(range(len(rewards))):
-        found[i] += discount * found[i + 1]
-    return found[:-1]
+        sums[i] += discount * sums[i + 1]
+    return sums[:-1]
+
+
+def _centre_by_turn(group: list[list[float]]) -> None:
+    """Subtracts, in place, the mean of the t-th entries of the lists that have one from each."""
+    for turn in range(max(map(len, group))):
+        reached = [credit for credit in group if len(credit) > turn]
+        mean = sum(credit[turn] for credit in reached) / len(reached)
+        for credit in reached:
+            credit[turn] -= mean
 
 
 def _shaping(batch: Batch, config: Config) -> list[Tensor]:
     """Returns [rows] for each penalty that is added to the rewards."""
-    algorithm, longest, lengths = (
-        config.algorithm,
-        config.sampling.max_new_tokens,
-        torch.tensor(batch.lengths),
-    )
-    parts = []
+    algorithm = config.algorithm
+    max_new_tokens = config.sampling.max_new_tokens
+    lengths = torch.tensor(batch.lengths)
+    penalties: list[Tensor] = []
     if algorithm.overlong_buffer:
-        parts.append(overlong_penalty(lengths, longest, algorithm.overlong_buffer))
+        penalties.append(overlong_penalty(lengths, max_new_tokens, algorithm.overlong_buffer))
     if algorithm.length_penalty:
-        solved = [
+        correct = [
             [completion.correct for completion in item.group.completions] for item in batch.groups
         ]
-        pass_rates = (
-            torch.tensor(solved, dtype=torch.float32)
-            .mean(dim=1)
-            .repeat_interleave(batch.group_size)
+        pass_rates = torch.tensor(correct, dtype=torch.float32).mean(dim=1)
+        penalty = length_penalty(
+            lengths,
+            pass_rates.repeat_interleave(batch.group_size),
+            group_size=batch.group_size,
+            max_new_tokens=max_new_tokens,
         )
-        parts.append(
-            algorithm.length_penalty
-            * length_penalty(lengths, pass_rates, batch.group_size, longest)
-        )
-    return parts
+        penalties.append(algorithm.length_penalty * penalty)
+    return penalties
 
 
 def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -200,48 +231,61 @@ def _components(batch: Batch, config: Config, shaping: list[Tensor]) -> tuple[Te
                 f"group {group.id} has no scores per reward function, which GDPO needs",
                 field="algorithm.advantage",
                 value="reward_normalised",
-                remedy="use another algorithm.advantage, or let the reward-server grade every group",
+                remedy="use another algorithm.advantage, "
+                "or let the reward-server grade every group",
             )
         for name, score in own.items():
             scores.setdefault(name, [math.nan] * len(completions))[i] = score
-    weights = [config.reward.weights.get(name, 1.0) for name in scores] + [1.0] * len(shaping)
-    return torch.cat(
-        [torch.tensor(list(scores.values())), *(part[None] for part in shaping)]
-    ), torch.tensor(weights)
+
+    weights = [config.reward.weights.get(name, 1.0) for name in scores]
+    weights += [1.0] * len(shaping)
+    components = [torch.tensor(list(scores.values())), *(penalty[None] for penalty in shaping)]
+    return torch.cat(components), torch.tensor(weights)
 
 
 def _kl_penalties(batch: Batch, config: AlgorithmSection, kl_coef: float) -> Column | None:
-    """Returns [L] for each row: the KL penalty to subtract from the reward of each token."""
+    """Returns [L] for each row: the KL penalty β · (log π − log π_ref) to subtract from the reward
+    of each token (Ouyang et al. 2022, arXiv:2203.02155); None unless the KL is in the reward.
+    """
     if config.kl_coef == 0 or config.kl_in == "loss":
         return None
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
-    old, reference = (
-        torch.from_numpy(np.concatenate(part)) for part in (batch.old_logprobs, batch.ref_logprobs)
-    )
-    return split((kl_coef * kl_divergence(old, reference, "k1")).numpy(), batch.lengths)
+    old = torch.from_numpy(np.concatenate(batch.old_logprobs))
+    reference = torch.from_numpy(np.concatenate(batch.ref_logprobs))
+    penalties = kl_coef * kl_divergence(old, reference, "k1")
+    return split(penalties.numpy(), batch.lengths)
 
 
 def _gae(
     batch: Batch, rewards: Tensor, penalties: Column | None, config: AlgorithmSection
 ) -> tuple[Tensor, Tensor]:
-    """Returns GAE advantages and returns [tokens]; a completion's last token gets its reward."""
+    """Returns GAE advantages and returns [tokens]; a completion's last token gets its reward.
+
+    Args:
+        batch: with the critic's values.
+        rewards: [rows]
+        penalties: to subtract from the reward of each token; None for none.
+        config: with γ and λ.
+    """
     assert batch.values is not None
-    width = max(batch.lengths)
-    token_rewards, values, mask = (np.zeros((len(batch.rows), width), np.float32) for _ in range(3))
+    shape = (len(batch.rows), max(batch.lengths))
+    token_rewards = np.zeros(shape, np.float32)
+    values = np.zeros(shape, np.float32)
+    mask = np.zeros(shape, np.float32)
     for i, length in enumerate(batch.lengths):
         if penalties is not None:
             token_rewards[i, :length] = -penalties[i]
         token_rewards[i, length - 1] += float(rewards[i])
         values[i, :length] = batch.values[i]
         mask[i, :length] = 1
-    counts = torch.from_numpy(mask)
+
+    counts = torch.from_numpy(mask).bool()
     advantages, returns = gae(
-        torch.from_numpy(token_rewards),
-        torch.from_numpy(values),
-        counts,
-        config.gamma,
-        config.gae_lambda,
+        rewards=torch.from_numpy(token_rewards),
+        values=torch.from_numpy(values),
+        mask=counts,
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
     )
-    counts = counts.bool()
     return advantages[counts], returns[counts]

@@ -1,7 +1,16 @@
 """Policy losses, KL estimators, aggregation and off-policy corrections, per token. Pure functions.
 
-The tokens of all completions are concatenated without padding to [tokens]; `rows` [tokens] holds
-the index of the completion that each token belongs to.
+Data flow of one micro-batch (`trainer.policy.policy`):
+
+    TokenTerms ─┬─ policy_loss ────► loss per token ─┐
+                └─ policy_weights ─► weight ─────────┴─ × ─► + KL − entropy ─► · coefficient ─► Σ
+
+Shapes: C is the number of trained tokens of all completions of a micro-batch, concatenated without
+padding; R is the number of completions. `row_of_token` [C] holds the index, 0 to R − 1, of the
+completion that a token belongs to. Log-probabilities are in nats, at the sampling temperature.
+
+In the equations, t is a token, A_t its advantage, π the policy that is trained, π_old the policy
+that the ratio refers to, μ the policy that sampled the token, and ρ_t = π(t) / π_old(t).
 """
 
 import math
@@ -23,40 +32,78 @@ Aggregation = Literal[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTerms:
+    """The C trained tokens of a micro-batch, as the policy loss and its weights see them.
+
+    Log-probabilities are in nats, at the sampling temperature.
+    """
+
+    logprobs: Tensor
+    """[C] under the policy that is trained, π; the gradient flows through them."""
+    old_logprobs: Tensor
+    """[C] under the policy that the ratio refers to, π_old."""
+    rollout_logprobs: Tensor
+    """[C] under the policy that sampled the tokens, μ."""
+    advantages: Tensor
+    """[C]"""
+    row_of_token: Tensor
+    """[C] index of the completion that each token belongs to."""
+    row_count: int
+    """Number of completions, R."""
+
+
 @dataclass
 class PolicyLoss:
-    """The result of a policy loss; every tensor has the shape of the log-probabilities."""
+    """The result of a policy loss."""
 
     loss: Tensor
+    """[C] loss of each token, before weights and aggregation."""
     ratio: Tensor
+    """[C] ρ, of the token or of its completion."""
     clipped: Tensor
-    """1 where clipping took effect, else 0."""
+    """[C] 1 where clipping or a mask took effect, else 0."""
 
 
-def row_sum(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Returns [count] sums of `values` [tokens] by completion."""
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add(0, rows, values)
+def row_sum(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] sums of `values` [C] by completion."""
+    sums = torch.zeros(row_count, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, row_of_token, values)
 
 
-def row_mean(values: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Returns [count] means of `values` [tokens] by completion."""
-    return row_sum(values, rows, count) / row_sum(torch.ones_like(values), rows, count).clamp(min=1)
+def row_mean(values: Tensor, row_of_token: Tensor, row_count: int) -> Tensor:
+    """Returns [R] means of `values` [C] by completion; 0 for a completion without tokens."""
+    sums = row_sum(values, row_of_token, row_count)
+    lengths = row_sum(torch.ones_like(values), row_of_token, row_count)
+    return sums / lengths.clamp(min=1)
 
 
 def probability_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Returns π(token) / π_old(token) for each token; the gradient flows through `logprobs`."""
-    return torch.exp((logprobs - old_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+    """Returns [C] ρ_t = π(t) / π_old(t) from [C] log-probabilities in nats.
 
-
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, rows: Tensor, count: int) -> Tensor:
-    """GSPO's ratio (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14): exp of the mean log ratio
-    of the whole completion.
-
-    Every token of a completion has the same value; the gradient flows through that token's own
-    log-probability.
+    The gradient flows through `logprobs`.
     """
-    mean = row_mean((logprobs - old_logprobs).detach(), rows, count)[rows]
-    return torch.exp((mean + logprobs - logprobs.detach()).clamp(max=_MAX_SEQUENCE_LOG_RATIO))
+    log_ratio = logprobs - old_logprobs
+    return torch.exp(log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
+
+def sequence_ratio(
+    logprobs: Tensor, old_logprobs: Tensor, row_of_token: Tensor, row_count: int
+) -> Tensor:
+    """GSPO's ratio of a whole completion (Zheng et al. 2025, arXiv:2507.18071, eq. 7 and 14).
+
+    s = exp(1/L · Σ_t log ρ_t), over the L tokens of a completion. Returns [C], in which every token
+    of a completion has the same value. The gradient of that value flows through the token's own
+    log-probability (eq. 14): s_t = sg(s) · π(t) / sg(π(t)).
+
+    Args:
+        logprobs, old_logprobs, row_of_token: [C]
+        row_count: number of completions.
+    """
+    log_ratio = (logprobs - old_logprobs).detach()
+    mean = row_mean(log_ratio, row_of_token, row_count)[row_of_token]
+    with_gradient = mean + logprobs - logprobs.detach()
+    return torch.exp(with_gradient.clamp(max=_MAX_SEQUENCE_LOG_RATIO))
 
 
 def clipped_surrogate(
@@ -66,40 +113,52 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with separate bounds
-    (DAPO's clip-higher).
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv:1707.06347, eq. 7).
+
+    loss_t = −min(ρ_t · A_t, clip(ρ_t, 1 − clip_low, 1 + clip_high) · A_t). Separate bounds are
+    DAPO's clip-higher (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` c the loss of a
+    token with A_t < 0 is at most −c · A_t (Ye et al. 2019, arXiv:1912.09729).
 
     Args:
-        ratio: [tokens] from `probability_ratio` or `sequence_ratio`.
-        advantages: [tokens]
-        clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
-        dual_clip: upper bound c of the loss of tokens with negative advantage, -c·A (Ye et al.
-        2019, arXiv:1912.09729).
+        ratio: [C] from `probability_ratio` or `sequence_ratio`.
+        advantages: [C]
+        clip_low, clip_high: distances from 1 to which the ratio is clipped.
+        dual_clip: c, above 1; None for no bound.
     """
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss, cut = torch.maximum(unclipped, clipped), clipped > unclipped
+    loss = torch.maximum(unclipped, clipped)
+    took_effect = clipped > unclipped
+
     if dual_clip is not None:
         bound = -advantages * dual_clip
         over = (advantages < 0) & (bound < loss)
-        loss, cut = torch.where(over, bound, loss), cut | over
-    return PolicyLoss(loss, ratio, cut.float())
+        loss = torch.where(over, bound, loss)
+        took_effect = took_effect | over
+
+    return PolicyLoss(loss, ratio, took_effect.float())
 
 
 def cispo(
-    ratio: Tensor, logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient
-    and carries none itself.
+    """CISPO (MiniMax 2025, arXiv:2506.13585, eq. 4): the clipped ratio weighs the policy gradient.
 
-    Unlike in PPO, a clipped token keeps its gradient.
+    loss_t = −sg(clip(ρ_t, 1 − clip_low, 1 + clip_high)) · A_t · log π(t). The ratio carries no
+    gradient, so that, unlike in PPO, a clipped token keeps the gradient of its log-probability.
+
+    Args:
+        ratio, logprobs, advantages: [C]
+        clip_low, clip_high: distances from 1 to which the ratio is clipped.
     """
-    weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio.detach()).float())
+    unclipped = ratio.detach()
+    weight = unclipped.clamp(1 - clip_low, 1 + clip_high)
+    return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != unclipped).float())
 
 
 def divergence_masked(
     ratio: Tensor,
+    *,
     logprobs: Tensor,
     rollout_logprobs: Tensor,
     advantages: Tensor,
@@ -109,28 +168,34 @@ def divergence_masked(
     """DPPO with the binary total variation (Qi et al. 2026, "Rethinking the Trust Region in LLM
     Reinforcement Learning").
 
-    The ratio is not clipped. A token is masked if, in the direction of its advantage, its
-    *probability* has already
-    moved too far from that under the policy which sampled it: up by more than `high`, or down by
-    more than `low`. A
-    ratio is a poor measure of that: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
+    loss_t = −M_t · ρ_t · A_t, where M_t = 0 if A_t > 0 and π(t) − μ(t) > high, or if A_t ≤ 0 and
+    π(t) − μ(t) < −low, and 1 otherwise. The ratio is not clipped: a token is masked if its
+    *probability* has already moved too far in the direction of its advantage. A ratio is a poor
+    measure of that: it doubles from 1e-4 to 2e-4 and hardly changes from .9 to .99.
+
+    Args:
+        ratio, logprobs, rollout_logprobs, advantages: [C]
+        low, high: largest changes of a probability, downwards and upwards.
     """
     moved = (logprobs.exp() - rollout_logprobs.exp()).detach()
-    out = torch.where(advantages > 0, moved > high, moved < -low)
-    return PolicyLoss(torch.where(out, 0.0, -advantages * ratio), ratio, out.float())
+    masked = torch.where(advantages > 0, moved > high, moved < -low)
+    loss = torch.where(masked, 0.0, -advantages * ratio)
+    return PolicyLoss(loss, ratio, masked.float())
 
 
 def sapo(ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> PolicyLoss:
-    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio, 4/τ · σ(τ·(ρ − 1)), instead
-    of clipping.
+    """SAPO (Gao et al. 2025, arXiv:2511.20347): a sigmoid of the ratio instead of clipping.
 
-    Its slope is 1 at ρ = 1 and fades on both sides, faster for larger τ: `tau_positive` for tokens
-    with a positive advantage, `tau_negative` for the others. Nothing is cut, so `clipped` is 0.
+    loss_t = −4/τ · σ(τ · (ρ_t − 1)) · A_t. The sigmoid's slope is 1 at ρ = 1 and fades on both
+    sides, faster for larger τ. Nothing is cut, so `clipped` is 0.
+
+    Args:
+        ratio, advantages: [C]
+        tau_positive, tau_negative: τ of tokens with a positive advantage, and of the others.
     """
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
-    return PolicyLoss(
-        -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau), ratio, torch.zeros_like(ratio)
-    )
+    loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
+    return PolicyLoss(loss, ratio, torch.zeros_like(ratio))
 
 
 def kl_divergence(
@@ -139,11 +204,13 @@ def kl_divergence(
     """Estimates KL(policy ‖ reference) per token from samples of the policy (Schulman,
     joschu.net/blog/kl-approx.html).
 
+    With d = log π(t) − log π_ref(t): k1 = d (unbiased, high variance), k2 = ½ d² (biased, low
+    variance), k3 = exp(−d) + d − 1 (unbiased, never negative). Returns [C] in nats.
+
     Args:
-        logprobs: [tokens] in nats; the gradient flows through them.
-        ref_logprobs: [tokens]
-        estimator: k1 = lp − ref (unbiased, high variance), k2 = ½(lp − ref)² (biased, low
-            variance), k3 = exp(ref − lp) − (ref − lp) − 1 (unbiased, never negative).
+        logprobs: [C] in nats; the gradient flows through them.
+        ref_logprobs: [C] in nats.
+        estimator: k1, k2 or k3.
     """
     difference = (logprobs - ref_logprobs).clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
     if estimator == "k1":
@@ -158,11 +225,16 @@ KL_HORIZON = 10_000
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) -> float:
-    """Returns the coefficient after a batch of `completions` with KL per token `kl` (Ziegler et al.
-    2019, arXiv:1909.08593).
+    """Returns the KL coefficient β for the next batch (Ziegler et al. 2019, arXiv:1909.08593).
 
-    Multiplied by 1 + clip(kl/target − 1, ±0.2) · completions/KL_HORIZON: it rises while the policy
-    is further from the reference than `target`.
+    β ← β · (1 + clip(kl / target − 1, −0.2, 0.2) · completions / KL_HORIZON): it rises while the
+    policy is further from the reference than `target`.
+
+    Args:
+        kl_coef: β.
+        kl: of the batch, in nats per token.
+        target: for `kl`, in nats per token.
+        completions: number of completions in the batch.
     """
     error = min(0.2, max(-0.2, kl / target - 1))
     return kl_coef * (1 + error * completions / KL_HORIZON)
@@ -171,20 +243,27 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, completions: int) 
 def token_coefficients(
     aggregation: Aggregation,
     lengths: Tensor,
+    *,
     total_tokens: int,
     total_rows: int,
     max_new_tokens: int,
 ) -> Tensor:
-    """Returns each token's coefficient; the loss is then the plain sum over all micro-batches and
-    ranks.
+    """Returns [C] each token's coefficient c_t; the loss of a batch is Σ_t c_t · loss_t.
+
+    It is a plain sum over all micro-batches and ranks, because the totals are the global batch's.
+    With N completions, T tokens, and L tokens in the completion of t:
+
+    - `token_mean`, 1/T: every token counts the same (DAPO, arXiv:2503.14476).
+    - `sequence_mean_token_mean`, 1/(N·L): every completion counts the same (GRPO,
+      arXiv:2402.03300).
+    - `sequence_mean_token_sum`, 1/N: the mean over completions of their sums.
+    - `constant`, 1/(N·max_new_tokens): Dr. GRPO (arXiv:2503.20783).
 
     Args:
-        aggregation: `token_mean` (DAPO): every token of the global batch counts the same.
-            `sequence_mean_token_mean` (the original GRPO): every completion counts the same.
-            `sequence_mean_token_sum`: the mean over completions of their sums. `constant` (Dr.
-            GRPO): the sum over completions × max_new_tokens.
-        lengths: [tokens] length of the completion that each token belongs to.
-        total_tokens, total_rows: of the global batch.
+        aggregation: one of the four.
+        lengths: [C] L, the length in tokens of the completion that each token belongs to.
+        total_tokens, total_rows: T and N, of the global (mini-)batch.
+        max_new_tokens: the longest completion that can be sampled.
     """
     divisors: dict[Aggregation, int | Tensor] = {
         "token_mean": total_tokens,
@@ -196,125 +275,141 @@ def token_coefficients(
 
 
 def importance_correction(
-    proximal_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    rows: Tensor,
-    count: int,
+    tokens: TokenTerms,
+    *,
     mode: Literal["truncate", "mask"],
     level: Literal["token", "sequence"],
     cap: float,
     floor: float | None = None,
 ) -> Tensor:
-    """Returns weights [tokens], without gradient, that correct for the gap between engine and
-    trainer policy.
+    """Returns [C] weights, without gradient, that correct for the gap between engine and trainer.
 
-    w = π_trainer / π_rollout of the token or, with level `sequence`, its product over the
-    completion. `truncate` limits w to `cap` (truncated importance sampling, Yao et al. 2025);
-    `mask` sets weights above `cap` or below `floor` (None: 1/cap) to 0. `mask` by token is IcePop
-    (Ling team 2025, arXiv:2510.18855), whose bounds are 0.5 and 5.
+    w_t = π_old(t) / μ(t) or, with level `sequence`, the product of these over the completion.
+    `truncate` gives min(w, cap): truncated importance sampling (Yao et al. 2025). `mask` gives w
+    where floor ≤ w ≤ cap and 0 elsewhere; by token this is IcePop (Ling team 2025,
+    arXiv:2510.18855), whose bounds are 0.5 and 5.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        mode: what happens to weights beyond the bounds.
+        level: `token`, or `sequence` for one weight per completion.
+        cap: upper bound.
+        floor: lower bound of `mask`; None for 1 / cap.
     """
-    log_weight = (proximal_logprobs - rollout_logprobs).detach()
+    log_weight = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
     if level == "sequence":
-        log_weight = row_sum(log_weight, rows, count)[rows]
+        of_rows = row_sum(log_weight, tokens.row_of_token, tokens.row_count)
+        log_weight = of_rows[tokens.row_of_token]
     weight = torch.exp(log_weight.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO))
+
     if mode == "truncate":
         return weight.clamp(max=cap)
-    return torch.where(
-        (weight > cap) | (weight < (floor or 1 / cap)), torch.zeros_like(weight), weight
-    )
+    outside = (weight > cap) | (weight < (floor or 1 / cap))
+    return torch.where(outside, torch.zeros_like(weight), weight)
 
 
-def geometric_mask(
-    proximal_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    rows: Tensor,
-    count: int,
-    low: float | None,
-    high: float | None,
-) -> Tensor:
-    """Returns 0 on the tokens of completions whose geometric mean π_trainer / π_rollout is outside
-    [low, high], else 1.
+def geometric_mask(tokens: TokenTerms, low: float | None, high: float | None) -> Tensor:
+    """Returns [C] 1 on the tokens of completions that are kept, and 0 on those of rejected ones.
 
-    This rejects whole sequences by a length-normalised ratio (Liu et al. 2025, "When Speed Kills
-    Stability"); verl calls it `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion
-    would reject long ones whatever their tokens are.
+    A completion is kept if low ≤ exp(1/L · Σ_t log(π_old(t) / μ(t))) ≤ high, the geometric mean
+    over its L tokens (Liu et al. 2025, "When Speed Kills Stability"). verl calls this
+    `seq_mean_k1` and uses [0.999, 1.001]. The product over a completion would reject long ones
+    whatever their tokens are.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        low, high: bounds of the geometric mean; None for no bound.
     """
-    mean = row_mean((proximal_logprobs - rollout_logprobs).detach(), rows, count)[rows]
-    above = torch.ones_like(mean) if low is None else (mean >= math.log(low)).float()
-    return above if high is None else above * (mean <= math.log(high)).float()
+    log_ratio = (tokens.old_logprobs - tokens.rollout_logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    kept = torch.ones_like(mean)
+    if low is not None:
+        kept = (mean >= math.log(low)).float()
+    if high is not None:
+        kept = kept * (mean <= math.log(high)).float()
+    return kept
 
 
-def off_policy_mask(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    rows: Tensor,
-    count: int,
-    delta: float,
-) -> Tensor:
-    """OPSM (DeepSeek-V3.2, arXiv:2512.02556): 0 on completions with negative advantage whose policy
-    moved too far, else 1.
+def off_policy_mask(tokens: TokenTerms, delta: float) -> Tensor:
+    """OPSM, off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556).
 
-    Too far: the mean of log(π_behaviour / π) over the completion is above `delta`.
+    Returns [C] M_t = 0 if A_t < 0 and 1/L · Σ_t log(μ(t) / π(t)) > delta, over the L tokens of the
+    completion, and 1 otherwise: a bad completion from which the policy has moved away teaches
+    nothing more.
+
+    Args:
+        tokens: the tokens of a micro-batch.
+        delta: the largest mean, in nats per token.
     """
-    moved = row_mean((rollout_logprobs - logprobs).detach(), rows, count)[rows]
-    return ((advantages >= 0) | (moved <= delta)).float()
+    log_ratio = (tokens.rollout_logprobs - tokens.logprobs).detach()
+    mean = row_mean(log_ratio, tokens.row_of_token, tokens.row_count)[tokens.row_of_token]
+    return ((tokens.advantages >= 0) | (mean <= delta)).float()
 
 
-def policy_loss(
-    config: AlgorithmSection,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    rows: Tensor,
-    count: int,
-) -> PolicyLoss:
-    """Returns the loss per token before weights and aggregation.
-
-    `logprobs` [tokens] are those of the policy being trained, `old_logprobs` [tokens] those that
-    the ratio refers to, `rollout_logprobs` [tokens] those of the policy that sampled the tokens.
-    """
+def policy_loss(config: AlgorithmSection, tokens: TokenTerms) -> PolicyLoss:
+    """Returns the loss of each token, before weights and aggregation, as the settings say."""
     if config.importance_level == "sequence":
-        ratio = sequence_ratio(logprobs, old_logprobs, rows, count)
-    else:
-        ratio = probability_ratio(logprobs, old_logprobs)
-    if config.policy_loss == "cispo":
-        return cispo(ratio, logprobs, advantages, config.clip_low, config.clip_high)
-    if config.policy_loss == "dppo":
-        return divergence_masked(
-            ratio, logprobs, rollout_logprobs, advantages, config.clip_low, config.clip_high
+        ratio = sequence_ratio(
+            tokens.logprobs,
+            tokens.old_logprobs,
+            row_of_token=tokens.row_of_token,
+            row_count=tokens.row_count,
         )
-    if config.policy_loss == "sapo":
-        return sapo(ratio, advantages, config.sapo_tau_positive, config.sapo_tau_negative)
-    return clipped_surrogate(ratio, advantages, config.clip_low, config.clip_high, config.dual_clip)
+    else:
+        ratio = probability_ratio(tokens.logprobs, tokens.old_logprobs)
+
+    match config.policy_loss:
+        case "cispo":
+            return cispo(
+                ratio,
+                tokens.logprobs,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+            )
+        case "dppo":
+            return divergence_masked(
+                ratio,
+                logprobs=tokens.logprobs,
+                rollout_logprobs=tokens.rollout_logprobs,
+                advantages=tokens.advantages,
+                low=config.clip_low,
+                high=config.clip_high,
+            )
+        case "sapo":
+            return sapo(
+                ratio,
+                tokens.advantages,
+                tau_positive=config.sapo_tau_positive,
+                tau_negative=config.sapo_tau_negative,
+            )
+        case _:
+            return clipped_surrogate(
+                ratio,
+                tokens.advantages,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+            )
 
 
-def policy_weights(
-    config: AlgorithmSection,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    rows: Tensor,
-    count: int,
-) -> Tensor:
-    """Returns the weight [tokens] of each token in the policy loss, without gradient: corrections
-    times masks.
+def policy_weights(config: AlgorithmSection, tokens: TokenTerms) -> Tensor:
+    """Returns [C] the weight of each token in the policy loss, without gradient.
 
-    The arguments are those of `policy_loss`. The KL term and the entropy bonus count every token.
+    It is the product of the corrections and masks that the settings ask for, and 1 without any. The
+    KL term and the entropy bonus count every token.
     """
-    weights = torch.ones_like(rollout_logprobs)
+    weights = torch.ones_like(tokens.rollout_logprobs)
     if config.correction is not None:
-        level, cap, floor = config.correction_level, config.correction_cap, config.correction_floor
         weights = importance_correction(
-            old_logprobs, rollout_logprobs, rows, count, config.correction, level, cap, floor
+            tokens,
+            mode=config.correction,
+            level=config.correction_level,
+            cap=config.correction_cap,
+            floor=config.correction_floor,
         )
     if config.rejects:
-        low, high = config.geometric_low, config.geometric_high
-        weights = weights * geometric_mask(old_logprobs, rollout_logprobs, rows, count, low, high)
+        weights = weights * geometric_mask(tokens, config.geometric_low, config.geometric_high)
     if config.off_policy_delta is not None:
-        weights = weights * off_policy_mask(
-            logprobs, rollout_logprobs, advantages, rows, count, config.off_policy_delta
-        )
+        weights = weights * off_policy_mask(tokens, config.off_policy_delta)
     return weights

@@ -84,7 +84,10 @@ class Checkpoints:
     ) -> None:
         shared = ranks.broadcast_path(directory)
         assert shared is not None
-        self.directory, self._ranks, self._keep, self._static = shared, ranks, keep, static
+        self.directory = shared
+        self._ranks = ranks
+        self._keep = keep
+        self._static = static
         self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
         """Whether rank 0 writes everything."""
         if self.alone and ranks.is_rank_zero:
@@ -126,14 +129,15 @@ class Checkpoints:
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""
         if self._error is not None:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
+            reason = f"{type(error).__name__} {error}".splitlines()[0]
             raise CheckpointFailed(
-                f"a checkpoint could not be written: {type(error).__name__} {error}".splitlines()[
-                    0
-                ],
+                f"a checkpoint could not be written: {reason}",
                 field="trainer.run_dir",
                 value=str(self.directory),
-                remedy="check the disk, then start again: the run continues from its newest complete checkpoint",
+                remedy="check the disk, then start again: "
+                "the run continues from its newest complete checkpoint",
             )
 
     def wait(self) -> None:
@@ -158,18 +162,17 @@ class Checkpoints:
             self._write(target, state, snapshots)
         except BaseException as error:  # raised at the training loop's next check
             self._error = error
-            if self._ranks.is_rank_zero:
-                shutil.rmtree(
-                    target.with_suffix(".partial"), ignore_errors=True
-                )  # it would keep a full disk full
+            if self._ranks.is_rank_zero:  # it would keep a full disk full
+                shutil.rmtree(target.with_suffix(".partial"), ignore_errors=True)
 
     def _write(self, target: Path, state: RunState, snapshots: Mapping[str, Snapshot]) -> None:
-        first, written = self._ranks.is_rank_zero, target.with_suffix(".partial")
-        self._together(lambda: self._begin(written) if first else None)
+        rank_zero = self._ranks.is_rank_zero
+        written = target.with_suffix(".partial")
+        self._together(lambda: self._begin(written) if rank_zero else None)
         for folder, snapshot in snapshots.items():
             self._together(partial(snapshot.write_files, written / folder))
             self._together(partial(snapshot.write_state, written / folder, self._group))
-        self._together(lambda: self._complete(written, target, state) if first else None)
+        self._together(lambda: self._complete(written, target, state) if rank_zero else None)
 
     def _begin(self, written: Path) -> None:
         for left_over in self.directory.glob("*.partial"):
@@ -184,12 +187,12 @@ class Checkpoints:
         (written / _STATE).write_text(json.dumps(content | {"crc": _crc(content)}))
         shutil.rmtree(target, ignore_errors=True)
         written.rename(target)
-        every = _all(self.directory)
-        rated = [(rating, path) for path in every if (rating := _rating(path)) is not None]
-        best = max(rated)[1] if rated else None
+
+        checkpoints = _all(self.directory)
+        best = _best(checkpoints)
         if best == target:
             _name_best(target)
-        for old in every[: -self._keep]:
+        for old in checkpoints[: -self._keep]:
             if old != best:
                 shutil.rmtree(old)
 
@@ -203,11 +206,10 @@ class Checkpoints:
         except Exception as problem:
             error = problem
         if self._group is not None:
-            said: list[str | None] = [None] * self._ranks.world_size
-            dist.all_gather_object(
-                said, f"{type(error).__name__} {error}" if error else None, group=self._group
-            )
-            for rank, text in enumerate(said):
+            own_message = f"{type(error).__name__} {error}" if error else None
+            messages: list[str | None] = [None] * self._ranks.world_size
+            dist.all_gather_object(messages, own_message, group=self._group)
+            for rank, text in enumerate(messages):
                 if error is None and text is not None:
                     error = OSError(f"rank {rank}: {text}")
         if error is not None:
@@ -228,7 +230,8 @@ def tokenizer_files(directory: Path) -> list[Path]:
 def newest(directory: Path) -> Path | None:
     """Returns the newest complete checkpoint in `directory`, or None."""
     for path in reversed(_all(directory)):
-        if (lacking := _lacking(path)) is None:
+        lacking = _lacking(path)
+        if lacking is None:
             return path
         log.warning(
             "ignoring the incomplete checkpoint %s: %s is missing or truncated", path, lacking
@@ -243,16 +246,14 @@ def _lacking(path: Path) -> str | None:
     if not (path / _STATE).is_file():
         return _STATE
     try:
-        files = _parse((path / _STATE).read_bytes())["files"]
+        files: Files = _parse((path / _STATE).read_bytes())["files"]
     except ValueError:  # `load_state` reports it
         return None
-    return next(
-        (name for name, (size, _) in files.items() if not _is_whole(path / name, size)), None
-    )
-
-
-def _is_whole(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size >= size
+    for name, (size, _) in files.items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size < size:
+            return name
+    return None
 
 
 def _crc(content: dict[str, Any]) -> int:
@@ -271,12 +272,13 @@ def _parse(body: bytes) -> dict[str, Any]:
     return content
 
 
-def changed_file(path: Path, chosen: Callable[[str], bool] = lambda _: True) -> str:
-    """Reads the `chosen` files of a checkpoint; returns the name of one that has changed since, or
-    an empty text.
+def changed_file(path: Path, selects: Callable[[str], bool] = lambda _: True) -> str:
+    """Reads the files of a checkpoint whose names `selects` accepts; returns the name of one that
+    has changed since, or an empty text.
     """
     files: Files = _parse((path / _STATE).read_bytes())["files"]
-    return damaged(path, {name: sums for name, sums in files.items() if chosen(name)}) or ""
+    selected = {name: sums for name, sums in files.items() if selects(name)}
+    return damaged(path, selected) or ""
 
 
 def _name_best(checkpoint: Path) -> None:
@@ -295,9 +297,8 @@ def set_aside(directory: Path) -> None:
     own.
     """
     if _all(directory):
-        directory.rename(
-            directory.with_name(f"{directory.name}-until-{time.strftime('%Y%m%d-%H%M%S')}")
-        )
+        now = time.strftime("%Y%m%d-%H%M%S")
+        directory.rename(directory.with_name(f"{directory.name}-until-{now}"))
 
 
 def read_state(path: Path) -> bytes:
@@ -322,20 +323,16 @@ def load_state(body: bytes, path: Path) -> RunState:
 
 def cannot_resume(error: Exception, path: Path) -> ConfigError:
     """Returns the error for a checkpoint that is damaged or of another format."""
-    before = next(
-        (
-            other
-            for other in reversed(_all(path.parent))
-            if other < path and _lacking(other) is None
-        ),
-        None,
-    )
+    earlier = "the beginning"
+    for other in _all(path.parent):
+        if other < path and _lacking(other) is None:
+            earlier = other.name
     return ConfigError(
         f"the checkpoint cannot be used: {type(error).__name__} {error}".splitlines()[0],
         field="trainer.run_dir",
         value=str(path),
-        remedy=f"restore it from a copy; or remove it to continue from {before.name if before else 'the beginning'}; or set "
-        "trainer.resume false",
+        remedy=f"restore it from a copy; or remove it to continue from {earlier}; "
+        "or set trainer.resume false",
     )
 
 
@@ -359,7 +356,22 @@ def has_changed(name: str, path: Path) -> ConfigError:
     )
 
 
+def _best(checkpoints: Sequence[Path]) -> Path | None:
+    """Returns the checkpoint with the highest rating, the newest of equals; None if none has
+    one.
+    """
+    best: tuple[float, Path] | None = None
+    for path in checkpoints:
+        rating = _rating(path)
+        if rating is not None and (best is None or (rating, path) > best):
+            best = (rating, path)
+    return None if best is None else best[1]
+
+
 def _rating(path: Path) -> float | None:
+    """Returns the accuracy of a checkpoint, or else its mean reward; None without an
+    evaluation.
+    """
     try:
         state = json.loads((path / _STATE).read_text())
         found = state["mean_reward"] if state["accuracy"] is None else state["accuracy"]

@@ -19,11 +19,11 @@ from common.process.loop_thread import LoopThread
 from common.settings.config import Config
 from common.wire.schemas import CriticMetrics, Float32
 from learning.batching import split
+from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.critic.critic import Critic
 from trainer.algorithms.batch import Batch
-from trainer.weights.turns import Resident
 
 _T = TypeVar("_T")
 
@@ -38,7 +38,8 @@ class ValueFunction:
     """Base class, for algorithms without a critic. Every method is a collective call."""
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
-        self._config, self._ranks = config, ranks
+        self._config = config
+        self._ranks = ranks
 
     def restore(self, directory: Path | None) -> None:
         """Loads the critic of the checkpoint `directory`, or starts a new one for None. Call this
@@ -116,7 +117,8 @@ class RemoteCritic(ValueFunction):
         run_id: of this attempt, so that another attempt's critic is not mistaken for this one's.
     """
 
-    _FOLDER, _SAVED = "critic-server", "saved.json"
+    _FOLDER = "critic-server"
+    _SAVED = "saved.json"
 
     def __init__(
         self,
@@ -127,7 +129,9 @@ class RemoteCritic(ValueFunction):
         run_id: str,
     ) -> None:
         super().__init__(config, ranks)
-        self._client, self._loop, self._run_id = client, loop, run_id
+        self._client = client
+        self._loop = loop
+        self._run_id = run_id
         self._step = 0
         """The critic's step, known on rank 0 only."""
 
@@ -137,23 +141,25 @@ class RemoteCritic(ValueFunction):
         """
         if not self._ranks.is_rank_zero:
             return
-        step, saved_by = 0, None
+        step = 0
+        saved_by: str | None = None
         if directory is not None:
             try:
                 saved = json.loads((directory / self._FOLDER / self._SAVED).read_text())
-                step, saved_by = saved["step"], saved["run_id"]
+                step = saved["step"]
+                saved_by = saved["run_id"]
             except (OSError, ValueError, KeyError, TypeError):
                 raise _no_critic(directory) from None
         self._step = self._call(self._server.restore(self._run_id, step, saved_by))().step
 
     def values(self, batch: Batch) -> list[Float32]:
-        body, sequences = b"", batch.sequences()
+        body = b""
+        sequences = batch.sequences()
         if self._ranks.is_rank_zero:
             values = self._call(self._server.values(sequences, self._run_id, self._step))()
             body = np.concatenate(values).tobytes()
-        flat = np.frombuffer(
-            bytearray(self._ranks.broadcast(body)), np.float32
-        )  # a bytearray can be written to
+        shared = bytearray(self._ranks.broadcast(body))  # unlike bytes, it can be written to
+        flat = np.frombuffer(shared, np.float32)
         return split(flat, [len(sequence.completion_ids) for sequence in sequences])
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
@@ -201,11 +207,13 @@ class RemoteCritic(ValueFunction):
             except ServiceError as error:
                 if error.status != Conflict.status:
                     raise
+                reason = error.message.removeprefix(f"{self._server.service}: ")
                 raise CriticLost(
-                    f"the critic-server lost the critic of this run: {error.message.removeprefix(f'{self._server.service}: ')}",
+                    f"the critic-server lost the critic of this run: {reason}",
                     field=error.field,
                     value=error.value,
-                    remedy="start the run again: it continues from its newest checkpoint and that checkpoint's critic",
+                    remedy="start the run again: "
+                    "it continues from its newest checkpoint and that checkpoint's critic",
                 ) from None
 
         return answer
@@ -225,7 +233,7 @@ def value_function(
         return ValueFunction(config, ranks)
     if config.critic.location == "trainer":
         return LocalCritic(config, ranks)
-    return RemoteCritic(config, ranks, client, loop, run_id)
+    return RemoteCritic(config, ranks, client, loop=loop, run_id=run_id)
 
 
 def _no_critic(directory: Path | None) -> ConfigError:
@@ -234,5 +242,6 @@ def _no_critic(directory: Path | None) -> ConfigError:
         "the checkpoint holds no critic that this run can continue with",
         field="critic.location",
         value=str(directory),
-        remedy="keep algorithm.advantage and critic.location as they were in that run, or set another trainer.run_dir",
+        remedy="keep algorithm.advantage and critic.location as they were in that run, "
+        "or set another trainer.run_dir",
     )

@@ -7,7 +7,7 @@ cap, z is cap · tanh(logit / cap) divided by the temperature, and the gradient 
 tanh². See docs/adr/0027-head.md.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
@@ -15,7 +15,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK, _WARPS = 4096, 8
+_BLOCK = 4096
+_WARPS = 8
 
 
 @triton.jit
@@ -42,11 +43,9 @@ def _statistics(  # type: ignore[no-untyped-def]
     """
     row = tl.program_id(0).to(tl.int64)
     line = logits + row * vocabulary
-    largest, total, weighted = (
-        -1e30,
-        0.0,
-        0.0,
-    )  # finite, like the padding of a row: 0 times it is not NaN
+    largest = -1e30
+    total = 0.0
+    weighted = 0.0  # finite, like the padding of a row: 0 times it is not NaN
     for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         logit = tl.load(line + columns, mask=columns < vocabulary, other=-1e30)
@@ -54,7 +53,8 @@ def _statistics(  # type: ignore[no-untyped-def]
             logit = _capped(logit, cap)
         z = logit * scale
         highest = tl.maximum(largest, tl.max(z, 0))
-        shift, factor = largest - highest, tl.exp(largest - highest)
+        shift = largest - highest
+        factor = tl.exp(largest - highest)
         below = z - highest
         terms = tl.exp(below)
         weighted = factor * (weighted + total * shift) + tl.sum(
@@ -107,27 +107,31 @@ def _gradient(  # type: ignore[no-untyped-def]
 def statistics(
     logits: "Tensor", targets: "Tensor", temperature: float, cap: float | None, result: "Tensor"
 ) -> None:
-    """Computes the log-probabilities of `targets`, entropies and normalisers of `logits` [N, V]
-    into `result` [3, N].
+    """Computes the log-probabilities of `targets` [N], entropies and normalisers of `logits` [N, V]
+    into `result` [3, N], in nats.
     """
     count, vocabulary = logits.shape
-    if count:
-        _launch(
-            _statistics,
-            (count,),
-            vocabulary,
-            logits,
-            targets,
-            *result.unbind(),
-            vocabulary,
-            1 / temperature,
-            cap,
-        )
+    if count == 0:
+        return
+    logprobs, entropies, normalisers = result.unbind()
+    _statistics[(count,)](
+        logits,
+        targets,
+        logprobs=logprobs,
+        entropies=entropies,
+        normalisers=normalisers,
+        vocabulary=vocabulary,
+        scale=1 / temperature,
+        cap=cap,
+        BLOCK=_block(vocabulary),
+        num_warps=_WARPS,
+    )
 
 
 def gradient(
     logits: "Tensor",
     targets: "Tensor",
+    *,
     normalisers: "Tensor",
     entropies: "Tensor",
     by_logprob: "Tensor",
@@ -137,29 +141,26 @@ def gradient(
     result: "Tensor",
 ) -> None:
     """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies,
-    into `result`.
+    into `result` [N, V].
     """
     count, vocabulary = logits.shape
-    if count:
-        given = (by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous())
-        arguments = (
-            logits,
-            targets,
-            normalisers,
-            entropies,
-            *given,
-            result,
-            vocabulary,
-            1 / temperature,
-            cap,
-        )
-        _launch(
-            _gradient, (count, triton.cdiv(vocabulary, _block(vocabulary))), vocabulary, *arguments
-        )
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], vocabulary: int, *arguments: object) -> None:
-    kernel[grid](*arguments, BLOCK=_block(vocabulary), num_warps=_WARPS)
+    if count == 0:
+        return
+    block = _block(vocabulary)
+    _gradient[(count, triton.cdiv(vocabulary, block))](
+        logits,
+        targets,
+        normalisers=normalisers,
+        entropies=entropies,
+        by_logprob=by_logprob.contiguous(),
+        by_entropy=None if by_entropy is None else by_entropy.contiguous(),
+        gradient=result,
+        vocabulary=vocabulary,
+        scale=1 / temperature,
+        cap=cap,
+        BLOCK=block,
+        num_warps=_WARPS,
+    )
 
 
 def _block(vocabulary: int) -> int:

@@ -19,25 +19,28 @@ from common.settings.sections import ModelSection
 from trainer.policy.scorer import cannot_load, load_tokenizer
 
 log = logging.getLogger(__name__)
+
 Facts = dict[str, list[str]]
 """For every setting, its value in messages and its value for comparison."""
 LearnsFrom = Literal["rewards", "answers"]
-_LEARNS_FROM, _TOKENIZER = "learning from", "tokenizer of model.name"
+_LEARNS_FROM = "learning from"
+_TOKENIZER = "tokenizer of model.name"
 """Facts that are not settings."""
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 16
 _VOLATILE = ("transformers_version", "_name_or_path")
 """Entries of `config.json` that say nothing about the model."""
 _PROMPTS = (
-    *(
-        "hub_config",
-        "train_split",
-        "num_samples",
-        "prompt_field",
-        "answer_field",
-        "messages_field",
-        "map",
-    ),
-    *("levels", "subjects", "curriculum"),
+    "hub_config",
+    "train_split",
+    "num_samples",
+    "prompt_field",
+    "answer_field",
+    "messages_field",
+    "map",
+    "levels",
+    "subjects",
+    "curriculum",
 )
 """Settings that determine the prompts and their order, in which a run has a position."""
 _PROBE = "Compute 12.5 + 30 = ?\n\n\tdef f(x): return x**2  # naïve café — 東京 🙂"
@@ -47,7 +50,8 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
     """Returns the settings that all attempts of this run must share. Raises ConfigError for an
     unreadable model.
     """
-    algorithm, model = config.algorithm, config.model
+    algorithm = config.algorithm
+    model = config.model
     plain: dict[str, object] = {
         "seed": config.seed,
         "sampling.group_size": config.sampling.group_size,
@@ -55,7 +59,7 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
         "replay.reuse_ratio": config.replay.reuse_ratio,
         "lora.rank": config.lora.rank,
     }
-    models = {}
+    models: dict[str, str] = {}
     if algorithm.needs_critic:
         plain["critic.location"] = config.critic.location
         models["critic.model"] = config.critic.model
@@ -64,25 +68,30 @@ def identity(config: Config, learns_from: LearnsFrom = "rewards") -> Facts:
         plain["algorithm.reference_refresh"] = "on" if algorithm.reference_refresh else "0"
     if algorithm.kl_target is not None:
         plain["algorithm.kl_coef"] = algorithm.kl_coef  # it has been adapted since
-    plain |= {f"data.{name}": getattr(config.data, name) for name in _PROMPTS}
+    for name in _PROMPTS:
+        plain[f"data.{name}"] = getattr(config.data, name)
     plain[_LEARNS_FROM] = learns_from
+
+    # The advantage may change, but not whether there is a critic; likewise the teacher.
+    critic = "critic" if algorithm.needs_critic else "no critic"
+    teacher = "a teacher" if config.teacher.url else "no teacher"
     facts = {name: [str(value), str(value)] for name, value in plain.items()}
-    facts["algorithm.advantage"] = [
-        algorithm.advantage,
-        "critic" if algorithm.needs_critic else "no critic",
-    ]
-    facts["teacher.url"] = [config.teacher.url, "a teacher" if config.teacher.url else "no teacher"]
+    facts["algorithm.advantage"] = [algorithm.advantage, critic]
+    facts["teacher.url"] = [config.teacher.url, teacher]
     facts["data.source"] = [config.data.source, _data(config.data.source)]
     facts[_TOKENIZER] = [model.name, _tokenizer(model)]
     facts["model.name"] = _model(model.name)
-    return facts | {name: _model(other) if other else ["", ""] for name, other in models.items()}
+    for name, other in models.items():
+        facts[name] = _model(other) if other else ["", ""]
+    return facts
 
 
 def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
     """Raises ConfigError when the checkpoint belongs to another run."""
     for name in sorted(before.keys() & now.keys(), key=list(now).index):
-        (was, content), (is_now, same) = before[name], now[name]
-        if content != same:
+        was, content_before = before[name]
+        is_now, content_now = now[name]
+        if content_before != content_now:
             raise _differs(name, was, is_now, checkpoint)
         if was != is_now:
             log.warning("%s was %s and is %s now; the checkpoint fits both", name, was, is_now)
@@ -90,30 +99,32 @@ def check_same(before: Facts, now: Facts, checkpoint: Path) -> None:
 
 def _differs(name: str, was: str, is_now: str, checkpoint: Path) -> ConfigError:
     if name == _LEARNS_FROM:
-        maker, directory = (
-            "rlhf-sft" if was == "answers" else "the trainer",
-            str(checkpoint.parent.parent),
-        )
+        maker = "rlhf-sft" if was == "answers" else "the trainer"
+        directory = str(checkpoint.parent.parent)
         message = f"the checkpoint {checkpoint} was made by {maker}"
         return ConfigError(
             message, field="trainer.run_dir", value=directory, remedy="name another run directory"
         )
-    message = f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, this run has {is_now or 'none'}"
-    remedy, field = f"set it to {was or 'nothing'} again", name
+    message = (
+        f"the checkpoint {checkpoint} belongs to a run with {name} {was or 'unset'}, "
+        f"this run has {is_now or 'none'}"
+    )
+    remedy = f"set it to {was or 'nothing'} again"
+    field = name
     if name == _TOKENIZER:
-        name, field = f"the {name} with its chat template", "model.name"
+        name = f"the {name} with its chat template"
+        field = "model.name"
     if was == is_now:
-        message, remedy = (
-            f"the content of {name} ({was}) has changed since {checkpoint}",
-            "restore it",
-        )
+        message = f"the content of {name} ({was}) has changed since {checkpoint}"
+        remedy = "restore it"
     remedy += ", or start over: another run directory, or trainer.resume false"
     return ConfigError(message, field=field, value=is_now, remedy=remedy)
 
 
 def _model(name: str) -> list[str]:
     """Identifies a model: a directory by its content, a hub model by its name and configuration."""
-    digest, directory = hashlib.sha256(), Path(name)
+    digest = hashlib.sha256()
+    directory = Path(name)
     shown = name
     try:
         if not directory.is_dir():
@@ -123,9 +134,8 @@ def _model(name: str) -> list[str]:
         content = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise cannot_load("model", name, error) from None
-    digest.update(
-        json.dumps({key: content[key] for key in sorted(content) if key not in _VOLATILE}).encode()
-    )
+    identifying = {key: content[key] for key in sorted(content) if key not in _VOLATILE}
+    digest.update(json.dumps(identifying).encode())
     if shown == name:
         for file in sorted(directory.glob("*.safetensors")):
             for part in _samples(file):

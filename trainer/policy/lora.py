@@ -40,7 +40,9 @@ from trainer.policy.scorer import (
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Prefix of every name in PEFT's files."""
-_A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
+_A = ".lora_A.default.weight"
+_B = ".lora_B.default.weight"
+_BASE = ".base_layer."
 
 
 class NewAdapter(AddedModules):
@@ -49,15 +51,15 @@ class NewAdapter(AddedModules):
     """
 
     def __init__(self, config: Config, frozen: torch.dtype) -> None:
-        self._config, self._frozen = config, frozen
+        self._config = config
+        self._frozen = frozen
 
     def change(self, model: Any) -> None:
         """Inserts PEFT's layers. Raises ConfigError for `lora.target_modules` that the model
         lacks.
         """
-        for (
-            parameter
-        ) in model.parameters():  # not model.to: its buffers (rotary frequencies) must stay float32
+        # Not `model.to`: its buffers (rotary frequencies) must stay float32.
+        for parameter in model.parameters():
             parameter.data = parameter.data.to(self._frozen)
         model.add_adapter(_peft_config(self._config, model))
         for parameter in model.parameters():
@@ -76,12 +78,10 @@ class NewAdapter(AddedModules):
             return torch.zeros(tuple(shape))
         if not name.endswith(_A):
             return None
-        generator = torch.Generator().manual_seed(
-            zlib.crc32(f"{self._config.seed} {name}".encode())
-        )
-        return torch.empty(tuple(shape)).uniform_(
-            -(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator
-        )
+        seed = zlib.crc32(f"{self._config.seed} {name}".encode())
+        generator = torch.Generator().manual_seed(seed)
+        bound = shape[1] ** -0.5
+        return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
 
 
 def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> Scorer:
@@ -94,18 +94,13 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
     """
     saved = b""
     if directory is not None:
-        saved = ranks.broadcast(
-            (directory / ADAPTER_CONFIG).read_bytes()
-            if ranks.is_rank_zero and is_adapter(directory)
-            else b""
-        )
+        if ranks.is_rank_zero and is_adapter(directory):
+            saved = (directory / ADAPTER_CONFIG).read_bytes()
+        saved = ranks.broadcast(saved)
         if bool(saved) != (config.lora.rank > 0):
-            raise _other_run(
-                directory,
-                f"the checkpoint is {'an adapter' if saved else 'a whole model'}",
-                "lora.rank",
-                config,
-            )
+            kind = "an adapter" if saved else "a whole model"
+            raise _other_run(directory, f"the checkpoint is {kind}", "lora.rank", config=config)
+
     if config.lora.rank == 0:
         scorer = load_scorer(
             config.model, ranks, config.trainer, directory, max_tokens=config.rollout.context_bound
@@ -113,7 +108,8 @@ def load_policy(config: Config, ranks: Ranks, directory: Path | None = None) -> 
         _check_published(scorer.model, named_tensors(scorer.model), config, ranks)
         return scorer
     frozen = torch.bfloat16 if computes_in_bfloat16(config.model, ranks) else torch.float32
-    added, max_tokens = NewAdapter(config, frozen), config.rollout.context_bound
+    added = NewAdapter(config, frozen)
+    max_tokens = config.rollout.context_bound
     scorer = load_scorer(config.model, ranks, config.trainer, added=added, max_tokens=max_tokens)
     if not config.lora.publishes_adapter:
         _check_published(scorer.model, base_tensors(named_tensors(scorer.model)), config, ranks)
@@ -134,26 +130,34 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         problem = "tensors that are not quantised"
     elif ranks.is_rank_zero:
         problem = not_in_files(model, own, config.model.name) or ""
-    if problem := ranks.broadcast(problem.encode()).decode():
+    problem = ranks.broadcast(problem.encode()).decode()
+    if problem:
         raise ConfigError(
-            f"the model's files do not match the tensors that the trainer would publish to the engines: {problem}",
+            "the model's files do not match the tensors that the trainer would publish "
+            f"to the engines: {problem}",
             field="model.name",
             value=config.model.name,
-            remedy="use a complete, unquantised model in its publisher's format, with its language-model head",
+            remedy="use a complete, unquantised model in its publisher's format, "
+            "with its language-model head",
         )
 
 
 def _peft_config(config: Config, model: Any) -> Any:
     from peft import LoraConfig
 
-    lora, local, decoder = config.lora, Path(config.model.name), model.get_decoder()
+    lora = config.lora
+    local = Path(config.model.name)
+    decoder = model.get_decoder()
     linear = {
-        name.rpartition(".")[2] for name, m in decoder.named_modules() if isinstance(m, nn.Linear)
+        name.rpartition(".")[2]
+        for name, module in decoder.named_modules()
+        if isinstance(module, nn.Linear)
     }
     inside = next(name for name, module in model.named_modules() if module is decoder)
-    if strangers := sorted(set(lora.target_modules) - linear):
+    unknown = sorted(set(lora.target_modules) - linear)
+    if unknown:
         raise ConfigError(
-            f"the model has no linear layer {strangers[0]}",
+            f"the model has no linear layer {unknown[0]}",
             field="lora.target_modules",
             value=lora.target_modules,
             remedy=f"use some of {', '.join(sorted(linear))}, or leave the setting empty for all",
@@ -166,9 +170,8 @@ def _peft_config(config: Config, model: Any) -> Any:
         # A vision tower's layers have the same numbers: SGLang would mistake them for the
         # decoder's.
         exclude_modules=rf"(?!{re.escape(inside)}\.).*" if "." in inside else None,
-        base_model_name_or_path=str(local.resolve())
-        if local.is_dir()
-        else config.model.name,  # from any working directory
+        # Absolute, to be found from any working directory.
+        base_model_name_or_path=str(local.resolve()) if local.is_dir() else config.model.name,
         task_type="CAUSAL_LM",
     )
 
@@ -182,9 +185,8 @@ def _check_adapter(saved: dict[str, Any], model: Any, directory: Path, config: C
         settings["target_modules"] = "lora.target_modules"
         differing.append("target_modules")
     for name in differing:
-        raise _other_run(
-            directory, f"the checkpoint's {name} is {saved[name]}", settings[name], config
-        )
+        message = f"the checkpoint's {name} is {saved[name]}"
+        raise _other_run(directory, message, settings[name], config=config)
 
 
 def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
@@ -192,23 +194,25 @@ def _load_adapter(model: Any, directory: Path, ranks: Ranks) -> None:
     cannot be read.
     """
     targets = dict(adapter_tensors(named_tensors(model).items()))
-    problem, reader = b"", None
+    problem = b""
+    reader = None
     if ranks.is_rank_zero:
         try:
             tensors = load_file(directory / ADAPTER_WEIGHTS)
-            if {name: tensor.shape for name, tensor in tensors.items()} != {
-                name: t.shape for name, t in targets.items()
-            }:
+            shapes = {name: tensor.shape for name, tensor in tensors.items()}
+            if shapes != {name: target.shape for name, target in targets.items()}:
                 raise ValueError("its tensors do not match this run's adapter")
             reader = MemoryReader(tensors)
         except (OSError, ValueError, SafetensorError) as error:
             problem = f"{type(error).__name__} {error}".encode()
-    if problem := ranks.broadcast(problem):
+    problem = ranks.broadcast(problem)
+    if problem:
         raise ConfigError(
             f"the checkpoint's adapter cannot be loaded: {problem.decode()}".splitlines()[0],
             field="trainer.run_dir",
             value=str(directory / ADAPTER_WEIGHTS),
-            remedy="remove that checkpoint to continue from the one before it, or start with --trainer.resume false",
+            remedy="remove that checkpoint to continue from the one before it, "
+            "or start with --trainer.resume false",
         )
     fill(targets, reader, ranks, everywhere=ranks.world_size == 1)
 
@@ -238,24 +242,25 @@ def merged_tensors(
 
     In the state W comes before its A, and A before its B, so at most one W is held at a time.
     """
-    base: tuple[str, Tensor] | None = None
-    low: Tensor | None = None
+    base_name = ""
+    base: Tensor | None = None
+    lora_a: Tensor | None = None
     for name, tensor in named:
         if name.endswith(_BASE + "weight"):
-            base = name.replace(_BASE, "."), tensor
+            base_name = name.replace(_BASE, ".")
+            base = tensor
         elif name.endswith(_A):
-            low = tensor
+            lora_a = tensor
         elif name.endswith(_B):
             assert base is not None, f"no matrix before {name}"
-            assert low is not None, f"no lora_A before {name}"
-            yield (
-                base[0],
-                (base[1].float() + scale * (tensor.float() @ low.float())).to(base[1].dtype),
-            )
-            base = low = None
+            assert lora_a is not None, f"no lora_A before {name}"
+            update = scale * (tensor.float() @ lora_a.float())
+            yield base_name, (base.float() + update).to(base.dtype)
+            base = None
+            lora_a = None
         else:
             yield name.replace(_BASE, "."), tensor
-    assert base is None, f"{base[0]} has no adapter in the state"
+    assert base is None, f"{base_name} has no adapter in the state"
 
 
 def base_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -293,15 +298,15 @@ class BaseScorer(Scorer):
 
     def __init__(self, policy: Scorer) -> None:
         nn.Module.__init__(self)
-        self.layout, self.model = policy.layout, policy.model
+        self.layout = policy.layout
+        self.model = policy.model
         self._policy = [policy]  # in a list, so that it does not become a submodule
 
     def forward(self, *arguments: Any, **options: Any) -> TokenScores:
         """See `Scorer`."""
         with _without_adapter(self.model):
-            scores: TokenScores = self._policy[0](
-                *arguments, **options
-            )  # not `.forward`: a sharded model has hooks
+            # Not `.forward`: a sharded model has hooks.
+            scores: TokenScores = self._policy[0](*arguments, **options)
         return scores
 
 

@@ -17,12 +17,14 @@ from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
 from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
+from learning.parking import Resident
 from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
 from learning.sharding import full, named_tensors
 from trainer.algorithms.batch import Batch, MicroBatch
 from trainer.algorithms.losses import (
+    TokenTerms,
     adapted_kl_coef,
     kl_divergence,
     policy_loss,
@@ -39,10 +41,9 @@ from trainer.policy.lora import (
     load_policy,
     merged_tensors,
 )
-from trainer.policy.reference import score_batch, score_tokens
-from trainer.policy.scorer import computes_in_bfloat16
+from trainer.policy.scorer import TokenScores, computes_in_bfloat16
+from trainer.policy.scoring import score_batch, score_tokens
 from trainer.policy.update_metrics import Sums, UpdateMetrics
-from trainer.weights.turns import Resident
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:
@@ -55,9 +56,11 @@ def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) 
     warmup = settings.warmup_steps
     if step < warmup or settings.lr_schedule == "constant" or total_steps is None:
         return settings.learning_rate * min(1.0, (step + 1) / max(1, warmup))
-    done = (step - warmup) / max(1, total_steps - warmup)
-    left = 1 - done if settings.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return settings.learning_rate * left
+
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    if settings.lr_schedule == "linear":
+        return settings.learning_rate * (1 - progress)
+    return settings.learning_rate * (0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @dataclass(frozen=True)
@@ -78,25 +81,34 @@ class Policy:
     """
 
     def __init__(self, config: Config, ranks: Ranks, directory: Path | None = None) -> None:
-        self.config, self.ranks, self.step = config, ranks, 0
+        self.config = config
+        self.ranks = ranks
+        self.step = 0
         self.total_steps: int | None = None
         """Total steps of the run; a decaying learning rate schedule needs them."""
         self.kl_coef = config.algorithm.kl_coef
         """Adapted after every update when `algorithm.kl_target` is set."""
-        settings = config.trainer
         self._own_old = config.algorithm.own_old_logprobs(computes_in_bfloat16(config.model, ranks))
+        """Whether the ratio refers to the trainer's own log-probabilities, not the engine's."""
+
+        settings = config.trainer
         if settings.offload_optimizer and not ranks.sharded:
             raise ConfigError(
                 "only sharded models can be offloaded",
                 field="trainer.offload_optimizer",
                 value=True,
-                remedy="leave trainer.shard_size unset, or set this to false: one process on a CPU has nothing to offload",
+                remedy="leave trainer.shard_size unset, or set this to false: "
+                "one process on a CPU has nothing to offload",
             )
+
         self.scorer = load_policy(config, ranks, directory)
         self.model = self.scorer.model
         self.model.train()
         self.optimizer = Optimizer(
-            self.model, settings.adam_betas, settings.weight_decay, settings.max_grad_norm
+            self.model,
+            settings.adam_betas,
+            settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
         )
 
     @classmethod
@@ -115,15 +127,17 @@ class Policy:
         path = ranks.broadcast_path(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
             return cls(config, ranks), None, None
-        state = checkpoint.load_state(
-            ranks.broadcast(checkpoint.read_state(path) if ranks.is_rank_zero else b""), path
-        )
+
+        content = checkpoint.read_state(path) if ranks.is_rank_zero else b""
+        state = checkpoint.load_state(ranks.broadcast(content), path)
         if ranks.is_rank_zero:  # others may lack the files of the data set
             check_same(state.identity, identity(config, learns_from), path)
-        if changed := ranks.broadcast(
-            checkpoint.changed_file(path).encode() if ranks.is_rank_zero else b""
-        ).decode():
+
+        changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
+        changed = ranks.broadcast(changed.encode()).decode()
+        if changed:
             raise checkpoint.has_changed(changed, path)
+
         policy = cls(config, ranks, path)
         try:
             load_optimizer(policy.optimizer, path, ranks)
@@ -131,6 +145,7 @@ class Policy:
             raise
         except Exception as error:  # damage can lead to any error
             raise checkpoint.cannot_resume(error, path) from None
+
         policy.step = state.step
         if config.algorithm.kl_target is not None:  # it was adapted; otherwise the setting counts
             policy.kl_coef = state.kl_coef
@@ -140,9 +155,8 @@ class Policy:
         """Returns the policy's part of a checkpoint, by folder. A collective; see
         `Snapshot.take`.
         """
-        contents = (
-            adapter_contents(self.model) if self.config.lora.rank else Contents.of(self.model)
-        )
+        has_adapter = self.config.lora.rank > 0
+        contents = adapter_contents(self.model) if has_adapter else Contents.of(self.model)
         return {".": Snapshot.take(contents, self.optimizer, self.ranks, alone)}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -153,33 +167,32 @@ class Policy:
         merged. Of tied tensors only the first is yielded, as in hub files. A tensor is valid until
         the next update.
         """
-        low, lora = computes_in_bfloat16(self.config.model, self.ranks), self.config.lora
+        lora = self.config.lora
+        in_bfloat16 = computes_in_bfloat16(self.config.model, self.ranks)
         tensors = named_tensors(self.model)
 
-        def sent(tensor: Tensor) -> Tensor:
-            kind = torch.bfloat16 if low and tensor.is_floating_point() else tensor.dtype
-            return tensor.detach().to(self.ranks.device, kind)
+        def published(tensor: Tensor) -> Tensor:
+            reduced = in_bfloat16 and tensor.is_floating_point()
+            dtype = torch.bfloat16 if reduced else tensor.dtype
+            return tensor.detach().to(self.ranks.device, dtype)
 
         if lora.publishes_adapter:
-            yield from (
-                (name, full(sent(tensor))) for name, tensor in adapter_tensors(tensors.items())
-            )
-        elif lora.rank:
-            whole = (
-                (name, full(tensor.detach().to(self.ranks.device)))
-                for name, tensor in tensors.items()
-            )
-            merged = (
-                (name, sent(tensor))
-                for name, tensor in merged_tensors(whole, lora.alpha / lora.rank)
-            )
-            yield from to_hub(self.model, merged, base_tensors(tensors))
-        else:
-            yield from to_hub(
-                self.model,
-                ((name, full(sent(tensor))) for name, tensor in tensors.items()),
-                tensors,
-            )
+            for name, tensor in adapter_tensors(tensors.items()):
+                yield name, full(published(tensor))
+            return
+
+        if not lora.rank:
+            whole = ((name, full(published(tensor))) for name, tensor in tensors.items())
+            yield from to_hub(self.model, whole, tensors)
+            return
+
+        # W + scale × B A is computed in the precision of the master weights, and rounded once.
+        exact = (
+            (name, full(tensor.detach().to(self.ranks.device))) for name, tensor in tensors.items()
+        )
+        merged = merged_tensors(exact, lora.alpha / lora.rank)
+        rounded = ((name, published(tensor)) for name, tensor in merged)
+        yield from to_hub(self.model, rounded, base_tensors(tensors))
 
     def resident(self) -> Resident:
         """Returns the models and optimizers on the GPU during an update."""
@@ -195,15 +208,18 @@ class Policy:
         algorithm needs none.
         """
         algorithm = self.config.algorithm
-        decoupled = self._own_old and algorithm.updates_per_batch > 1
-        in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
-        taught = batch.teacher_logprobs is not None and not all(row.current for row in batch.rows)
-        if not (decoupled or in_reward or taught or any(not row.corrected for row in batch.rows)):
+        for_ratio = self._own_old and algorithm.updates_per_batch > 1
+        for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
+        off_policy = not all(row.current for row in batch.rows)
+        for_teacher = batch.teacher_logprobs is not None and off_policy
+        for_reuse = not all(row.corrected for row in batch.rows)
+        if not (for_ratio or for_reward or for_teacher or for_reuse):
             return None
+
         self.model.eval()  # dropout is only for updates
-        found = score_batch(self.scorer, batch, self.config, self.ranks)
+        logprobs = score_batch(self.scorer, batch, self.config, self.ranks)
         self.model.train()
-        return found
+        return logprobs
 
     def update(self, batch: Batch) -> PolicyUpdate:
         """Makes `algorithm.update_epochs` × `algorithm.mini_batches` optimiser updates;
@@ -212,52 +228,54 @@ class Policy:
         An update whose gradient is not finite is skipped and counted. Raises NonFiniteGradients
         after more than `MAX_SKIPPED_UPDATES` of them in a row.
         """
-        algorithm, sums = self.config.algorithm, Sums(self.ranks.device)
+        algorithm = self.config.algorithm
+        sums = Sums(self.ranks.device)
         counting = np.array([i for i, row in enumerate(batch.rows) if row.counts], np.int64)
         rate = learning_rate(self.step, self.total_steps, self.config.trainer)
         norms: list[float] = []
         logprobs: list[Float32 | None] | None = None
         stopped = False
+
         for epoch in range(algorithm.update_epochs):
-            for part in mini_batches(
-                len(counting), algorithm.mini_batches, self.seed * 1_000 + epoch
-            ):
+            seed = self.seed * 1_000 + epoch
+            for part in mini_batches(len(counting), algorithm.mini_batches, seed):
                 mini, scored = self._accumulate(batch, counting[part], first=not norms)
                 logprobs = logprobs or scored
                 sums.values += mini.values
-                if (
-                    stopped := algorithm.early_stop_kl is not None
+                stopped = (
+                    algorithm.early_stop_kl is not None
                     and mini.mean("kl_old") > algorithm.early_stop_kl
-                ):
+                )
+                if stopped:
                     break
                 norms.append(self.optimizer.step(rate))
             if stopped:
                 break
+
         skipped = sum(not math.isfinite(norm) for norm in norms)
-        metrics = sums.metrics(norms, rate, self.kl_coef, skipped, stopped)
+        metrics = sums.metrics(norms, rate, self.kl_coef, skipped=skipped, stopped=stopped)
         self._advance(metrics, len(batch.rows))
-        broken: dict[str, Any] = {
-            name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
-        }
-        return PolicyUpdate(replace(metrics, **broken) if skipped else metrics, logprobs)
+        if skipped:
+            broken: dict[str, Any] = {
+                name: 0.0 for name, value in asdict(metrics).items() if not math.isfinite(value)
+            }
+            metrics = replace(metrics, **broken)
+        return PolicyUpdate(metrics, logprobs)
 
     def skip_update(self, batch: Batch) -> PolicyUpdate:
         """Counts a step without an update (critic warm-up)."""
-        metrics = Sums().metrics([], 0.0, self.kl_coef, 0, False)
+        metrics = Sums().metrics([], 0.0, self.kl_coef, skipped=0, stopped=False)
         self._advance(metrics, len(batch.rows))
         return PolicyUpdate(metrics)
 
     def _advance(self, metrics: UpdateMetrics, completions: int) -> None:
         """Counts the step and adapts the KL coefficient."""
         self.step += 1
-        algorithm = self.config.algorithm
-        if (
-            algorithm.kl_target is not None
-            and metrics.trained_tokens
-            and math.isfinite(metrics.kl_reference)
-        ):
+        target = self.config.algorithm.kl_target
+        measured = metrics.trained_tokens > 0 and math.isfinite(metrics.kl_reference)
+        if target is not None and measured:
             self.kl_coef = adapted_kl_coef(
-                self.kl_coef, metrics.kl_reference, algorithm.kl_target, completions
+                self.kl_coef, metrics.kl_reference, target, completions=completions
             )
 
     def _accumulate(
@@ -266,89 +284,135 @@ class Policy:
         """Computes the gradient of the loss over the rows `counting` of all ranks.
 
         Returns the sums over their tokens and, for the log, the log-probabilities before the
-        `first` update. A row whose
-        advantages are 0 has no policy gradient: without a KL term or an entropy bonus it skips the
-        forward pass, but counts in the normalisers, so the result is the same.
+        `first` update. A row whose advantages are 0 has no policy gradient: without a KL term or an
+        entropy bonus it skips the forward pass, but counts in the normalisers, so the result is the
+        same.
         """
-        algorithm, settings, sums = (
-            self.config.algorithm,
-            self.config.trainer,
-            Sums(self.ranks.device),
-        )
-        self.optimizer.zero_grad()
-        total_tokens = sum(len(batch.rows[i].targets) for i in counting.tolist())
-        every = (algorithm.kl_coef > 0 and algorithm.kl_in == "loss") or algorithm.entropy_coef > 0
-        assert batch.advantages is not None
-        trained = np.array(
-            [i for i in counting.tolist() if every or batch.advantages[i].any()], np.int64
-        )
+        algorithm = self.config.algorithm
+        settings = self.config.trainer
         layout = self.scorer.layout
-        sizes, tokens, rows = (
-            batch.sizes(layout.shared),
-            settings.micro_batch_tokens,
-            settings.micro_batch_size,
-        )
+        sums = Sums(self.ranks.device)
+        self.optimizer.zero_grad()
+
+        kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        trains_all_rows = kl_in_loss or algorithm.entropy_coef > 0
+        assert batch.advantages is not None
+        trained = counting
+        if not trains_all_rows:
+            has_gradient = [bool(batch.advantages[i].any()) for i in counting.tolist()]
+            trained = counting[np.array(has_gradient, bool)]
+
+        total_tokens = sum(len(batch.rows[i].targets) for i in counting.tolist())
         scored: list[tuple[Indices, Tensor]] = []
-        for indices, counts in passes(self.scorer, self.ranks, sizes, trained, tokens, rows):
-            micro = MicroBatch.of(batch, indices, layout, self.ranks.device)
+        for indices, counts in passes(
+            self.scorer,
+            self.ranks,
+            batch.sizes(layout.shared),
+            rows=trained,
+            max_tokens=settings.micro_batch_tokens,
+            max_rows=settings.micro_batch_size,
+        ):
+            micro = MicroBatch.of(batch, indices, layout, device=self.ranks.device)
             if counts:
-                scored.append(
-                    (indices, self._backward(micro, total_tokens, len(counting), sums, first))
+                logprobs = self._backward(
+                    micro,
+                    total_tokens=total_tokens,
+                    total_rows=len(counting),
+                    sums=sums,
+                    first=first,
                 )
-            else:
-                scores = score_tokens(
-                    self.scorer,
-                    micro.tokens,
-                    micro.targets,
-                    self.config,
-                    self.ranks,
-                    support=micro.support,
-                )
-                (scores.logprobs.sum() * 0).backward()
+                scored.append((indices, logprobs))
+            else:  # the other ranks have one more pass: take part in its collective calls
+                (self._score(micro).logprobs.sum() * 0).backward()
         self.ranks.sum_gradients(self.model)
         self.ranks.sum(sums.values)
-        if not (first and settings.keep_groups_mb and batch.old_logprobs is None):
+
+        logs_logprobs = first and settings.keep_groups_mb > 0 and batch.old_logprobs is None
+        if not logs_logprobs:
             return sums, None
-        known, found = set(trained.tolist()), by_row(scored, batch.lengths, self.ranks)
-        return sums, [logprobs if i in known else None for i, logprobs in enumerate(found)]
+        known = set(trained.tolist())
+        by_rows = by_row(scored, batch.lengths, self.ranks)
+        return sums, [logprobs if i in known else None for i, logprobs in enumerate(by_rows)]
 
     def _backward(
-        self, micro: MicroBatch, total_tokens: int, total_rows: int, sums: Sums, first: bool
+        self,
+        micro: MicroBatch,
+        *,
+        total_tokens: int,
+        total_rows: int,
+        sums: Sums,
+        first: bool,
     ) -> Tensor:
-        """Adds a micro-batch to the gradient and to `sums`; returns [C] the log-probabilities of
-        its tokens.
+        """Adds a micro-batch to the gradient and to `sums`.
+
+        loss = Σ_t c_t · (w_t · policy loss_t + β · KL_t − entropy_coef · H_t), where c is the
+        coefficient of the aggregation, w the weight of corrections and masks, and β the KL
+        coefficient if the KL is in the loss.
+
+        Args:
+            micro: C tokens.
+            total_tokens, total_rows: of the mini-batch, on all ranks.
+            sums: for the metrics.
+            first: whether the policy has not been updated on this batch yet.
+
+        Returns: [C] the log-probabilities of its tokens in nats, without gradient.
         """
-        algorithm, rows, count = self.config.algorithm, micro.rows, micro.count
-        bonus = algorithm.entropy_coef > 0
-        options = (self.config, self.ranks, bonus, micro.support)
-        scores = score_tokens(self.scorer, micro.tokens, micro.targets, *options)
-        sampled, advantages = micro.rollout_logprobs, micro.advantages
-        scale = micro.weights * token_coefficients(
+        algorithm = self.config.algorithm
+        scores = self._score(micro, entropy_gradient=algorithm.entropy_coef > 0)
+
+        # The ratio refers to the policy before this batch (old), the correction to the policy that
+        # sampled (rollout). A second pass in bfloat16 would not give the first update a ratio of
+        # exactly 1, so that there old is this very pass.
+        if not self._own_old:
+            old_logprobs = micro.rollout_logprobs
+        elif first or micro.old_logprobs is None:
+            old_logprobs = scores.logprobs.detach()
+        else:
+            old_logprobs = micro.old_logprobs
+        tokens = TokenTerms(
+            logprobs=scores.logprobs,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+            advantages=micro.advantages,
+            row_of_token=micro.row_of_token,
+            row_count=micro.row_count,
+        )
+
+        policy = policy_loss(algorithm, tokens)
+        per_token = policy.loss * policy_weights(algorithm, tokens)
+        if micro.ref_logprobs is not None and algorithm.kl_in == "loss":
+            kl = kl_divergence(scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator)
+            per_token = per_token + self.kl_coef * kl
+        per_token = per_token - algorithm.entropy_coef * scores.entropy
+
+        coefficients = token_coefficients(
             algorithm.aggregation,
             micro.lengths,
-            total_tokens,
-            total_rows,
-            self.config.sampling.max_new_tokens,
+            total_tokens=total_tokens,
+            total_rows=total_rows,
+            max_new_tokens=self.config.sampling.max_new_tokens,
         )
-        old = sampled
-        if (
-            self._own_old
-        ):  # a second bfloat16 pass would not give the first update a ratio of exactly 1
-            old = (
-                scores.logprobs.detach()
-                if first or micro.old_logprobs is None
-                else micro.old_logprobs
-            )
-        given = (algorithm, scores.logprobs, old, sampled, advantages, rows, count)
-        policy = policy_loss(*given)
-        per_token = policy.loss * policy_weights(*given)
-        if micro.ref_logprobs is not None and algorithm.kl_in == "loss":
-            per_token = per_token + self.kl_coef * kl_divergence(
-                scores.logprobs, micro.ref_logprobs, algorithm.kl_estimator
-            )
-        per_token = per_token - algorithm.entropy_coef * scores.entropy
-        loss = (per_token * scale).sum()
+        loss = (per_token * (micro.weights * coefficients)).sum()
         loss.backward()
+
         with torch.no_grad():
-            sums.add(loss, policy, scores, old, micro, first)
+            sums.add(
+                micro,
+                scores,
+                policy,
+                loss=loss,
+                old_logprobs=old_logprobs,
+                first=first,
+            )
         return scores.logprobs.detach()
+
+    def _score(self, micro: MicroBatch, entropy_gradient: bool = False) -> TokenScores:
+        return score_tokens(
+            self.scorer,
+            micro.tokens,
+            micro.targets,
+            config=self.config,
+            ranks=self.ranks,
+            entropy_gradient=entropy_gradient,
+            support=micro.support,
+        )

@@ -41,11 +41,10 @@ def is_adapter(path: str | Path) -> bool:
 
 def _base_of(name: str) -> str:
     """Returns the base model of the adapter `name`; `name` itself when it is a model."""
-    return (
-        str(json.loads((Path(name) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
-        if is_adapter(name)
-        else name
-    )
+    if not is_adapter(name):
+        return name
+    config = json.loads((Path(name) / ADAPTER_CONFIG).read_text())
+    return str(config["base_model_name_or_path"])
 
 
 def load_model(config: ModelSection, path: str | Path | None = None) -> nn.Module:
@@ -100,7 +99,7 @@ def load_scorer(
         AutoModelForCausalLM,
         config.name,
         directory,
-        config.trust_remote_code,
+        trust_remote_code=config.trust_remote_code,
         configure=partial(fix_rotary_factors, max_tokens=max_tokens),
         added=added,
     )
@@ -113,21 +112,21 @@ def load_scorer(
         )
     if directory is None:
         check_model(config.name)
-    low = computes_in_bfloat16(config, ranks)
+    in_bfloat16 = computes_in_bfloat16(config, ranks)
     try:
         scorer = load(
             pretrained,
             partial(Scorer, packing=settings.packing, fp32_head=config.fp32_head),
             ranks,
-            settings,
-            low,
-            trained,
+            settings=settings,
+            low_precision=in_bfloat16,
+            trained=trained,
         )
     except (OSError, ValueError) as error:
         raise cannot_load("model", pretrained.source, error) from None
     assert isinstance(scorer, Scorer)
     rates = _checked(
-        scorer, ranks, settings, low_precision=low, trained=trained, max_tokens=max_tokens
+        scorer, ranks, settings, low_precision=in_bfloat16, trained=trained, max_tokens=max_tokens
     )
     scorer.dropout = _dropout_settings(scorer.model, rates)
     return scorer if trained else scorer.requires_grad_(False)
@@ -147,17 +146,21 @@ def _checked(
 
     A collective if the model is sharded. Raises ConfigError for a model that does not.
     """
+    casts = low_precision and not ranks.sharded  # FSDP2 does its own casting
 
     def score(tokens: Tensor, positions: Tensor | None) -> Tensor:
-        with torch.autocast(
-            ranks.device.type, torch.bfloat16, enabled=low_precision and not ranks.sharded
-        ):
+        with torch.autocast(ranks.device.type, torch.bfloat16, enabled=casts):
             return scorer.next_scores(tokens, positions)
 
     def check() -> set[float]:
         modes = (False, True) if trained else (False,)
         return check_alone(
-            scorer.model, score, ranks.device, max_tokens, low_precision=low_precision, modes=modes
+            scorer.model,
+            score,
+            ranks.device,
+            max_tokens=max_tokens,
+            low_precision=low_precision,
+            modes=modes,
         )
 
     try:
@@ -174,21 +177,15 @@ def _checked(
 
 def _dropout_settings(model: Any, rates: Collection[float]) -> list[str]:
     """Returns the model's settings of dropout with one of these rates, its adapter's among them."""
-    settings = model.config.get_text_config().to_dict()
-    names = [
-        name
-        for name in settings
-        if "drop" in name and not name.startswith(("summary_", "classifier_"))
-    ]
-    found = [
-        f"{name} {settings[name]}"
-        for name in names
-        if isinstance(settings[name], float) and settings[name] in rates
-    ]
-    adapters = getattr(model, "peft_config", {}).values()
-    return found + [
-        f"lora.dropout {each.lora_dropout}" for each in adapters if each.lora_dropout in rates
-    ]
+    found: list[str] = []
+    for name, value in model.config.get_text_config().to_dict().items():
+        of_decoder = "drop" in name and not name.startswith(("summary_", "classifier_"))
+        if of_decoder and isinstance(value, float) and value in rates:
+            found.append(f"{name} {value}")
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.lora_dropout in rates:
+            found.append(f"lora.dropout {adapter.lora_dropout}")
+    return found
 
 
 def load_tokenizer(config: ModelSection) -> Any:
@@ -230,7 +227,8 @@ def cannot_load(what: str, name: str | Path, error: Exception) -> ConfigError:
         f"the {what} cannot be loaded: {reason}",
         field="model.name",
         value=str(name),
-        remedy="name a model on the hub (with network access, and HF_TOKEN if it is gated) or a local model directory; "
+        remedy="name a model on the hub (with network access, and HF_TOKEN if it is gated) "
+        "or a local model directory; "
         "`python -m trainer.tiny_model DIRECTORY` makes the built-in one",
     )
 
@@ -255,7 +253,8 @@ def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> l
         listed = getattr(config, "eos_token_id", None)
         ids.update(listed if isinstance(listed, list) else [listed])
     vocabulary = model.get_input_embeddings().num_embeddings
-    if unknown := [token for token in further if token >= vocabulary]:
+    unknown = [token for token in further if token >= vocabulary]
+    if unknown:
         raise ConfigError(
             f"the model's vocabulary has {vocabulary} tokens",
             field="sampling.stop_token_ids",
@@ -268,7 +267,8 @@ def stop_token_ids(model: Any, tokenizer: Any, further: Sequence[int] = ()) -> l
             "the model has no end-of-sequence token",
             field="model.name",
             value=model.config.name_or_path,
-            remedy="list the tokens that end an answer in sampling.stop_token_ids, or give its tokenizer an eos_token",
+            remedy="list the tokens that end an answer in sampling.stop_token_ids, "
+            "or give its tokenizer an eos_token",
         )
     return sorted(ids)
 
@@ -326,9 +326,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             positions: [rows, T], consecutive in a row; None for 0 to T - 1.
         """
         ids = list(tokens.cpu().numpy())
-        rows: Layout | _PlacedRows = moved(
-            self.layout.of([row[:1] for row in ids], [row[1:] for row in ids]), tokens.device
-        )
+        laid_out = self.layout.of([row[:1] for row in ids], [row[1:] for row in ids])
+        rows: Layout | _PlacedRows = moved(laid_out, tokens.device)
         if positions is not None and isinstance(rows, Packed):
             rows.position_ids = positions[:, :-1].reshape(1, -1)
         elif positions is not None:
@@ -353,7 +352,8 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             support: the tokens that each target was sampled from; the distribution is restricted to
             them.
         """
-        hidden, head = rows.hidden(self.model.get_decoder()), self.model.get_output_embeddings()
+        hidden = rows.hidden(self.model.get_decoder())
+        head = self.model.get_output_embeddings()
         logprobs, entropy = token_scores(
             head,
             hidden,

@@ -76,38 +76,58 @@ class Sums:
 
     def add(
         self,
-        loss: Tensor,
-        policy: PolicyLoss,
-        scores: TokenScores,
-        old: Tensor,
         micro: MicroBatch,
+        scores: TokenScores,
+        policy: PolicyLoss,
+        *,
+        loss: Tensor,
+        old_logprobs: Tensor,
         first: bool,
     ) -> None:
-        """Adds the tokens of one micro-batch."""
-        ones, reference, behaviour, current = (
-            torch.ones_like(old),
-            micro.ref_logprobs,
-            micro.rollout_logprobs,
-            micro.current,
-        )
-        kl_old = kl_divergence(old, scores.logprobs, "k3")
-        kl_reference = (
-            torch.zeros_like(old)
-            if reference is None
-            else kl_divergence(scores.logprobs, reference, "k3")
-        )
-        columns = [ones, policy.clipped, policy.ratio, kl_old, kl_reference, scores.entropy]
+        """Adds the tokens of one micro-batch.
+
+        Args:
+            micro: C tokens.
+            scores: of these tokens, [C].
+            policy: their loss, ratio and clipping, [C].
+            loss: [] the micro-batch's part of the loss.
+            old_logprobs: [C] of the policy that the ratio refers to, in nats.
+            first: whether the policy has not been updated on this batch yet.
+        """
+        logprobs = scores.logprobs
+        behaviour = micro.rollout_logprobs
+        ones = torch.ones_like(logprobs)
+        kl_reference = torch.zeros_like(logprobs)
+        if micro.ref_logprobs is not None:
+            kl_reference = kl_divergence(logprobs, micro.ref_logprobs, "k3")
+
+        # In the order of `_ALL`, after the loss.
+        columns = [
+            ones,
+            policy.clipped,
+            policy.ratio,
+            kl_divergence(old_logprobs, logprobs, "k3"),
+            kl_reference,
+            scores.entropy,
+        ]
         if first:
-            weight, delta = (
-                probability_ratio(scores.logprobs, behaviour),
-                (scores.logprobs - behaviour).abs(),
-            )
-            kl_rollout = kl_divergence(behaviour, scores.logprobs, "k3")
-            columns += [ones, delta, current, delta * current, kl_rollout, weight, weight.square()]
+            weight = probability_ratio(logprobs, behaviour)
+            delta = (logprobs - behaviour).abs()
+            # In the order of `_BEFORE_UPDATES`.
+            columns += [
+                ones,
+                delta,
+                micro.current,
+                delta * micro.current,
+                kl_divergence(behaviour, logprobs, "k3"),
+                weight,
+                weight.square(),
+            ]
         sums = torch.stack([loss, *(column.sum() for column in columns)]).double()
         self.values[: len(sums)] += sums
 
     def mean(self, name: str, over: str = "tokens") -> float:
+        """Returns the sum `name` per `over`, a count; 0 where there is nothing to count."""
         return self[name] / max(1.0, self[over])
 
     def metrics(
@@ -115,14 +135,19 @@ class Sums:
         grad_norms: Sequence[float],
         learning_rate: float,
         kl_coef: float,
+        *,
         skipped: int,
         stopped: bool,
     ) -> UpdateMetrics:
-        """Returns the metrics of updates with these gradient norms; `stopped`: one more was not
-        applied.
+        """Returns the metrics of updates with these gradient norms.
+
+        `skipped` of them were not finite. If `stopped`, one more was computed and not applied.
         """
         self.values = self.values.cpu()
-        first, tokens, updates = self["first"], int(self["tokens"]), len(grad_norms)
+        first = self["first"]
+        tokens = int(self["tokens"])
+        updates = len(grad_norms)
+        sample_size = self["weight"] ** 2 / self["weight_square"] / first if first else 1.0
         return UpdateMetrics(
             loss=self["loss"] / max(1, updates + stopped),
             grad_norm=sum(grad_norms) / max(1, updates),
@@ -135,9 +160,7 @@ class Sums:
             kl_reference=self.mean("kl_reference"),
             kl_coef=kl_coef,
             entropy=self.mean("entropy"),
-            effective_sample_size=self["weight"] ** 2 / self["weight_square"] / first
-            if first
-            else 1.0,
+            effective_sample_size=sample_size,
             trained_tokens=tokens,
             updates=updates - skipped,
             skipped=skipped,

@@ -12,8 +12,8 @@ from learning.batching import Indices, Sizes, score_shared
 from learning.layout import Layout, moved
 from learning.passes import passes
 from trainer.policy.policy import Policy, learning_rate
-from trainer.policy.reference import score_tokens
 from trainer.policy.scorer import TokenScores
+from trainer.policy.scoring import score_tokens
 from trainer.sft.rows import TrainingSequence
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.algorithms.losses import (
     Aggregation,
+    TokenTerms,
     adapted_kl_coef,
     cispo,
     clipped_surrogate,
@@ -74,6 +75,18 @@ def test_a_huge_log_ratio_stays_finite() -> None:
 ROWS = torch.tensor([0, 0, 1, 1, 1])
 
 
+def terms(logprobs: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor) -> TokenTerms:
+    """Returns the tokens of two completions, of 2 and 3 tokens, with a ratio of 1."""
+    return TokenTerms(
+        logprobs=logprobs,
+        old_logprobs=logprobs,
+        rollout_logprobs=rollout,
+        advantages=advantages,
+        row_of_token=ROWS,
+        row_count=2,
+    )
+
+
 def test_sequence_ratio_hand_computed() -> None:
     """GSPO: exp of the mean log ratio. Row 0: (0.2 + 0.4) / 2 = 0.3; row 1: (0.3 − 0.3 + 0.6) / 3 =
     0.2."""
@@ -118,10 +131,12 @@ def test_cispo_hand_computed_and_its_clipped_tokens_keep_their_gradient() -> Non
     ],
 )
 def test_aggregation_hand_computed(aggregation: Aggregation, expected: float) -> None:
-    losses, lengths = torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([2, 2, 3, 3, 3])
-    assert (
-        losses * token_coefficients(aggregation, lengths, 5, 2, 10)
-    ).sum().item() == pytest.approx(expected)
+    losses = torch.tensor([1.0, 2, 3, 4, 5])
+    lengths = torch.tensor([2, 2, 3, 3, 3])
+    coefficients = token_coefficients(
+        aggregation, lengths, total_tokens=5, total_rows=2, max_new_tokens=10
+    )
+    assert (losses * coefficients).sum().item() == pytest.approx(expected)
 
 
 def test_importance_correction_hand_computed() -> None:
@@ -131,9 +146,8 @@ def test_importance_correction_hand_computed() -> None:
     def weights(
         mode: Literal["truncate", "mask"], level: Literal["token", "sequence"]
     ) -> list[float]:
-        found: list[float] = importance_correction(
-            proximal, behaviour, ROWS, 2, mode, level, cap=2.0
-        ).tolist()
+        tokens = terms(proximal, behaviour, torch.ones(5))
+        found: list[float] = importance_correction(tokens, mode=mode, level=level, cap=2.0).tolist()
         return found
 
     assert weights("truncate", "token") == pytest.approx([2.0, 0.5, 1.5, 1.0, 0.25])
@@ -146,20 +160,9 @@ def test_off_policy_mask_drops_bad_completions_that_moved_away() -> None:
     behaviour = torch.zeros(5)
     logprobs = torch.tensor([-0.4, -0.6, -0.4, -0.6, -0.5])  # both rows moved by 0.5 on average
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0])
-    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.4).tolist() == [
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
-    assert off_policy_mask(logprobs, behaviour, advantages, ROWS, 2, 0.6).tolist() == [
-        1,
-        1,
-        1,
-        1,
-        1,
-    ]
+    tokens = terms(logprobs, behaviour, advantages)
+    assert off_policy_mask(tokens, 0.4).tolist() == [1, 1, 0, 0, 0]
+    assert off_policy_mask(tokens, 0.6).tolist() == [1, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

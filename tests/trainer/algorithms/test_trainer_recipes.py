@@ -22,6 +22,7 @@ from tests.support.groups import (
 from trainer.algorithms.advantages import length_penalty, mean_normalised, reward_normalised
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.algorithms.losses import (
+    TokenTerms,
     divergence_masked,
     geometric_mask,
     importance_correction,
@@ -35,6 +36,26 @@ from trainer.policy.policy import Policy
 
 def logs(*values: float) -> torch.Tensor:
     return torch.tensor(values).log()
+
+
+def terms(
+    logprobs: torch.Tensor,
+    *,
+    old: torch.Tensor | None = None,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> TokenTerms:
+    """Returns tokens, by default of one completion with advantage 1 and a ratio of 1."""
+    row_of_token = torch.zeros(len(logprobs), dtype=torch.long) if rows is None else rows
+    return TokenTerms(
+        logprobs=logprobs,
+        old_logprobs=logprobs if old is None else old,
+        rollout_logprobs=rollout,
+        advantages=torch.ones(len(logprobs)) if advantages is None else advantages,
+        row_of_token=row_of_token,
+        row_count=int(row_of_token.max()) + 1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +78,14 @@ def test_dppo_masks_by_the_probability_that_moved_in_the_direction_of_the_advant
     low, high = (0.3, 0.2) if old == 0.9 else (0.2, 0.2)
     logprobs = logs(new).requires_grad_()
     ratio = probability_ratio(logprobs, logs(old))
-    result = divergence_masked(ratio, logprobs, logs(old), torch.tensor([advantage]), low, high)
+    result = divergence_masked(
+        ratio,
+        logprobs=logprobs,
+        rollout_logprobs=logs(old),
+        advantages=torch.tensor([advantage]),
+        low=low,
+        high=high,
+    )
     assert result.loss.item() == pytest.approx(loss, abs=1e-6)
     assert result.clipped.item() == masked
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
@@ -72,15 +100,8 @@ def test_dppo_measures_from_the_policy_that_sampled_even_if_the_ratio_refers_to_
     """The first token moved by 0.25 from the policy that sampled it, the second by as much from the
     old one."""
     algorithm = with_algorithm(config, name="dppo", rollout_correction="truncate").algorithm
-    result = policy_loss(
-        algorithm,
-        logprobs=logs(0.5, 0.5),
-        old_logprobs=logs(0.45, 0.25),
-        rollout_logprobs=logs(0.25, 0.45),
-        advantages=torch.ones(2),
-        rows=torch.zeros(2, dtype=torch.long),
-        count=1,
-    )
+    tokens = terms(logs(0.5, 0.5), old=logs(0.45, 0.25), rollout=logs(0.25, 0.45))
+    result = policy_loss(algorithm, tokens)
     np.testing.assert_allclose(result.loss, [0.0, -0.5 / 0.25], rtol=1e-6)
     assert result.clipped.tolist() == [1.0, 0.0]
 
@@ -102,13 +123,10 @@ def test_sapo_hand_computed() -> None:
 
 def test_icepop_keeps_the_weight_between_its_bounds_and_drops_the_token_outside() -> None:
     weights = [0.1, 0.49, 0.51, 1.0, 4.9, 5.1]
-    found = importance_correction(
-        logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0, 0.5
-    )
+    tokens = terms(logs(*weights), rollout=torch.zeros(6), rows=torch.arange(6))
+    found = importance_correction(tokens, mode="mask", level="token", cap=5.0, floor=0.5)
     np.testing.assert_allclose(found, [0, 0, 0.51, 1.0, 4.9, 0], rtol=1e-6)
-    symmetric = importance_correction(
-        logs(*weights), torch.zeros(6), torch.arange(6), 6, "mask", "token", 5.0
-    )
+    symmetric = importance_correction(tokens, mode="mask", level="token", cap=5.0)
     np.testing.assert_allclose(
         symmetric, [0, 0.49, 0.51, 1.0, 4.9, 0], rtol=1e-6
     )  # the lower bound defaults to 1/5
@@ -119,16 +137,17 @@ def test_a_completion_is_rejected_by_the_geometric_mean_of_its_ratios() -> None:
     row, may be far off."""
     rows = torch.tensor([0] * 2 + [1] * 2 + [2] * 2 + [3] * 4000)
     ratios = torch.tensor([0.5, -0.5, 0.003, 0.001, -0.003, -0.001] + [0.0009] * 4000)
-    mask = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, 0.999, 1.001)
+    tokens = terms(ratios, rollout=torch.zeros_like(ratios), rows=rows)
+    mask = geometric_mask(tokens, 0.999, 1.001)
     assert [mask[rows == row].unique().tolist() for row in range(4)] == [[1.0], [0.0], [0.0], [1.0]]
-    one_sided = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, None, 1.001)
+    one_sided = geometric_mask(tokens, None, 1.001)
     assert [one_sided[rows == row].unique().tolist() for row in range(4)] == [
         [1.0],
         [0.0],
         [1.0],
         [1.0],
     ]
-    other = geometric_mask(ratios, torch.zeros_like(ratios), rows, 4, 0.999, None)
+    other = geometric_mask(tokens, 0.999, None)
     assert [other[rows == row].unique().tolist() for row in range(4)] == [
         [1.0],
         [1.0],
@@ -141,14 +160,12 @@ def test_masks_and_corrections_multiply(config: Config) -> None:
     settings = {"rollout_correction": "truncate", "geometric_high": 1.2, "off_policy_delta": 0.1}
     algorithm = with_algorithm(config, **settings).algorithm
     rows = torch.tensor([0, 0, 1, 2])
-    old, rollout = torch.tensor([0.1, 0.2, 0.9, -0.3]), torch.zeros(4)
-    found = policy_weights(
-        algorithm, old, old, rollout, torch.tensor([1.0, 1.0, 1.0, -1.0]), rows, 3
-    )
+    old = torch.tensor([0.1, 0.2, 0.9, -0.3])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0])
+    tokens = terms(old, rollout=torch.zeros(4), advantages=advantages, rows=rows)
+    found = policy_weights(algorithm, tokens)
     np.testing.assert_allclose(found, [math.exp(0.1), math.exp(0.2), 0, 0], rtol=1e-6)
-    plain = policy_weights(
-        with_algorithm(config).algorithm, old, old, rollout, torch.ones(4), rows, 3
-    )
+    plain = policy_weights(with_algorithm(config).algorithm, tokens)
     assert plain.tolist() == [1.0] * 4
 
 
@@ -170,13 +187,11 @@ def test_the_recipes_have_the_published_bounds() -> None:
 
 
 def test_each_policy_loss_is_chosen_by_its_name(config: Config) -> None:
-    logprobs, old, ones = logs(0.9), logs(0.3), torch.ones(1)
+    tokens = terms(logs(0.9), old=logs(0.3), rollout=logs(0.3))
     found = {}
     for name in ("clip", "cispo", "dppo", "sapo"):
         algorithm = with_algorithm(config, policy_loss=name).algorithm
-        found[name] = policy_loss(
-            algorithm, logprobs, old, old, ones, torch.zeros(1, dtype=torch.long), 1
-        ).loss.item()
+        found[name] = policy_loss(algorithm, tokens).loss.item()
     wanted = {
         "clip": -1.2,
         "cispo": -1.2 * math.log(0.9),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from trainer.algorithms.losses import policy_loss, token_coefficients
+from trainer.algorithms.losses import TokenTerms, policy_loss, token_coefficients
 from trainer.api.grpo import GRPOConfig
 
 LENGTHS = np.array([3, 7, 1, 5])
@@ -75,15 +75,15 @@ def test_a_loss_is_what_trl_defines(loss_type: str, seed: int) -> None:
     lengths = torch.from_numpy(LENGTHS)[rows]
     policy = torch.from_numpy(new[there])
     behaviour = torch.from_numpy(old[there])
-    per_token = policy_loss(
-        config.algorithm,
+    tokens = TokenTerms(
         logprobs=policy,
         old_logprobs=behaviour,
         rollout_logprobs=behaviour,
         advantages=torch.from_numpy(np.broadcast_to(advantages, mask.shape)[there]),
-        rows=rows,
-        count=len(mask),
-    ).loss
+        row_of_token=rows,
+        row_count=len(mask),
+    )
+    per_token = policy_loss(config.algorithm, tokens).loss
     coefficients = token_coefficients(
         config.algorithm.aggregation,
         lengths,

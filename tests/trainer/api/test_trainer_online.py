@@ -180,9 +180,9 @@ def test_per_device_train_batch_size_and_gradient_accumulation_steps(
     seen: list[int] = []
     backward = Policy._backward
 
-    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
-        seen.append(micro.count)
-        return backward(policy, micro, *more)
+    def counted(policy: Policy, micro: MicroBatch, **more: Any) -> torch.Tensor:
+        seen.append(micro.row_count)
+        return backward(policy, micro, **more)
 
     monkeypatch.setattr(Policy, "_backward", counted)
     result = run(

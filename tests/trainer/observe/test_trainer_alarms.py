@@ -10,7 +10,7 @@ from trainer.observe.alarms import alarms
 from trainer.policy.update_metrics import Sums
 
 WELL = replace(
-    Sums().metrics([0.1], 1e-6, 0.0, 0, False),
+    Sums().metrics([0.1], 1e-6, 0.0, skipped=0, stopped=False),
     delta_logprob_current=0.01,
     kl_rollout=5e-4,
     effective_sample_size=0.99,

@@ -138,9 +138,9 @@ def test_micro_batch_size_limits_the_completions(
     passes: list[int] = []
     backward = Policy._backward
 
-    def counted(policy: Policy, micro: MicroBatch, *more: Any) -> torch.Tensor:
-        passes.append(micro.count)
-        return backward(policy, micro, *more)
+    def counted(policy: Policy, micro: MicroBatch, **more: Any) -> torch.Tensor:
+        passes.append(micro.row_count)
+        return backward(policy, micro, **more)
 
     monkeypatch.setattr(Policy, "_backward", counted)
     batch = whole(groups, config)

@@ -30,8 +30,9 @@ from trainer.observe.run_dir import read_lines
 from trainer.policy.export import export
 from trainer.policy.lora import adapter_tensors, merged_tensors
 from trainer.policy.policy import Policy
-from trainer.policy.reference import Reference, score_batch
+from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer
+from trainer.policy.scoring import score_batch
 from trainer.weights.adapters import AdapterPublisher, static_files
 from trainer.weights.host_copy import HostCopy
 from trainer.weights.publisher import PublishFailed, Weights, write_version

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import trainer.policy.policy
-import trainer.policy.reference
+import trainer.policy.scoring
 from common.settings.config import Config, load
 from common.wire.schemas import Completion, Group
 from learning.head import make_float32_logits
@@ -71,7 +71,7 @@ def groups(policy_dir: Path) -> list[Group]:
 @pytest.fixture
 def low(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the trainer compute in bfloat16 on this CPU, as on a GPU."""
-    for module in (trainer.policy.policy, trainer.policy.reference):
+    for module in (trainer.policy.policy, trainer.policy.scoring):
         monkeypatch.setattr(module, "computes_in_bfloat16", lambda *_: True)
 
 
