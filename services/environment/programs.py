@@ -158,13 +158,13 @@ def _kill_marked(mark: bytes) -> None:
     if sys.platform != "linux":
         return
     for _ in range(_MAX_SCANS):  # a process may start another one meanwhile
-        found = False
+        killed_any = False
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
                 continue
             with contextlib.suppress(OSError):
                 if mark in (entry / "environ").read_bytes():  # empty for an ended process
                     os.kill(int(entry.name), signal.SIGKILL)
-                    found = True
-        if not found:
+                    killed_any = True
+        if not killed_any:
             return

@@ -141,10 +141,10 @@ class Template:
             return None
 
         places = {stop: whole.find(stop, mark) for stop in self._stop_tokens}
-        found = [(place, stop) for stop, place in places.items() if place >= 0]
-        if not found:
+        written = [(place, stop) for stop, place in places.items() if place >= 0]
+        if not written:
             return None
-        place, stop = min(found)
+        place, stop = min(written)
         return stop, whole[place + len(stop) :]
 
     def _verify(self) -> bool:
@@ -159,10 +159,10 @@ class Template:
         answer_start = asking[len(silent) :]
 
         answer = _stand_in(Message({"role": "assistant", "content": ""}))
-        first, second = (_user(text) for text in _NEW_TEXTS)
-        self._check(answer, [first], [], answer_start)
+        messages = [_user(text) for text in _NEW_TEXTS]
+        self._check(answer, messages[:1], [], answer_start)
         with suppress(InvalidInput):  # some templates allow no two of the user
-            self._check(answer, [first, second], [], answer_start)
+            self._check(answer, messages, [], answer_start)
 
         calling, results = _tool_exchange()
         try:

@@ -46,8 +46,8 @@ _BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUF
 _FORBIDDEN = (
     # keys, tracing, kernel interfaces with a history of holes
     "add_key keyctl request_key bpf perf_event_open io_uring_setup io_uring_enter "
-    "io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise pidfd_getfd kcmp "
-    "lookup_dcookie fanotify_init "
+    "io_uring_register userfaultfd ptrace process_vm_readv process_vm_writev process_madvise "
+    "pidfd_getfd kcmp lookup_dcookie fanotify_init "
     # namespaces and mounts
     "unshare setns mount umount2 pivot_root chroot move_mount open_tree fsopen fsconfig fsmount "
     "fspick mount_setattr name_to_handle_at open_by_handle_at "

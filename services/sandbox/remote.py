@@ -181,8 +181,8 @@ class Test:
         if kind == "import":
             return _imported(str(key), str(content[0]))
         if kind == "exception" and key == 0:
-            found = getattr(builtins, str(content[0]))
-            return found if issubclass(found, BaseException) else RuntimeError
+            error_class = getattr(builtins, str(content[0]))
+            return error_class if issubclass(error_class, BaseException) else RuntimeError
         if key not in self._remotes:
             if kind == "exception":
                 base = self._other(kind, 0, content[1])
