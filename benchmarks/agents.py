@@ -112,7 +112,8 @@ def serve_engine(port: int, tools: bool) -> None:
         }
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta}).body  # type: ignore[return-value]
 
-    calling, ending = answer(0), answer(TURNS)
+    calling = answer(0)
+    ending = answer(TURNS)
     end = tokenizer.eos_token_id
 
     async def generate(request: web.Request) -> web.Response:
@@ -192,7 +193,8 @@ async def calls() -> None:
             f"{over[int(share * turns)]:.1f} ms for {share:.0%}" for share in (0.05, 0.5, 0.95)
         )
         print(
-            f"calls of programs: {turns} turns of {SESSIONS} sessions, over the engine at most {shown}"
+            f"calls of programs: {turns} turns of {SESSIONS} sessions, "
+            f"over the engine at most {shown}"
         )
         print(f"  {1000 * spent / turns:.2f} core-seconds for 1,000 turns")
         before = cpu(process)
@@ -210,8 +212,9 @@ async def calls() -> None:
                     await answer.read()
 
         await asyncio.gather(*(nothing() for _ in range(SESSIONS)))
+        spent = cpu(process) - before
         print(
-            f"requests that do nothing: {1000 * (cpu(process) - before) / turns:.2f} core-seconds for 1,000 of them"
+            f"requests that do nothing: {1000 * spent / turns:.2f} core-seconds for 1,000 of them"
         )
 
 
@@ -244,7 +247,8 @@ async def rate(environment: str, flight: int) -> float:
 
             running = [asyncio.create_task(slot()) for _ in range(flight)]
             await asyncio.sleep(WINDOW_S / 2)
-            before, began = await turns(), time.monotonic()
+            before = await turns()
+            began = time.monotonic()
             await asyncio.sleep(WINDOW_S)
             found = (await turns() - before) / (time.monotonic() - began)
             for task in running:

@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ def recording(directory: Path, rounds: int) -> None:
     wrote = []
     cpu = []
     for step in range(1, rounds + 1):
-        waited.append(seconds_of(lambda step=step: recorder.step(step, items, ())))  # type: ignore[misc]
+        waited.append(seconds_of(partial(recorder.step, step, items, ())))
         used = time.process_time()
         wrote.append(seconds_of(recorder.flush))
         cpu.append(time.process_time() - used)
@@ -118,7 +119,7 @@ def searching(directory: Path, rounds: int) -> None:
         "all by |Δ logprob|": (Query(sort="-delta"), 0),
     }
     for name, (query, offset) in asked.items():
-        seconds = median_seconds(lambda q=query, o=offset: index.search(q, 50, o), rounds)  # type: ignore[misc]
+        seconds = median_seconds(partial(index.search, query, 50, offset), rounds)
         print(f"  {name}: {1e3 * seconds:.1f} ms")
     write_lines(directory, STEPS + 1, 1)
     again = median_seconds(lambda: index.search(Query(), 50, 0), 1)

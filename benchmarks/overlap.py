@@ -245,7 +245,8 @@ class Sockets:
         self._engine_url = engine_url
 
     def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
-        config, loop = opening.config, opening.loop
+        config = opening.config
+        loop = opening.loop
         services = Services(
             DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
             RolloutClient("engine", self._engine_url),

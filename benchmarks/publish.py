@@ -50,7 +50,8 @@ from trainer.weights.publisher import Publisher, WeightBoard, version_name
 from trainer.weights.transfer import Rendezvous
 
 WAYS = ("http full", "http delta", "shared full", "shared delta", "distributed full")
-HIDDEN, VOCABULARY = 1024, 16_384
+HIDDEN = 1024
+VOCABULARY = 16_384
 FIRST = 5
 """Versions that are not counted; every later version overwrites a removed one."""
 _TIMEOUT_S = 300.0
@@ -245,13 +246,24 @@ def published(
     board = WeightBoard(scratch / "published")
     static = scratch / "config.json"
     static.write_text("{}")
-    common = (board, [static], way, _TIMEOUT_S)
-    broadcaster = Broadcaster(*common, Rendezvous("127.0.0.1")) if way == "distributed" else None
+    broadcaster = None
+    if way == "distributed":
+        rendezvous = Rendezvous("127.0.0.1")
+        broadcaster = Broadcaster(board, [static], way, _TIMEOUT_S, rendezvous)
 
     def fence(worker: WorkerReport) -> None:
         raise RuntimeError(f"{worker.name} did not confirm: {worker.detail}")
 
-    publisher = Publisher(*common, fence, print, shared=way == "shared", broadcaster=broadcaster)
+    publisher = Publisher(
+        board,
+        [static],
+        way,
+        _TIMEOUT_S,
+        fence,
+        print,
+        shared=way == "shared",
+        broadcaster=broadcaster,
+    )
     took = Took()
     plain = Took()
     processes: list[int] = []

@@ -93,10 +93,10 @@ async def over_http(client: ReplayClient, rounds: int) -> dict[str, tuple[float,
         sizes["msgpack add"] = sizes["msgpack take"] = len(codec.encode_groups(first)) / MEGABYTE
         take_first = TakeRequest(count=GROUPS, request_id=f"m{i}")
         take_second = TakeRequest(count=GROUPS, request_id=f"j{i}")
-        seconds["msgpack add"].append(await timed(lambda groups=first: client.add(groups)))  # type: ignore[misc]
-        seconds["msgpack take"].append(await timed(lambda request=take_first: client.take(request)))  # type: ignore[misc]
-        seconds["JSON add"].append(await timed(lambda groups=second: add_json(groups)))  # type: ignore[misc]
-        seconds["JSON take"].append(await timed(lambda request=take_second: take_json(request)))  # type: ignore[misc]
+        seconds["msgpack add"].append(await timed(partial(client.add, first)))
+        seconds["msgpack take"].append(await timed(partial(client.take, take_first)))
+        seconds["JSON add"].append(await timed(partial(add_json, second)))
+        seconds["JSON take"].append(await timed(partial(take_json, take_second)))
     return {name: (statistics.median(values), sizes[name]) for name, values in seconds.items()}
 
 
@@ -191,9 +191,8 @@ def with_service(rounds: int) -> dict[str, tuple[float, float]]:
 def over_sockets(rounds: int) -> None:
     """Prints the cost of adding and taking over HTTP."""
     results = with_service(rounds)
-    print(
-        f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request, median of {rounds}"
-    )
+    request = f"{GROUPS} groups × {COMPLETIONS} completions × {TOKENS} tokens a request"
+    print(f"{request}, median of {rounds}")
     for name, (seconds, size) in results.items():
         print(
             f"{name:13} {seconds * 1e3:8.1f} ms  {GROUPS / seconds:8.0f} groups/s  "

@@ -43,7 +43,9 @@ def generated(count: int, rng: random.Random) -> list[Case]:
     """
     cases = []
     for i in range(count):
-        a, b, price = rng.randint(2, 400), rng.randint(2, 400), rng.randint(2, 20)
+        a = rng.randint(2, 400)
+        b = rng.randint(2, 400)
+        price = rng.randint(2, 20)
         total = (a + b) * price
         answered = total if i % 2 == 0 else total + rng.choice([-10, -1, 1, 10])
         answer = rng.choice(NOTATIONS).format(answered)

@@ -51,12 +51,13 @@ class Job:
 
 def grade(answer: str, text: str, stopped: bool) -> bool:
     """Returns the reward-server's verdict with `require_stop`, but without its time limits."""
-    given, gold = extract_answer(text), gold_answer(answer)
+    extracted = extract_answer(text)
+    gold = gold_answer(answer)
     assert gold is not None
-    if given is None or not stopped:
+    if extracted is None or not stopped:
         return False
-    same = same_answer(gold, given)
-    return equivalent(gold, given) if same is None else same
+    same = same_answer(gold, extracted)
+    return equivalent(gold, extracted) if same is None else same
 
 
 def main() -> None:
@@ -131,7 +132,8 @@ def main() -> None:
             "logprobs": None,
         }
 
-    clock, generation = Clock(), list[float]()
+    clock = Clock()
+    generation: list[float] = []
     trainer = Trainer(
         model=job.model,
         reward_funcs=reward,

@@ -46,11 +46,13 @@ def _activate() -> None:
             continue
         if loaded:
             raise ImportError(
-                f"rlhf_math needs its own package {name} in {ROOT / name}, but another one is imported already: {origin}. "
+                f"rlhf_math needs its own package {name} in {ROOT / name}, "
+                f"but another one is imported already: {origin}. "
                 f"Import rlhf_math first, or in a separate process (environment)."
             )
         warnings.warn(
-            f"{name} is now rlhf_math's own package in {ROOT / name}; it hides {origin} in this process",
+            f"{name} is now rlhf_math's own package in {ROOT / name}; "
+            f"it hides {origin} in this process",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -143,7 +143,7 @@ def judge_engine(name: str, shape: ModelShape, config: Config, size: int) -> Res
 
 
 def _static_share(config: Config) -> float:
-    """Returns the share of a GPU that SGLang takes, with its argument written `--a 1` or `--a=1`."""
+    """Returns the share of a GPU that SGLang takes; its argument is `--name 1` or `--name=1`."""
     arguments = " ".join(config.rollout.engine_args).replace("=", " ").split()
     if "--mem-fraction-static" not in arguments[:-1]:
         return _STATIC

@@ -32,8 +32,8 @@ _ROLLOUT_PORTS: tuple[str, ...] = (
     "rollout.router_metrics_port",
 )
 _NODE = "127.254.251.1" if psutil.LINUX else "127.0.0.1"
-"""Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on this
-address only."""
+"""Like a node of a local run (`jobgroup/local/placement.py`): on Linux no other server listens on
+this address only."""
 
 
 def _ports(job: PlannedTask) -> dict[str, int]:

@@ -87,7 +87,10 @@ def _changes(shape: ModelShape, config: Config, gpus: int, room: int) -> str:
         ways.append((_LORA, gpus))
     counts = [gpus << doubled for doubled in range(1, 10)]
     with_more_gpus = [*itertools.product(({}, _SAVINGS[0]), counts)]
-    ways += [way for way in with_more_gpus if needed(*way) <= room][:1]
+    enough = [
+        (changes, count) for changes, count in with_more_gpus if needed(changes, count) <= room
+    ]
+    ways += enough[:1]
 
     found = []
     for changes, count in ways:
