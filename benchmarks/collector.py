@@ -34,11 +34,11 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.codec import decode_groups
-from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 COMPLETIONS, TOKENS, POOL = 8, 500, 16
 

@@ -49,14 +49,15 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
+from trainer.backend import BackendContext
+from trainer.build import build_run
 from trainer.loop import train
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.update_metrics import Sums
 from trainer.rollouts.services import Services
-from trainer.run import Opening, Run
-from trainer.weights.publisher import Weights, version_name, write_version
 from trainer.weights.sync import WeightPublisher
+from trainer.weights.versions import Weights, version_name, write_version
 
 GROUPS, COMPLETIONS, ROWS = 16, 4, 32
 TOKENS, SIGMA, LONGEST = 60.0, 0.8, 400
@@ -225,8 +226,8 @@ class Sockets:
     def __init__(self, engine_url: str) -> None:
         self.console, self._engine_url = Console(quiet=True), engine_url
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
-        config, loop = opening.config, opening.loop
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
+        config, loop = context.config, context.loop
         services = Services(
             DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
             RolloutClient("engine", self._engine_url),
@@ -239,8 +240,8 @@ class Sockets:
             for client in (*services.all(), engine):
                 await client.close()
 
-        opening.stack.callback(lambda: loop.call(close()))
-        return services, DirectPublisher(opening.run_dir / "weights", engine, loop)
+        context.stack.callback(lambda: loop.call(close()))
+        return services, DirectPublisher(context.run_dir / "weights", engine, loop)
 
     def agents(self) -> list[Client]:
         return []
@@ -254,7 +255,14 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
     assert config.trainer.run_dir is not None
     run_dir = config.trainer.run_dir
     with RunLock.of_new_run(run_dir, "overlap") as lock, ExitStack() as stack:
-        parts = Run.build(config, Ranks(), run_dir, lock, Sockets(engine_url), stack)
+        parts = build_run(
+            config,
+            Ranks(),
+            run_dir,
+            lock=lock,
+            backend=Sockets(engine_url),
+            stack=stack,
+        )
         parts.policy = cast(Policy, SleepingPolicy(training_s))
         train(parts)
     return read_lines(config.trainer.run_dir / "metrics.jsonl")

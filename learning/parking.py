@@ -2,13 +2,17 @@
 device.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
+from learning.optimizer import Optimizer
 from learning.sharding import local
+
+Resident = tuple[Sequence[nn.Module], Sequence[Optimizer]]
+"""The models and optimizers that one part of a run keeps on the GPU."""
 
 _BLOCK_BYTES = 64 << 20
 """Size of the blocks: a power of two, to which pinned memory is rounded, so that nothing is

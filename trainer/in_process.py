@@ -44,12 +44,14 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
+from trainer.backend import BackendContext
+from trainer.build import build_run
+from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
-from trainer.rollouts.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.rollouts.services import Services
-from trainer.run import Listener, Opening, Run
+from trainer.run import Listener
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.sync import WeightPublisher
 
@@ -105,7 +107,15 @@ def train_in_process(
         console or standard_console(), wrap, problems, rewards, engine, environment
     )
     with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
-        run = Run.build(config, ranks, run_dir, lock, backend, stack, listener)
+        run = build_run(
+            config,
+            ranks,
+            run_dir,
+            lock=lock,
+            backend=backend,
+            stack=stack,
+            listener=listener,
+        )
         train(run)
         return run.finish()
 
@@ -126,23 +136,23 @@ class InProcessBackend:
     environment: Environment | None = None
     _engine_gpus: int | None = None
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
-        config, policy, loop = opening.config, opening.policy, opening.loop
-        publisher = DirectPublisher(opening)
+        config, policy, loop = context.config, context.policy, context.loop
+        publisher = DirectPublisher(context)
         embedded = (
             self._engine(config, *publisher.starts_with()) if self.engine == "embedded" else None
         )
         apps = AsyncExitStack()
-        opening.stack.callback(lambda: loop.call(apps.aclose()))
+        context.stack.callback(lambda: loop.call(apps.aclose()))
         template = None
         if config.environment.name:
-            stops = stop_token_ids(policy.model, opening.tokenizer)
-            template = Template(opening.tokenizer, stops), stops
-        rollout = loop.call(self._rollout(opening, publisher, embedded, apps))
+            stops = stop_token_ids(policy.model, context.tokenizer)
+            template = Template(context.tokenizer, stops), stops
+        rollout = loop.call(self._rollout(context, publisher, embedded, apps))
         services = loop.call(self._start(config, rollout, apps, template))
         if config.lora.publishes_adapter:
-            return services, AdapterPublisher(publisher, services.rollout, opening.run_id)
+            return services, AdapterPublisher(publisher, services.rollout, context.run_id)
         return services, publisher
 
     def agents(self) -> list[Client]:
@@ -181,7 +191,7 @@ class InProcessBackend:
 
     async def _rollout(
         self,
-        opening: Opening,
+        context: BackendContext,
         publisher: DirectPublisher,
         embedded: FastAPI | None,
         apps: AsyncExitStack,
@@ -199,12 +209,12 @@ class InProcessBackend:
             transport = self.rollout_transport(embedded)
             make = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
         elif self.engine == "sglang":
-            rollout = opening.config.rollout
+            rollout = context.config.rollout
             self._engine_gpus = (
                 0 if rollout.colocate or rollout.device == "cpu" else rollout.tensor_parallel_size
             )
-            own = OwnSGLang(opening.config, publisher)
-            opening.say(f"starting SGLang, whose log is {own.log_file}")
+            own = OwnSGLang(context.config, publisher)
+            context.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
             publisher.engines = [OwnEngineClient(own)]
             make = partial(ServersClient, [own.url], own.check)

@@ -14,17 +14,19 @@ from common.process import topology as names
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
+from trainer.backend import BackendContext
+from trainer.build import build_run
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import LiveReplay
 from trainer.loop import train
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
-from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
+from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.publisher import Publisher
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
@@ -34,7 +36,14 @@ def run(config: Config, topology: Topology) -> None:
     run_dir = config.trainer.run_dir
     assert run_dir is not None, "`load` sets it"
     with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
-        training = Run.build(config, ranks, run_dir, lock, JobGroupBackend(topology), stack)
+        training = build_run(
+            config,
+            ranks,
+            run_dir,
+            lock=lock,
+            backend=JobGroupBackend(topology),
+            stack=stack,
+        )
         gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         train(training)
         training.finish()
@@ -52,25 +61,25 @@ class JobGroupBackend:
     def __init__(self, topology: Topology) -> None:
         self.console, self._topology = console(), topology
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
-        config, topology = opening.config, self._topology
-        services = _clients(config, topology, opening)
-        self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
+        config, topology = context.config, self._topology
+        services = _clients(config, topology, context)
+        self._config, self._board = config, (board := WeightBoard(context.run_dir / "weights"))
         health = Health(
             config,
             topology,
             board.num_nodes,
             lambda: latest.version if (latest := board.latest()) else None,
         )
-        replay = LiveReplay(services.replay, opening.loop)
-        app = create_trainer_app(board, opening.registry, health, replay)
+        replay = LiveReplay(services.replay, context.loop)
+        app = create_trainer_app(board, context.registry, health, replay)
         bind = topology.bind(names.TRAINER, config.trainer.port)
-        opening.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
-        opening.stack.callback(board.close)
-        opening.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
-        opening.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
-        return services, self._publisher(opening, services)
+        context.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
+        context.stack.callback(board.close)
+        context.say(f"run {context.run_id}; weights, health and metrics on {server.url}")
+        context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
+        return services, self._publisher(context, services)
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
@@ -89,11 +98,11 @@ class JobGroupBackend:
             else sum(worker.gpus for worker in self._board.workers())
         )
 
-    def _publisher(self, opening: Opening, services: Services) -> WeightPublisher:
-        config, run_id, board = opening.config, opening.run_id, self._board
+    def _publisher(self, context: BackendContext, services: Services) -> WeightPublisher:
+        config, run_id, board = context.config, context.run_id, self._board
 
         def fence(worker: WorkerReport) -> None:
-            opening.loop.call(services.rollout.remove_worker(worker.url))
+            context.loop.call(services.rollout.remove_worker(worker.url))
 
         timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
         broadcaster = None
@@ -102,21 +111,21 @@ class JobGroupBackend:
             # uses gloo.
             engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
             backend: BackendName = (
-                "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
+                "nccl" if engine_on_gpu and context.policy.ranks.device.type == "cuda" else "gloo"
             )
             rendezvous = Rendezvous(
                 self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
             )
-            broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
-            opening.stack.callback(broadcaster.close)
+            broadcaster = Broadcaster(board, context.static_files, run_id, timeout_s, rendezvous)
+            context.stack.callback(broadcaster.close)
         publisher = Publisher(
             board,
-            opening.static_files,
+            context.static_files,
             run_id,
             timeout_s,
             fence,
-            opening.say,
-            published=opening.metrics.published,
+            context.say,
+            published=context.metrics.published,
             shared=sync == "shared",
             broadcaster=broadcaster,
         )
@@ -125,7 +134,7 @@ class JobGroupBackend:
         return publisher
 
 
-def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
+def _clients(config: Config, topology: Topology, context: BackendContext) -> Services:
     patience = config.trainer.service_timeout_s
     services = Services(
         DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
@@ -164,5 +173,5 @@ def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
         for client in services.all():
             await client.close()
 
-    opening.stack.callback(lambda: opening.loop.call(close()))
+    context.stack.callback(lambda: context.loop.call(close()))
     return services

@@ -27,7 +27,7 @@ from trainer.dashboard.app import PAGES, add_dashboard
 from trainer.dashboard.health import Health
 from trainer.dashboard.replay import Replay
 from trainer.dashboard.runs import RunReader
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
 _FILE = {"type": "string", "format": "binary"}

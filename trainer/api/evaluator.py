@@ -40,13 +40,13 @@ from trainer.api.uncertainty import (
 )
 from trainer.observe.run_dir import progress_bar
 from trainer.rollouts.evaluation import (
-    GeneratedAnswer,
     GenerationSettings,
     Generator,
     graded_answers,
     pass_at_k,
     together,
 )
+from trainer.rollouts.requests import GeneratedAnswer
 
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from trainer.observe.timing import STAGES, WAITING
+from trainer.timing import STAGES, WAITING
 
 mpl.use("Agg")  # before pyplot: no display is needed
 

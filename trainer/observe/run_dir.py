@@ -36,8 +36,8 @@ from common.settings.config import Config
 from common.wire.codec import group_json
 from common.wire.schemas import Group
 from trainer.observe.hints import hints, remember
-from trainer.observe.timing import STAGES, WAITING
 from trainer.rollouts.evaluation import Answer, Evaluation
+from trainer.timing import STAGES, WAITING
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")

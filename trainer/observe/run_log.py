@@ -15,10 +15,10 @@ from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
-from trainer.observe.timing import CpuClock, StageClock
 from trainer.policy.policy import PolicyUpdate
 from trainer.rollouts.collector import DroppedGroup, Drops
 from trainer.rollouts.evaluation import Evaluation
+from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
@@ -52,7 +52,7 @@ class RunLog:
         """Writes the curves and prints the summary of a run that ended with this checkpoint."""
 
 
-class RecordedRun(RunLog):
+class LeaderRunLog(RunLog):
     """Log of rank 0 for a run that continues after `step`; records include the results of
     `measured` and `gpus`.
 

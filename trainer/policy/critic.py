@@ -19,11 +19,11 @@ from common.process.loop_thread import LoopThread
 from common.settings.config import Config
 from common.wire.schemas import CriticMetrics, Float32
 from learning.batching import split
+from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Snapshot
 from services.critic.critic import Critic
 from trainer.algorithms.batch import Batch
-from trainer.weights.turns import Resident
 
 _T = TypeVar("_T")
 

@@ -17,6 +17,7 @@ from common.wire.schemas import Float32
 from learning.batching import Indices, by_row, mini_batches
 from learning.hub_names import to_hub
 from learning.optimizer import Optimizer
+from learning.parking import Resident
 from learning.passes import passes
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot, load_optimizer
@@ -42,7 +43,6 @@ from trainer.policy.lora import (
 from trainer.policy.reference import score_batch, score_tokens
 from trainer.policy.scorer import computes_in_bfloat16
 from trainer.policy.update_metrics import Sums, UpdateMetrics
-from trainer.weights.turns import Resident
 
 
 def learning_rate(step: int, total_steps: int | None, settings: TrainerSection) -> float:

@@ -11,6 +11,7 @@ from common.settings.config import Config
 from common.wire.schemas import Float32
 from learning.batching import Indices, score_shared
 from learning.layout import Layout, moved
+from learning.parking import Resident
 from learning.ranks import Ranks
 from learning.saving import Contents, Snapshot
 from learning.sharding import local, named_tensors
@@ -18,7 +19,6 @@ from learning.support import Support
 from trainer.algorithms.batch import Batch, lay_out
 from trainer.policy.lora import BaseScorer
 from trainer.policy.scorer import Scorer, TokenScores, computes_in_bfloat16, load_scorer
-from trainer.weights.turns import Resident
 
 if TYPE_CHECKING:
     from trainer.policy.policy import Policy

@@ -43,12 +43,12 @@ from common.process import logs
 from common.prompts.prompter import Prompter
 from common.settings.config import Config
 from common.wire.schemas import Completion, Group, Prompt
-from trainer.observe.timing import StageClock
 from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.request_batcher import RequestBatcher
 from trainer.rollouts.requests import reward_items, sampling_seed
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _MAX_DRAW = 256

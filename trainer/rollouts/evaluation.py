@@ -16,9 +16,9 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config
 from common.settings.sections import SamplingSection
-from common.wire.schemas import FinishReason, Prompt, RewardResult
+from common.wire.schemas import Prompt, RewardResult
 from trainer.rollouts.episodes import answer_of, episode_request, play
-from trainer.rollouts.requests import reward_items, sampling_seed
+from trainer.rollouts.requests import GeneratedAnswer, reward_items, sampling_seed
 from trainer.rollouts.services import Services
 
 _T = TypeVar("_T")
@@ -79,18 +79,6 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     if not 0 <= correct <= samples or not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {correct} correct among {samples} samples is not defined")
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-@dataclass(frozen=True)
-class GeneratedAnswer:
-    """One answer of a model."""
-
-    text: str
-    finish_reason: FinishReason
-    tokens: int | None
-    """Length including the end-of-sequence token; None when the server does not report it."""
-    token_ids: Sequence[int] | None = None
-    """The token ids, if known."""
 
 
 @dataclass(frozen=True)
@@ -396,7 +384,7 @@ class Evaluator:
         return None
 
 
-class ServedEvaluator(Evaluator):
+class LeaderEvaluator(Evaluator):
     """Rank 0's evaluator, which uses the services of training."""
 
     def __init__(

@@ -21,13 +21,12 @@ from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
-from trainer.observe.timing import StageClock
 from trainer.rollouts.collector import MAX_STORE, CollectFailed, Collector, Drops
-from trainer.rollouts.evaluation import GeneratedAnswer
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.requests import reward_items
+from trainer.rollouts.requests import GeneratedAnswer, reward_items
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -77,7 +76,7 @@ class Rollouts:
         """
 
 
-class ServedRollouts(Rollouts):
+class LeaderRollouts(Rollouts):
     """Rank 0's rollouts, which use the services and continue from `progress`.
 
     `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's

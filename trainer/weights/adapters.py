@@ -9,9 +9,9 @@ from common.settings.config import Config
 from common.wire.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG
-from trainer.weights.publisher import Weights
+from trainer.weights.gpu_lease import EngineMemory
 from trainer.weights.sync import WeightPublisher
-from trainer.weights.turns import Sleepers
+from trainer.weights.versions import Weights
 
 
 def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
@@ -46,11 +46,11 @@ class AdapterPublisher:
         self._client.adapter = (adapter_name(self._run_id, version), version)
 
     def sleep(self) -> None:
-        """See `Sleepers`."""
-        assert isinstance(self._publisher, Sleepers)
+        """See `EngineMemory`."""
+        assert isinstance(self._publisher, EngineMemory)
         self._publisher.sleep()
 
     def wake(self) -> None:
-        """See `Sleepers`."""
-        assert isinstance(self._publisher, Sleepers)
+        """See `EngineMemory`."""
+        assert isinstance(self._publisher, EngineMemory)
         self._publisher.wake()

@@ -10,10 +10,11 @@ from pathlib import Path
 from common.errors import Conflict
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
+from trainer.weights.board import WeightBoard
 from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
-from trainer.weights.publisher import WeightBoard, Weights, write_version
 from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
+from trainer.weights.versions import Weights, write_version
 
 log = logging.getLogger(__name__)
 _BLAME_S = 3.0
@@ -40,7 +41,7 @@ class Broadcaster:
         self._copy = HostCopy(bucket_bytes)
         self._group: EngineGroup | None = None
         self._checksums = Checksums(rendezvous.gpu_checksums)
-        board.broadcaster = self
+        board.source = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
         """Announces and sends a version; returns its newest manifest and its bytes. Does not wait

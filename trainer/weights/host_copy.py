@@ -14,7 +14,7 @@ from common.errors import NotFound, ServiceError
 from common.wire.schemas import Bucket
 from learning.staging import Staging
 from learning.weight_group import size_of, views
-from trainer.weights.publisher import Weights
+from trainer.weights.versions import Weights
 
 BUCKET_BYTES = 512 << 20
 

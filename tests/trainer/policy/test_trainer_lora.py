@@ -33,8 +33,9 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference, score_batch
 from trainer.policy.scorer import load_tokenizer
 from trainer.weights.adapters import AdapterPublisher, static_files
+from trainer.weights.board import PublishFailed
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import PublishFailed, Weights, write_version
+from trainer.weights.versions import Weights, write_version
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 IDS = torch.arange(3, 40)[None]

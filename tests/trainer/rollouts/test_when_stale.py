@@ -36,12 +36,12 @@ from services.reward.app import create_reward_app
 from services.reward.functions.base import Message, RewardFunction
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import ServedRollouts
+from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 FRESH, SIZE, STALENESS = 4, 4, 1
 SHORT, LONG, SIGMA = 20, 120, 0.3
@@ -123,7 +123,7 @@ class Simulation:
     """A run with one value of `when_stale`."""
 
     def __init__(
-        self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine
+        self, config: Config, rollouts: LeaderRollouts, loop: LoopThread, engine: Engine
     ) -> None:
         self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
         self.collector: Collector = rollouts._collector
@@ -249,7 +249,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
-        rollouts = ServedRollouts(
+        rollouts = LeaderRollouts(
             config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
         )
         rollouts.prepare(0, known=True)

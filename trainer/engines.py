@@ -30,8 +30,8 @@ from services.rollout.engine_client import (
     released_memory,
 )
 from services.rollout.process import Supervised, Timing
-from trainer.run import Opening
-from trainer.weights.publisher import Weights, version_name, write_version
+from trainer.backend import BackendContext
+from trainer.weights.versions import Weights, version_name, write_version
 
 _STARTUP_S = 3600.0
 """Time to load a large model and to compile its kernels."""
@@ -190,18 +190,18 @@ class DirectPublisher:
     a download.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, context: BackendContext) -> None:
         self.engines: list[EngineClient] = []
-        self._opening = opening
-        self._timeout_s = opening.config.trainer.publish_timeout_s
+        self._context = context
+        self._timeout_s = context.config.trainer.publish_timeout_s
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
-        if opening.config.lora.publishes_adapter:
-            self._base = Pretrained(AutoModelForCausalLM, opening.config.model.name).files(
-                opening.policy.ranks
+        if context.config.lora.publishes_adapter:
+            self._base = Pretrained(AutoModelForCausalLM, context.config.model.name).files(
+                context.policy.ranks
             )
         else:
-            self.write(opening.policy.weights(), opening.policy.step)
+            self.write(context.policy.weights(), context.policy.step)
 
     def starts_with(self) -> tuple[Path, str]:
         """Returns the directory and the label of the weights that an engine starts with."""
@@ -212,10 +212,10 @@ class DirectPublisher:
 
     def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         """Writes a version and removes the others; returns its manifest and directory."""
-        directory = self._opening.run_dir / "weights"
+        directory = self._context.run_dir / "weights"
         shutil.rmtree(directory, ignore_errors=True)
         manifest = write_version(
-            weights, self._opening.static_files, directory, self._opening.run_id, version
+            weights, self._context.static_files, directory, self._context.run_id, version
         )
         self._newest = manifest, directory / version_name(version)
         return self._newest
@@ -228,15 +228,15 @@ class DirectPublisher:
         self.wake()
 
     def sleep(self) -> None:
-        """See `Sleepers`."""
-        memory = released_memory(self._opening.config)
-        self._opening.loop.call(
+        """See `EngineMemory`."""
+        memory = released_memory(self._context.config)
+        self._context.loop.call(
             _together(engine.sleep(memory, self._timeout_s) for engine in self.engines)
         )
 
     def wake(self) -> None:
-        """See `Sleepers`."""
-        self._opening.loop.call(self.reload())
+        """See `EngineMemory`."""
+        self._context.loop.call(self.reload())
 
     async def reload(self) -> None:
         """Tells the engines to load the newest version, if there is one."""
@@ -244,7 +244,7 @@ class DirectPublisher:
             return
         manifest, path = self._newest
         if manifest.kind == "adapter":
-            kept = adapters_kept(self._opening.config)
+            kept = adapters_kept(self._context.config)
             await _together(
                 engine.load_adapter(path, manifest, kept, self._timeout_s)
                 for engine in self.engines
