@@ -144,7 +144,7 @@ class FreeingReplay(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            self.collector.taken(group.position)
+            self.collector.forget(group.position)
         self.collector.free(len(groups))
         return added
 

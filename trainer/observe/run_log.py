@@ -16,7 +16,7 @@ from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
 from trainer.policy.policy import PolicyUpdate
-from trainer.rollouts.collector import DroppedGroup, Drops
+from trainer.rollouts.drops import DroppedGroup, Drops
 from trainer.rollouts.evaluation import Evaluation
 from trainer.timing import CpuClock, StageClock
 

@@ -168,12 +168,13 @@ class Simulation:
         when, oldest = self.config.trainer.when_stale, step - STALENESS
 
         async def look() -> bool:
-            turns, waiting = self.collector.turns, self.collector.waiting
+            is_stored = self.collector.is_stored
+            waiting = self.collector.waiting
             if when == "wait":
-                return all(list(turns.values())[:FRESH])
+                return all(list(is_stored.values())[:FRESH])
             young = [
                 p
-                for p, stored in turns.items()
+                for p, stored in is_stored.items()
                 if stored and (when == "train" or waiting[p][0].weight_version >= oldest)
             ]
             return len(young) >= FRESH
@@ -192,8 +193,8 @@ class Simulation:
         """Waits until every group in a slot is being generated or is stored."""
 
         async def settled() -> None:
-            turns = self.collector.turns
-            while len(turns) != open_slots or list(turns.values()).count(False) != len(  # noqa: ASYNC110
+            is_stored = self.collector.is_stored
+            while len(is_stored) != open_slots or list(is_stored.values()).count(False) != len(  # noqa: ASYNC110
                 self.engine.running
             ):
                 await asyncio.sleep(0.001)
