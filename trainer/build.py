@@ -23,6 +23,7 @@ from common.settings.config import Config
 from learning.parking import Resident
 from learning.ranks import Ranks
 from trainer.backend import Backend, BackendContext
+from trainer.evaluation.evaluator import LeaderEvaluator
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, tell
 from trainer.observe.run_log import LeaderRunLog
@@ -32,7 +33,6 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
-from trainer.rollouts.evaluation import LeaderEvaluator
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
@@ -190,7 +190,8 @@ def _build_leader(
     watchdog.at(_WAITING)
     set_run(run_id)
     say = partial(tell, backend.console)
-    if caution := config.algorithm.caution:
+    caution = config.algorithm.caution
+    if caution:
         say(f"warning: {caution}", level=logging.WARNING)
     continuing = f", continuing after step {policy.step}" if policy.step else ""
     say(f"run directory {run_dir}{continuing}")

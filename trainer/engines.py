@@ -70,14 +70,14 @@ class ServersClient(RolloutClient):
 
     async def unhealthy_reason(self) -> str | None:
         """See `Client`: every server has to be healthy."""
-        reasons = await asyncio.gather(
-            *(server.client.unhealthy_reason() for server in self._servers)
-        )
-        named = zip(self._servers, reasons, strict=True)
-        return (
-            "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason)
-            or None
-        )
+        clients = [server.client for server in self._servers]
+        reasons = await asyncio.gather(*(client.unhealthy_reason() for client in clients))
+        named = [
+            f"{client.base_url}: {reason}"
+            for client, reason in zip(clients, reasons, strict=True)
+            if reason
+        ]
+        return "; ".join(named) or None
 
     async def _exchange(
         self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
@@ -118,15 +118,15 @@ class OwnSGLang:
     def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
         with listen("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
-        rollout, self._topology = (
-            config.rollout.model_copy(update={"engine_port": port}),
-            Topology(),
-        )
-        self._config, self._publisher = config.model_copy(update={"rollout": rollout}), publisher
+        rollout = config.rollout.model_copy(update={"engine_port": port})
+        self._config = config.model_copy(update={"rollout": rollout})
+        self._publisher = publisher
+        self._topology = Topology()
         self.url = self._topology.url(ROLLOUT, port)
         self.log_file = config.state_dir / "logs" / "engine.log"
         self._lost: str | None = None
-        self._up, self._api = asyncio.Event(), EngineClient("engine", self.url)
+        self._up = asyncio.Event()
+        self._api = EngineClient("engine", self.url)
         self._child = Supervised(
             "engine",
             self._launch,
@@ -159,15 +159,20 @@ class OwnSGLang:
     def check_alive(self) -> None:
         """Raises ServiceLost when it will not be restarted."""
         if self._lost is not None:
-            remedy = f"look at {self.log_file}, then start again"
-            raise ServiceLost(self._lost, field="engine", value=self.url, remedy=remedy)
+            raise ServiceLost(
+                self._lost,
+                field="engine",
+                value=self.url,
+                remedy=f"look at {self.log_file}, then start again",
+            )
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output
         if it fails.
         """
         stack.push_async_callback(self._api.close)
-        run, up = asyncio.create_task(self._child.run()), asyncio.create_task(self._up.wait())
+        run = asyncio.create_task(self._child.run())
+        up = asyncio.create_task(self._up.wait())
         stack.push_async_callback(_ended, run)
         await asyncio.wait({run, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
@@ -197,9 +202,8 @@ class DirectPublisher:
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
         if context.config.lora.publishes_adapter:
-            self._base = Pretrained(AutoModelForCausalLM, context.config.model.name).files(
-                context.policy.ranks
-            )
+            base = Pretrained(AutoModelForCausalLM, context.config.model.name)
+            self._base = base.files(context.policy.ranks)
         else:
             self.write(context.policy.weights(), context.policy.step)
 
@@ -208,14 +212,19 @@ class DirectPublisher:
         if self._base is not None:
             return self._base, BASE_VERSION
         assert self._newest is not None
-        return self._newest[1], str(self._newest[0].version)
+        manifest, directory = self._newest
+        return directory, str(manifest.version)
 
     def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         """Writes a version and removes the others; returns its manifest and directory."""
         directory = self._context.run_dir / "weights"
         shutil.rmtree(directory, ignore_errors=True)
         manifest = write_version(
-            weights, self._context.static_files, directory, self._context.run_id, version
+            weights,
+            self._context.static_files,
+            directory,
+            run_id=self._context.run_id,
+            version=version,
         )
         self._newest = manifest, directory / version_name(version)
         return self._newest

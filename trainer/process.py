@@ -59,23 +59,24 @@ class JobGroupBackend:
     _board: WeightBoard
 
     def __init__(self, topology: Topology) -> None:
-        self.console, self._topology = console(), topology
+        self.console = console()
+        self._topology = topology
 
     def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
-        config, topology = context.config, self._topology
+        config = context.config
+        topology = self._topology
         services = _clients(config, topology, context)
-        self._config, self._board = config, (board := WeightBoard(context.run_dir / "weights"))
-        health = Health(
-            config,
-            topology,
-            board.num_nodes,
-            lambda: latest.version if (latest := board.latest()) else None,
-        )
+        board = WeightBoard(context.run_dir / "weights")
+        self._config = config
+        self._board = board
+
+        health = Health(config, topology, board.num_nodes, board.latest_version)
         replay = LiveReplay(services.replay, context.loop)
         app = create_trainer_app(board, context.registry, health, replay)
-        bind = topology.bind(names.TRAINER, config.trainer.port)
-        context.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
+        host, port = topology.bind(names.TRAINER, config.trainer.port)
+        server = BackgroundServer(app, host, port, died=board.server_died)
+        context.stack.enter_context(server)
         context.stack.callback(board.close)
         context.say(f"run {context.run_id}; weights, health and metrics on {server.url}")
         context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
@@ -92,81 +93,100 @@ class JobGroupBackend:
 
     def engine_gpus(self) -> int | None:
         """See `Backend`."""
-        return (
-            0
-            if self._config.rollout.colocate
-            else sum(worker.gpus for worker in self._board.workers())
-        )
+        if self._config.rollout.colocate:
+            return 0
+        return sum(worker.gpus for worker in self._board.workers())
 
     def _publisher(self, context: BackendContext, services: Services) -> WeightPublisher:
-        config, run_id, board = context.config, context.run_id, self._board
+        config = context.config
 
         def fence(worker: WorkerReport) -> None:
             context.loop.call(services.rollout.remove_worker(worker.url))
 
-        timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
-        broadcaster = None
-        if sync == "distributed":
-            # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
-            # uses gloo.
-            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
-            backend: BackendName = (
-                "nccl" if engine_on_gpu and context.policy.ranks.device.type == "cuda" else "gloo"
-            )
-            rendezvous = Rendezvous(
-                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
-            )
-            broadcaster = Broadcaster(board, context.static_files, run_id, timeout_s, rendezvous)
-            context.stack.callback(broadcaster.close)
+        sync = config.trainer.weight_sync
         publisher = Publisher(
-            board,
+            self._board,
             context.static_files,
-            run_id,
-            timeout_s,
-            fence,
-            context.say,
+            context.run_id,
+            timeout_s=config.trainer.publish_timeout_s,
+            fence=fence,
+            say=context.say,
             published=context.metrics.published,
             shared=sync == "shared",
-            broadcaster=broadcaster,
+            broadcaster=self._broadcaster(context) if sync == "distributed" else None,
         )
         if config.lora.publishes_adapter:
-            return AdapterPublisher(publisher, services.rollout, run_id)
+            return AdapterPublisher(publisher, services.rollout, context.run_id)
         return publisher
+
+    def _broadcaster(self, context: BackendContext) -> Broadcaster:
+        config = context.config
+        # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
+        # uses gloo.
+        engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
+        trainer_on_gpu = context.policy.ranks.device.type == "cuda"
+        backend: BackendName = "nccl" if engine_on_gpu and trainer_on_gpu else "gloo"
+        broadcaster = Broadcaster(
+            self._board,
+            context.static_files,
+            context.run_id,
+            timeout_s=config.trainer.publish_timeout_s,
+            rendezvous=Rendezvous(
+                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
+            ),
+        )
+        context.stack.callback(broadcaster.close)
+        return broadcaster
 
 
 def _clients(config: Config, topology: Topology, context: BackendContext) -> Services:
+    """Returns a client for each service of the job group, all closed with the run."""
     patience = config.trainer.service_timeout_s
+    url = topology.url
     services = Services(
-        DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
-        RolloutClient(
-            names.ROLLOUT,
-            topology.url(names.ROLLOUT, config.rollout.router_port),
+        data=DataClient(
+            names.DATA,
+            url(names.DATA, config.data.port),
             deadline_s=patience,
         ),
-        RewardClient(
-            names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience
+        rollout=RolloutClient(
+            names.ROLLOUT,
+            url(names.ROLLOUT, config.rollout.router_port),
+            deadline_s=patience,
         ),
-        ReplayClient(
-            names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience
+        reward=RewardClient(
+            names.REWARD,
+            url(names.REWARD, config.reward.port),
+            deadline_s=patience,
+        ),
+        replay=ReplayClient(
+            names.REPLAY,
+            url(names.REPLAY, config.replay.port),
+            deadline_s=patience,
         ),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
-        url = topology.url(names.CRITIC, config.critic.port)
-        services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
+        services.critic = CriticClient(
+            names.CRITIC,
+            url(names.CRITIC, config.critic.port),
+            deadline_s=patience,
+        )
     if config.environment.name:
         port = config.environment.port
 
         def node(rank: int) -> Client:
             return Client(
                 f"{names.ENVIRONMENT}-{rank}",
-                topology.url(names.ENVIRONMENT, port, rank),
+                url(names.ENVIRONMENT, port, rank),
                 deadline_s=patience,
             )
 
-        url = topology.url(names.ENVIRONMENT, port)
         services.environment = EnvironmentClient(
-            names.ENVIRONMENT, url, deadline_s=patience, node=node
+            names.ENVIRONMENT,
+            url(names.ENVIRONMENT, port),
+            deadline_s=patience,
+            node=node,
         )
 
     async def close() -> None:

@@ -8,7 +8,7 @@
 | `critic` | values and their updates, here or in the critic-server | `trainer/policy/critic.py` |
 | `weights` | publishes the policy's weights to the engines | `trainer/weights/` |
 | `lease` | the GPUs that trainer and engines share | `trainer/weights/gpu_lease.py` |
-| `evaluator` | accuracy on the held-out problems | `trainer/rollouts/evaluation.py` |
+| `evaluator` | accuracy on the held-out problems | `trainer/evaluation/` |
 | `log` | run directory, metrics, trackers | `trainer/observe/` |
 | `checkpoints` | the run on disk | `trainer/policy/checkpoint.py` |
 
@@ -27,13 +27,13 @@ from common.process import watchdog
 from common.process.run_lock import RunLock
 from common.settings.config import Config
 from learning.ranks import Ranks
+from trainer.evaluation.evaluator import Evaluator
 from trainer.observe.run_log import RunLog
 from trainer.policy.checkpoint import Checkpoints, RunState
 from trainer.policy.critic import ValueFunction
 from trainer.policy.identity import Facts
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
-from trainer.rollouts.evaluation import Evaluator
 from trainer.rollouts.rollouts import Rollouts
 from trainer.timing import StageClock
 from trainer.weights.gpu_lease import GpuLease

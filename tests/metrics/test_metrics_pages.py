@@ -10,10 +10,10 @@ from prometheus_client import generate_latest
 
 from common.process.metrics import Metrics
 from tests.support.metrics_pages import DOCUMENT, Family, documented, framed, table
+from trainer.evaluation.results import Evaluation
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import StepRecord
 from trainer.policy.update_metrics import UpdateMetrics
-from trainer.rollouts.evaluation import Evaluation
 from trainer.timing import STAGES, WAITING, StageClock
 
 pytestmark = pytest.mark.integration

@@ -21,11 +21,11 @@ from common.wire.schemas import WeightManifest, WorkerReport
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
+from trainer.evaluation.results import pass_at_k
 from trainer.observe.run_dir import read_lines
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.timing import StageClock
 from trainer.weights.adapters import static_files

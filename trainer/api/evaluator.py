@@ -38,14 +38,10 @@ from trainer.api.uncertainty import (
     standard_error,
     wilson_interval,
 )
+from trainer.evaluation.evaluator import graded_answers
+from trainer.evaluation.generation import GenerationSettings, Generator, together
+from trainer.evaluation.results import pass_at_k
 from trainer.observe.run_dir import progress_bar
-from trainer.rollouts.evaluation import (
-    GenerationSettings,
-    Generator,
-    graded_answers,
-    pass_at_k,
-    together,
-)
 from trainer.rollouts.requests import GeneratedAnswer
 
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")

@@ -12,9 +12,9 @@ of its prompt until the engines serve the weights that it trained:
 | free | the run wants another group | drawing |
 | drawing | the data-server answered | generating |
 | generating | the router answered; a failure drops the group | grading; drawing |
-| grading | the reward-server answered, and the teacher if there is one; a failure drops the group | storing; drawing |
+| grading | reward-server and teacher answered; a failure drops the group | storing; drawing |
 | storing | the replay-buffer acknowledged the group | waiting |
-| waiting | the trainer takes the group; with `drop`, one too stale is evicted and dropped | training; drawing |
+| waiting | the trainer takes the group; with `drop`, a stale one is dropped | training; drawing |
 | training | the engines serve the weights that the group trained (`free`) | free |
 
 A dropped group is counted and its prompt is tried again in its slot (`PromptCursor`); too many
@@ -209,7 +209,7 @@ class Collector:
         self._collect_more(len(groups))
 
     async def acknowledge(self, groups: Sequence[Group]) -> None:
-        """Tells the replay buffer that groups are done with; their prompts are never drawn again."""
+        """Tells the replay buffer that groups are finished, whose prompts are never drawn again."""
         ids = [group.id for group in groups]
         await self._services.replay.ack(ids)
         self._held.difference_update(ids)

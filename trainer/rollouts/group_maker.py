@@ -1,4 +1,4 @@
-"""Makes a graded group of a prompt: completions or episodes, their rewards, the teacher's scores."""
+"""Makes a graded group of a prompt: completions or episodes, rewards, the teacher's scores."""
 
 import math
 import time

@@ -1,4 +1,6 @@
-"""Start of a run's rollouts: its number of steps, the services' positions, a trial of the rewards."""
+"""Start of a run's rollouts: the number of steps, the services' positions, a trial of the
+rewards.
+"""
 
 import logging
 from dataclasses import dataclass

@@ -38,7 +38,9 @@ class AdapterPublisher:
     """
 
     def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str) -> None:
-        self._publisher, self._client, self._run_id = publisher, client, run_id
+        self._publisher = publisher
+        self._client = client
+        self._run_id = run_id
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes have exactly this adapter."""

@@ -1,7 +1,7 @@
 """The newest weight version, and what the rollout nodes report about it.
 
-The trainer announces a version here; every rollout node's agent pulls it (`services/rollout/weights`
-is the other end), loads it and reports. With `trainer.weight_sync` distributed a version is
+The trainer announces a version here; every rollout node's agent, the other end, pulls it
+(`services/rollout`), loads it and reports. With `trainer.weight_sync` distributed a version is
 broadcast into the engines (`broadcast.py`); its files are then written only when a node asks for
 them.
 """
@@ -92,11 +92,11 @@ class WeightBoard:
                 loop.call_soon_threadsafe(event.set)
 
     def _remove_old(self) -> None:
+        is_shared = self._latest is not None and self._latest.directory
         for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
-            if self._latest is not None and self._latest.directory:
-                shutil.rmtree(
-                    old, ignore_errors=True
-                )  # the engine of a slow node may still read it here
+            if is_shared:
+                # Not to be overwritten: the engine of a slow node may still read it here.
+                shutil.rmtree(old, ignore_errors=True)
             else:
                 spares.retire(old)
 
@@ -105,9 +105,9 @@ class WeightBoard:
         manifest.
         """
         with self._lock:
-            self._latest = withdrawn = (self._latest or manifest).model_copy(
-                update={"broadcast": None}
-            )
+            latest = self._latest or manifest
+            withdrawn = latest.model_copy(update={"broadcast": None})
+            self._latest = withdrawn
         self._wake()
         return withdrawn
 
@@ -156,24 +156,20 @@ class WeightBoard:
         while True:
             self._check_served()
             with self._lock:
-                alive = [
-                    entry
-                    for entry in self._workers.values()
-                    if time.monotonic() - entry[1] < _SILENT_S
-                ]
+                now = time.monotonic()
+                alive = [entry for entry in self._workers.values() if now - entry[1] < _SILENT_S]
                 # A report from before `start` may be out of date.
                 awake = [report for report, at in alive if report.state != "asleep" or at < start]
                 if alive and not awake:
                     return
-                if time.monotonic() - start > timeout_s:
-                    text = (
-                        ", ".join(
-                            f"{each.name} ({each.state}) {each.detail}".strip() for each in awake
-                        )
-                        or "no report"
-                    )
+                if now - start > timeout_s:
+                    states = [
+                        f"{report.name} ({report.state}) {report.detail}".strip()
+                        for report in awake
+                    ]
                     raise PublishFailed(
-                        f"after {timeout_s:.0f} s these engines have not released their memory for the update: {text}",
+                        f"after {timeout_s:.0f} s these engines have not released their memory for "
+                        f"the update: {', '.join(states) or 'no report'}",
                         field="trainer.publish_timeout_s",
                         value=timeout_s,
                         remedy="look at the log of rollout-server",
@@ -194,15 +190,20 @@ class WeightBoard:
     def _check_served(self) -> None:
         """Raises PublishFailed when the server of this board has died."""
         if self._unserved:
-            reason = "the trainer's HTTP server, from which the rollout nodes get their weights, has died"
             raise PublishFailed(
-                reason,
+                "the trainer's HTTP server, from which the rollout nodes get their weights, has "
+                "died",
                 field="trainer.port",
                 remedy="see the log above, and start the trainer again",
             )
 
     def latest(self) -> WeightManifest | None:
         return self._latest
+
+    def latest_version(self) -> int | None:
+        """Returns the number of the latest version; None before the first."""
+        latest = self._latest
+        return latest.version if latest else None
 
     async def latest_after(
         self, run_id: str, version: int, wait_s: float, asleep: bool = False
@@ -215,11 +216,9 @@ class WeightBoard:
 
         def changed() -> bool:
             latest = self._latest
-            return latest is not None and (latest.run_id, latest.version, latest.asleep) != (
-                run_id,
-                version,
-                asleep,
-            )
+            if latest is None:
+                return False
+            return (latest.run_id, latest.version, latest.asleep) != (run_id, version, asleep)
 
         event = asyncio.Event()
         self._waiting[event] = asyncio.get_running_loop()
@@ -231,7 +230,8 @@ class WeightBoard:
                         event.clear()
         finally:
             del self._waiting[event]
-        if (latest := self._latest) is None:
+        latest = self._latest
+        if latest is None:
             raise NotFound(
                 "no weight version has been published yet",
                 remedy="ask again; the trainer is starting",
@@ -275,9 +275,8 @@ class WeightBoard:
                 )
             self._workers = alive | {report.name: (report, now)}
             self._lock.notify_all()
-        if report.state in ("stale", "failed") and (
-            previous is None or previous[0].state != report.state
-        ):
+        is_new_state = previous is None or previous[0].state != report.state
+        if report.state in ("stale", "failed") and is_new_state:
             log.warning(
                 "%s is %s (weights %s): %s",
                 report.name,
@@ -321,35 +320,33 @@ class WeightBoard:
         `timeout_s` seconds.
 
         The first call waits for as many nodes as the agents report. Later calls do not wait for a
-        node that was returned
-        before until it has caught up by itself. A node that has fallen silent is returned at once:
-        its engine may still run with old weights. Raises PublishFailed when no node serves the
-        manifest.
+        node that was returned before until it has caught up by itself. A node that has fallen
+        silent is returned at once: its engine may still run with old weights. Raises PublishFailed
+        when no node serves the manifest.
         """
-        start = said = time.monotonic()
-        say_after_s = 10.0
+        start = time.monotonic()
+        told = start
+        tell_after_s = 10.0
         while True:
             self._check_served()
             workers = self.workers()
-            current = {
-                w.name
-                for w in workers
-                if (w.run_id, w.version, w.state) == (manifest.run_id, manifest.version, "ready")
-            }
-            self._excluded -= current
-            missing = [w for w in workers if w.name not in current and w.name not in self._excluded]
-            expected = max((w.num_nodes for w in workers), default=1)
-            if current and not missing and (self._complete or len(workers) >= expected):
+            serving = {worker.name for worker in workers if _serves(worker, manifest)}
+            self._excluded -= serving
+            missing = [
+                worker
+                for worker in workers
+                if worker.name not in serving and worker.name not in self._excluded
+            ]
+            expected = max((worker.num_nodes for worker in workers), default=1)
+            all_there = self._complete or len(workers) >= expected
+            if serving and not missing and all_there:
                 return self._exclude(self._silent())
+
             now = time.monotonic()
-            text = ", ".join(
-                f"{w.name} ({w.state}, weights {w.version}) {w.detail}".strip() for w in missing
-            )
-            served = f"{len(current)} of {expected} rollout nodes serve weights {manifest.version}"
-            waited = f"{served}; missing: {text or 'no report'}"
+            waited = _progress(manifest, len(serving), expected, missing)
             if now - start > timeout_s:
                 watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
-                if not current:
+                if not serving:
                     raise PublishFailed(
                         f"after {timeout_s:.0f} s {waited}",
                         field="trainer.publish_timeout_s",
@@ -362,8 +359,27 @@ class WeightBoard:
                     waited,
                 )
                 return self._exclude([*missing, *self._silent()])
-            if now - said > say_after_s:
+            if now - told > tell_after_s:
                 say(f"waited {now - start:.0f} s so far: {waited}")
-                said, say_after_s = now, min(60.0, 2 * say_after_s)
+                told = now
+                tell_after_s = min(60.0, 2 * tell_after_s)
             with self._lock:
                 self._lock.wait(timeout=0.2)
+
+
+def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
+    """Whether a worker generates with exactly this version."""
+    is_current = worker.run_id == manifest.run_id and worker.version == manifest.version
+    return is_current and worker.state == "ready"
+
+
+def _progress(
+    manifest: WeightManifest, serving: int, expected: int, missing: list[WorkerReport]
+) -> str:
+    """Returns how many nodes serve a version, and the states of those that do not."""
+    states = [
+        f"{worker.name} ({worker.state}, weights {worker.version}) {worker.detail}".strip()
+        for worker in missing
+    ]
+    served = f"{serving} of {expected} rollout nodes serve weights {manifest.version}"
+    return f"{served}; missing: {', '.join(states) or 'no report'}"

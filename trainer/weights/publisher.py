@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from common.wire.schemas import WorkerReport
+from common.wire.schemas import WeightManifest, WorkerReport
 from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.versions import Weights, version_name, write_version
@@ -51,8 +51,7 @@ class Publisher:
         assert latest is not None, "engines sleep between two versions"
         manifest = latest.model_copy(update={"asleep": False})
         self.board.announce(manifest)
-        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
-            self.fence(worker)
+        self._wait_confirmed(manifest)
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes generate with exactly these weights. Raises PublishFailed
@@ -60,33 +59,55 @@ class Publisher:
         """
         begin = time.monotonic()
         if self.broadcaster is None:
-            directory, before = self.board.directory, self.board.latest()
-            manifest = write_version(
-                weights, self.static_files, directory, self.run_id, version, before
-            )
-            if self.shared:
-                manifest.directory = str((directory / version_name(version)).absolute())
-            self.board.announce(manifest)
+            manifest = self._write(weights, version)
             size = sum(file.size for file in manifest.files)
         else:
             manifest, size = self.broadcaster.publish(weights, version)
-        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
-            self.fence(worker)
+
+        self._wait_confirmed(manifest)
         if self.broadcaster is not None:
             self.broadcaster.close_if_broken()
         seconds = time.monotonic() - begin
         self.published(size, seconds)
-        way = "broadcast" if manifest.broadcast else "shared" if manifest.directory else "http"
-        rate = size / seconds / 1e6
-        level = (
-            logging.INFO if seconds >= 1 else logging.DEBUG
-        )  # the log line of the step has the seconds anyway
-        log.log(
-            level,
-            "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
-            version,
-            size / 1e6,
-            seconds,
-            rate,
-            way,
+        _log_version(manifest, size, seconds)
+
+    def _write(self, weights: Weights, version: int) -> WeightManifest:
+        """Writes and announces a version as files; returns its manifest."""
+        directory = self.board.directory
+        manifest = write_version(
+            weights,
+            self.static_files,
+            directory,
+            run_id=self.run_id,
+            version=version,
+            previous=self.board.latest(),
         )
+        if self.shared:
+            manifest.directory = str((directory / version_name(version)).absolute())
+        self.board.announce(manifest)
+        return manifest
+
+    def _wait_confirmed(self, manifest: WeightManifest) -> None:
+        """Waits until the nodes serve a version; stops the traffic to those that do not."""
+        for worker in self.board.wait_confirmed(manifest, self.timeout_s, self.say):
+            self.fence(worker)
+
+
+def _log_version(manifest: WeightManifest, size: int, seconds: float) -> None:
+    if manifest.broadcast:
+        transport = "broadcast"
+    elif manifest.directory:
+        transport = "shared"
+    else:
+        transport = "http"
+    # The log line of the step has the seconds anyway.
+    level = logging.INFO if seconds >= 1 else logging.DEBUG
+    log.log(
+        level,
+        "weights %d: %.1f MB in %.2f s (%.0f MB/s) by %s",
+        manifest.version,
+        size / 1e6,
+        seconds,
+        size / seconds / 1e6,
+        transport,
+    )

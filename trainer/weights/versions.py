@@ -59,19 +59,19 @@ def write_version(
             kind: Literal["model", "adapter"] = "adapter" if is_adapter(partial) else "model"
             name = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
             tensors = on_host(weights)
-            sums = {file.name: checksum(file) for file in partial.iterdir()}
-            with spares.written(
-                partial / name, sum(tensor.nbytes for tensor in tensors.values())
-            ) as stream:
-                sums[name] = write_tensors(tensors, stream)
-            files = [
-                WeightFile(name=n, size=(partial / n).stat().st_size, xxh3=sums[n])
-                for n in sorted(sums)
-            ]
+            checksums = {file.name: checksum(file) for file in partial.iterdir()}
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            with spares.written(partial / name, size) as stream:
+                checksums[name] = write_tensors(tensors, stream)
+
+            files = []
+            for file_name, file_checksum in sorted(checksums.items()):
+                file_size = (partial / file_name).stat().st_size
+                files.append(WeightFile(name=file_name, size=file_size, xxh3=file_checksum))
             if previous is not None:
                 before = directory / version_name(previous.version)
-                for each in files:
-                    each.delta = _write_delta(before, partial, each, previous)
+                for weight_file in files:
+                    weight_file.delta = _write_delta(before, partial, weight_file, previous)
             partial.rename(target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # it would keep the disk full
@@ -92,16 +92,15 @@ def _write_delta(
     """Writes a file's delta from its namesake in `before`; returns None when no delta is needed or
     possible.
     """
-    base = next(
-        (each.xxh3 for each in previous.files if (each.name, each.size) == (file.name, file.size)),
-        file.xxh3,
-    )
-    if base == file.xxh3 or not (before / file.name).is_file():
+    bases = [
+        each.xxh3
+        for each in previous.files
+        if each.name == file.name and each.size == file.size and each.xxh3 != file.xxh3
+    ]
+    if not bases or not (before / file.name).is_file():
         return None
     target = directory / f"{file.name}.delta"
     size = write_delta(before / file.name, directory / file.name, target)
-    return (
-        None
-        if size is None
-        else WeightDelta(name=target.name, size=size, xxh3=checksum(target), base=base)
-    )
+    if size is None:
+        return None
+    return WeightDelta(name=target.name, size=size, xxh3=checksum(target), base=bases[0])

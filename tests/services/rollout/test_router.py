@@ -26,7 +26,7 @@ from tests.support.forks import Forked
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.recording_engines import recorders
 from trainer.api.generators import ChatGenerator
-from trainer.rollouts.evaluation import GenerationSettings
+from trainer.evaluation.generation import GenerationSettings
 
 CONTROL = [
     *("pause_generation", "continue_generation", "abort_request", "weights_checker"),
