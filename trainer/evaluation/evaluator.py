@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from itertools import chain
 from statistics import mean, pstdev
 
 from common.clients.reward import RewardClient
@@ -108,8 +109,9 @@ async def evaluate(
 
     # The first n answers to a problem count for the accuracy, k more for pass@k.
     counted = [answers[: own.n] for answers in graded]
-    verified = all(result.verified for answers in graded for _, result in answers)
-    shares = [mean(result.correct for _, result in answers) for answers in counted]
+    verified = all(result.verified for _, result in chain.from_iterable(graded))
+    shares = [_share_correct(answers) for answers in counted]
+    rewards = [result.reward or 0.0 for _, result in chain.from_iterable(counted)]
     passed = [_pass_at_k(answers[own.n :], k) for answers in graded[:pass_samples]]
     return Evaluation(
         step=step,
@@ -122,7 +124,7 @@ async def evaluate(
             _first_answer(prompt, answers, verified)
             for prompt, answers in zip(prompts, graded, strict=True)
         ],
-        mean_reward=mean(result.reward or 0.0 for answers in counted for _, result in answers),
+        mean_reward=mean(rewards),
         verified=verified,
         n=own.n,
         temperature=own.temperature,
@@ -139,6 +141,10 @@ def _first_answer(prompt: Prompt, graded: _Graded, verified: bool) -> Answer:
         correct=result.correct if verified else None,
         reward=result.reward or 0.0,
     )
+
+
+def _share_correct(graded: _Graded) -> float:
+    return mean(result.correct for _, result in graded)
 
 
 def _pass_at_k(graded: _Graded, k: int) -> float:
@@ -228,7 +234,7 @@ async def graded_answers(
         requests.append(generator.generate(prompt, index, 1, greedy=True))
     if samples:
         requests.append(generator.generate(prompt, index, samples, greedy=False))
-    answers = [answer for part in await together(requests) for answer in part]
+    answers = list(chain.from_iterable(await together(requests)))
     graded = await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))
     return list(zip(answers, graded.rewards, strict=True))
 

@@ -88,7 +88,8 @@ class RequestBatcher(Generic[_T, _R]):
                     future.set_result(result)
         except BaseException as error:
             goes_on = isinstance(error, Exception)
-            if len(waiting) > 1 and goes_on and not isinstance(error, Unreachable | ServiceLost):
+            service_answers = goes_on and not isinstance(error, Unreachable | ServiceLost)
+            if service_answers and len(waiting) > 1:
                 await asyncio.gather(*(self._start([one]) for one in waiting))
                 return
             for _, future, _ in waiting:

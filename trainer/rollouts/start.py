@@ -57,8 +57,9 @@ class RolloutStart:
         reuses = self.config.replay.reuse_ratio > 0
         stats = await replay.stats()
         self._warn_of_loss(stats["added"], step * self.fresh_per_step)
-        if reuses and not known and stats["groups"]:
-            raise self._foreign(stats["groups"])
+        foreign = 0 if known else stats["groups"]
+        if reuses and foreign:
+            raise self._foreign(foreign)
 
         # Steps after the checkpoint are lost: reuse would see their prompts twice, and experience
         # of lost weights.

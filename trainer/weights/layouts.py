@@ -131,7 +131,8 @@ def _ways(
             if first_divides and rest_divides:
                 shared = partial(_share, dim=0, rank=rank // copies, size=shares)
                 yield [own, *(Part((name_of_part,), shared) for name_of_part in rest)]
-        if not rest and parts[0].dim() > 1 and parts[0].shape[1] % size == 0:
+        has_columns = not rest and parts[0].dim() > 1
+        if has_columns and parts[0].shape[1] % size == 0:
             yield [Part((first,), partial(_share, dim=1, rank=rank, size=size))]
     yield [Part((name_of_part,), _whole) for name_of_part in names]
 
@@ -156,7 +157,10 @@ def _ways_of_experts(
 
 
 def _stacked(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
-    return [Part((name,), take) for expert in experts for name in expert[::order]]
+    parts: list[Part] = []
+    for expert in experts:
+        parts += [Part((name,), take) for name in expert[::order]]
+    return parts
 
 
 def _turned(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
