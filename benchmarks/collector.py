@@ -35,11 +35,11 @@ from common.process.loop_thread import LoopThread
 from common.prompts.prompter import Prompter, PromptStyle
 from common.settings.config import Config, load
 from common.wire.codec import decode_groups
-from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 COMPLETIONS = 8
 TOKENS = 500
@@ -145,7 +145,7 @@ class FreeingReplay(ReplayClient):
         added = await super().add(groups)
         self.stored += len(groups)
         for group in groups:
-            self.collector.taken(group.position)
+            self.collector.forget(group.position)
         self.collector.free(len(groups))
         return added
 

@@ -50,14 +50,15 @@ from common.settings.config import Config, load
 from learning.ranks import Ranks
 from services.rollout.engine_client import EngineClient
 from trainer.algorithms.batch import Batch
+from trainer.backend import BackendContext
+from trainer.build import build_run
 from trainer.loop import train
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
 from trainer.policy.update_metrics import Sums
 from trainer.rollouts.services import Services
-from trainer.run import Opening, Run
-from trainer.weights.publisher import Weights, version_name, write_version
 from trainer.weights.sync import WeightPublisher
+from trainer.weights.versions import Weights, version_name, write_version
 
 GROUPS = 16
 COMPLETIONS = 4
@@ -244,9 +245,9 @@ class Sockets:
         self.console = Console(quiet=True)
         self._engine_url = engine_url
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
-        config = opening.config
-        loop = opening.loop
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
+        config = context.config
+        loop = context.loop
         services = Services(
             DataClient("data-server", f"http://127.0.0.1:{config.data.port}"),
             RolloutClient("engine", self._engine_url),
@@ -259,8 +260,8 @@ class Sockets:
             for client in (*services.all(), engine):
                 await client.close()
 
-        opening.stack.callback(lambda: loop.call(close()))
-        return services, DirectPublisher(opening.run_dir / "weights", engine, loop)
+        context.stack.callback(lambda: loop.call(close()))
+        return services, DirectPublisher(context.run_dir / "weights", engine, loop)
 
     def agents(self) -> list[Client]:
         return []
@@ -274,7 +275,14 @@ def run(config: Config, training_s: float, engine_url: str) -> list[dict[str, An
     assert config.trainer.run_dir is not None
     run_dir = config.trainer.run_dir
     with RunLock.of_new_run(run_dir, "overlap") as lock, ExitStack() as stack:
-        parts = Run.build(config, Ranks(), run_dir, lock, Sockets(engine_url), stack)
+        parts = build_run(
+            config,
+            Ranks(),
+            run_dir,
+            lock=lock,
+            backend=Sockets(engine_url),
+            stack=stack,
+        )
         parts.policy = cast(Policy, SleepingPolicy(training_s))
         train(parts)
     return read_lines(config.trainer.run_dir / "metrics.jsonl")

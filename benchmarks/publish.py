@@ -45,9 +45,11 @@ from services.engine.distributed import DistributedBody, InitBody, WeightUpdates
 from services.engine.weights import copy_tensors, load_into, own_tensors
 from services.rollout.weights.store import TrainerClient, WeightId, WeightStore
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import Publisher, WeightBoard, version_name
+from trainer.weights.publisher import Publisher
 from trainer.weights.transfer import Rendezvous
+from trainer.weights.versions import version_name
 
 WAYS = ("http full", "http delta", "shared full", "shared delta", "distributed full")
 HIDDEN = 1024

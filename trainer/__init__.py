@@ -37,15 +37,17 @@ if TYPE_CHECKING:
     from trainer.evaluation.results import compare_evaluations as compare_evaluations
     from trainer.in_process import train_in_process as train_in_process
 
-# `python -m trainer.train_math` is trainer/cli/train_math.py
+# `python -m trainer.train_math` is trainer/cli/train_math.py.
 __path__.append(str(Path(__file__).with_name("cli")))
 
 _HOMES = {
     "common.wire.schemas": "Prompt",
     "services.data.loaders": "CustomDatasetLoader GSM8KLoader MATHLoader",
-    "services.reward.functions": "CodeRewardFunction CompositeRewardFunction FormatRewardFunction "
-    "JudgeRewardFunction LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction "
-    "RewardFunction RewardModelFunction",
+    "services.reward.functions": (
+        "CodeRewardFunction CompositeRewardFunction FormatRewardFunction JudgeRewardFunction "
+        "LengthPenaltyFunction MathRewardFunction RepetitionPenaltyFunction RewardFunction "
+        "RewardModelFunction"
+    ),
     "trainer.api.callbacks": "TrainerCallback TrainerControl TrainerState",
     "trainer.api.evaluator": "ModelEvaluator",
     "trainer.api.grpo": "GRPOConfig GRPOTrainer RLOOConfig RLOOTrainer",

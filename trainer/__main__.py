@@ -21,7 +21,8 @@ def main() -> None:
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
-        config, topology = load(prog=program("trainer")), Topology.from_env()
+        config = load(prog=program("trainer"))
+        topology = Topology.from_env()
         os.environ.update(config.rollout.nccl_env())
         check_models(config)
         assert config.trainer.run_dir is not None, "`load` sets it"
@@ -38,7 +39,8 @@ def main() -> None:
         fail(error, status=1)
     except KeyboardInterrupt:
         log_exit_reason(
-            "interrupted; start again with the same run directory to continue from its newest checkpoint"
+            "interrupted; start again with the same run directory to continue from its newest "
+            "checkpoint"
         )
         raise SystemExit(130) from None
 

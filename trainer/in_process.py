@@ -44,12 +44,14 @@ from services.replay.app import create_replay_app
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from services.rollout.engine_client import EngineClient
+from trainer.backend import BackendContext
+from trainer.build import build_run
+from trainer.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.loop import train
 from trainer.observe.run_dir import console as standard_console
 from trainer.policy.scorer import stop_token_ids
-from trainer.rollouts.engines import DirectPublisher, OwnEngineClient, OwnSGLang, ServersClient
 from trainer.rollouts.services import Services
-from trainer.run import Listener, Opening, Run
+from trainer.run import Listener
 from trainer.weights.adapters import AdapterPublisher
 from trainer.weights.sync import WeightPublisher
 
@@ -85,7 +87,7 @@ def train_in_process(
         have no effect.
         console: for progress and results; standard output when None.
         rollout_transport: creates the transport to the engine's app; a test may pass one that fails
-        now and then.
+            now and then.
         problems: to train and to evaluate on; those of `config.data` when None.
         rewards: grade every answer, in this process; those of `config.reward` when None.
         listener: is notified of steps, evaluations and checkpoints.
@@ -99,13 +101,25 @@ def train_in_process(
         torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    run_dir, ranks = config.trainer.run_dir or Path("runs") / "local", Ranks.alone(config.trainer)
-    wrap = rollout_transport or httpx.ASGITransport
+    run_dir = config.trainer.run_dir or Path("runs") / "local"
     backend = InProcessBackend(
-        console or standard_console(), wrap, problems, rewards, engine, environment
+        console=console or standard_console(),
+        rollout_transport=rollout_transport or httpx.ASGITransport,
+        problems=problems,
+        rewards=rewards,
+        engine=engine,
+        environment=environment,
     )
     with RunLock.of_new_run(run_dir, "in-process") as lock, ExitStack() as stack:
-        run = Run.build(config, ranks, run_dir, lock, backend, stack, listener)
+        run = build_run(
+            config,
+            Ranks.alone(config.trainer),
+            run_dir,
+            lock=lock,
+            backend=backend,
+            stack=stack,
+            listener=listener,
+        )
         train(run)
         return run.finish()
 
@@ -126,23 +140,25 @@ class InProcessBackend:
     environment: Environment | None = None
     _engine_gpus: int | None = None
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`."""
-        config, policy, loop = opening.config, opening.policy, opening.loop
-        publisher = DirectPublisher(opening)
-        embedded = (
-            self._engine(config, *publisher.starts_with()) if self.engine == "embedded" else None
-        )
-        apps = AsyncExitStack()
-        opening.stack.callback(lambda: loop.call(apps.aclose()))
+        loop = context.loop
+        publisher = DirectPublisher(context)
+        embedded = None
+        if self.engine == "embedded":
+            weights, label = publisher.starts_with()
+            embedded = self._engine(context.config, weights, label)
         template = None
-        if config.environment.name:
-            stops = stop_token_ids(policy.model, opening.tokenizer)
-            template = Template(opening.tokenizer, stops), stops
-        rollout = loop.call(self._rollout(opening, publisher, embedded, apps))
-        services = loop.call(self._start(config, rollout, apps, template))
-        if config.lora.publishes_adapter:
-            return services, AdapterPublisher(publisher, services.rollout, opening.run_id)
+        if context.config.environment.name:
+            # Before an engine starts, which takes minutes: it raises for an unusable chat template.
+            template = Template(context.tokenizer, _stop_token_ids(context))
+
+        apps = AsyncExitStack()
+        context.stack.callback(lambda: loop.call(apps.aclose()))
+        new_client = loop.call(self._rollout(context, publisher, embedded, apps))
+        services = loop.call(self._services(context, new_client, template, apps))
+        if context.config.lora.publishes_adapter:
+            return services, AdapterPublisher(publisher, services.rollout, context.run_id)
         return services, publisher
 
     def agents(self) -> list[Client]:
@@ -156,32 +172,37 @@ class InProcessBackend:
     @staticmethod
     def _engine(config: Config, directory: Path, label: str) -> FastAPI:
         """Returns the app of the embedded engine."""
-        device = choose_device(config.rollout.device, "rollout.device")
-        options = (
-            config.rollout.max_context_tokens,
-            device,
-            config.model.dtype,
-            config.model.fp32_head,
-        )
-        running = config.rollout.max_running_requests
+        rollout = config.rollout
+        device = choose_device(rollout.device, "rollout.device")
         try:
-            model = Model(directory, *options)
-            if (
-                config.trainer.max_staleness
-            ):  # the trainer's concurrent device synchronisations would abort a capture
-                model.graphs = None
-            return make_app(
-                Engine(model, max_running=running, seed=config.seed, weight_version=label)
+            model = Model(
+                directory,
+                rollout.max_context_tokens,
+                device,
+                dtype=config.model.dtype,
+                fp32_head=config.model.fp32_head,
             )
+            if config.trainer.max_staleness:
+                # The trainer's concurrent device synchronisations would abort a capture.
+                model.graphs = None
+            engine = Engine(
+                model,
+                max_running=rollout.max_running_requests,
+                seed=config.seed,
+                weight_version=label,
+            )
+            return make_app(engine)
         except ConfigError as error:
-            field = _SETTINGS.get(error.field or "", error.field)
             raise ConfigError(
-                error.message, field=field, value=error.value, remedy=error.remedy
+                error.message,
+                field=_SETTINGS.get(error.field or "", error.field),
+                value=error.value,
+                remedy=error.remedy,
             ) from error
 
     async def _rollout(
         self,
-        opening: Opening,
+        context: BackendContext,
         publisher: DirectPublisher,
         embedded: FastAPI | None,
         apps: AsyncExitStack,
@@ -189,7 +210,7 @@ class InProcessBackend:
         """Starts the engine, or connects to servers, and returns a function that makes a client for
         generation.
         """
-        make: Callable[[], RolloutClient]
+        new_client: Callable[[], RolloutClient]
         if embedded is not None:
             self._engine_gpus = 0
             await apps.enter_async_context(embedded.router.lifespan_context(embedded))
@@ -197,81 +218,103 @@ class InProcessBackend:
                 EngineClient("engine", _BASE, transport=httpx.ASGITransport(embedded))
             ]
             transport = self.rollout_transport(embedded)
-            make = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
+            new_client = partial(RolloutClient, "rollout-server", _BASE, transport=transport)
         elif self.engine == "sglang":
-            rollout = opening.config.rollout
-            self._engine_gpus = (
-                0 if rollout.colocate or rollout.device == "cpu" else rollout.tensor_parallel_size
-            )
-            own = OwnSGLang(opening.config, publisher)
-            opening.say(f"starting SGLang, whose log is {own.log_file}")
+            rollout = context.config.rollout
+            has_own_gpus = not rollout.colocate and rollout.device != "cpu"
+            self._engine_gpus = rollout.tensor_parallel_size if has_own_gpus else 0
+            own = OwnSGLang(context.config, publisher)
+            context.say(f"starting SGLang, whose log is {own.log_file}")
             await own.start(apps)
             publisher.engines = [OwnEngineClient(own)]
-            make = partial(ServersClient, [own.url], own.check)
+            new_client = partial(ServersClient, [own.url], own.check)
         else:
             urls = [self.engine] if isinstance(self.engine, str) else self.engine
             publisher.engines = [EngineClient("engine", url) for url in urls]
-            make = partial(ServersClient, urls)
+            new_client = partial(ServersClient, urls)
         for client in publisher.engines:
             await apps.enter_async_context(client)
-        return make
+        return new_client
 
-    async def _start(
+    async def _services(
         self,
-        config: Config,
-        rollout: Callable[[], RolloutClient],
+        context: BackendContext,
+        new_rollout_client: Callable[[], RolloutClient],
+        template: Template | None,
         apps: AsyncExitStack,
-        template: tuple[Template, list[int]] | None,
     ) -> Services:
         """Starts the services' apps and returns a client for each."""
-        body, problems = config.max_body_mb << 20, self.problems
-        if problems is None:
-            problems = Problems(
-                load_split(config.data, "train", config.seed),
-                load_split(config.data, "eval", config.seed),
-            )
+        config = context.config
+        max_body_bytes = config.max_body_mb << 20
+        problems = self.problems or Problems(
+            load_split(config.data, "train", config.seed),
+            load_split(config.data, "eval", config.seed),
+        )
         data = create_data_app(config, problems.train, problems.held_out)
-        reward = create_reward_app(config.reward, body, self.rewards)
-        replay = create_replay_app(config.replay, config.state_dir, body)
+        reward = create_reward_app(config.reward, max_body_bytes, self.rewards)
+        replay = create_replay_app(config.replay, config.state_dir, max_body_bytes)
         services = Services(
-            DataClient("data-server", _BASE, transport=httpx.ASGITransport(data)),
-            rollout(),
-            RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
-            ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
+            data=DataClient("data-server", _BASE, transport=httpx.ASGITransport(data)),
+            rollout=new_rollout_client(),
+            reward=RewardClient("reward-server", _BASE, transport=httpx.ASGITransport(reward)),
+            replay=ReplayClient("replay-buffer", _BASE, transport=httpx.ASGITransport(replay)),
         )
         services.reward.gets_tokens = self.rewards is not None
-        started = [data, reward, replay]
+
+        to_start = [data, reward, replay]
         if template is not None:
-            router = await apps.enter_async_context(rollout())
-            sock = listen("127.0.0.1", 0) if needs_gateway(config.environment) else None
-            gateway = f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else ""
-            episodes = EpisodeService(
-                config.environment,
-                template[0],
-                router,
-                stop_token_ids=template[1],
-                gateway=gateway,
-                environment=self.environment,
-            )
-            environment = create_environment_app(episodes, body)
-            if sock:
-                await apps.enter_async_context(serving(environment, sock))
-                apps.push_async_callback(
-                    episodes.close
-                )  # first, so that no program keeps a connection open
-            else:
-                started.append(environment)
+            router = await apps.enter_async_context(new_rollout_client())
+            environment, is_serving = await self._environment(context, template, router, apps)
+            if not is_serving:
+                to_start.append(environment)
             services.environment = EnvironmentClient(
                 "environment-server", _BASE, transport=httpx.ASGITransport(environment)
             )
         if config.algorithm.needs_critic and config.critic.location == "server":
-            started.append(critic := create_critic_app(config))
-            there, patience = httpx.ASGITransport(critic), config.trainer.service_timeout_s
+            critic = create_critic_app(config)
+            to_start.append(critic)
             services.critic = CriticClient(
-                "critic-server", _BASE, transport=there, deadline_s=patience
+                "critic-server",
+                _BASE,
+                transport=httpx.ASGITransport(critic),
+                deadline_s=config.trainer.service_timeout_s,
             )
-        for app in started:
+
+        for app in to_start:
             await apps.enter_async_context(app.router.lifespan_context(app))
         for client in services.all():
             await apps.enter_async_context(client)
         return services
+
+    async def _environment(
+        self,
+        context: BackendContext,
+        template: Template,
+        router: RolloutClient,
+        apps: AsyncExitStack,
+    ) -> tuple[FastAPI, bool]:
+        """Returns the environment-server's app, and whether it is serving already.
+
+        An environment that runs programs has a gateway, which they reach through a socket.
+        """
+        config = context.config
+        sock = listen("127.0.0.1", 0) if needs_gateway(config.environment) else None
+        episodes = EpisodeService(
+            config.environment,
+            template,
+            router,
+            stop_token_ids=_stop_token_ids(context),
+            gateway=f"{tls().scheme}://127.0.0.1:{sock.getsockname()[1]}" if sock else "",
+            environment=self.environment,
+        )
+        app = create_environment_app(episodes, config.max_body_mb << 20)
+        if sock is None:
+            return app, False
+        await apps.enter_async_context(serving(app, sock))
+        # Closes first, so that no program keeps a connection open.
+        apps.push_async_callback(episodes.close)
+        return app, True
+
+
+def _stop_token_ids(context: BackendContext) -> list[int]:
+    return stop_token_ids(context.policy.model, context.tokenizer)

@@ -54,7 +54,7 @@ def _check_port(port: int) -> None:
 def _run_torchrun(arguments: list[str], *, several: bool) -> int:
     """Runs torchrun; returns the status of the rank that failed first, or 128 plus its signal.
 
-    Prints the reason that this rank recorded (`last_words`) instead of torchrun's traceback; with
+    Prints the reason that this rank recorded (`log_exit_reason`) instead of torchrun's traceback; with
     `several` ranks, because the others have written since.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -14,33 +14,35 @@ from trainer.run import Run
 
 def train(run: Run) -> None:
     """Trains until `run.total_steps`. Raises the error that stops the run, on every rank."""
-    config, policy, critic, rollouts = run.config, run.policy, run.critic, run.rollouts
+    config = run.config
+    policy = run.policy
+    critic = run.critic
+    rollouts = run.rollouts
+
     with run.training():
         while policy.step < run.total_steps:
             run.begin_step()
             batch = Batch.of(rollouts.next(policy.step), config, policy.step)
+
             watchdog.at(f"the update of step {policy.step + 1}")
-            with run.clock.stage("publish"):
-                run.turns.take()
             with run.clock.stage("update"):
+                run.lease.acquire()
                 batch.old_logprobs = policy.logprobs(batch)
                 batch.ref_logprobs = run.reference.logprobs(batch)
                 batch.values = critic.values(batch)
                 batch.advantages, batch.returns = compute_advantages(batch, config, policy.kl_coef)
+
                 pending = critic.start_update(batch, policy.seed)
-                update = (
-                    policy.skip_update(batch)
-                    if critic.warming_up(policy.step)
-                    else policy.update(batch)
-                )
+                warming_up = critic.warming_up(policy.step)
+                update = policy.skip_update(batch) if warming_up else policy.update(batch)
                 run.reference.refresh(policy)
                 critic_metrics = pending()
+
             watchdog.at(f"publishing and recording step {policy.step}")
             acknowledged = rollouts.start_ack(batch)
-            served = run.weights.push(
-                policy
-            )  # waits until the engines serve them only with max_staleness 0
+            served = run.weights.push(policy)  # waits for the engines only with max_staleness 0
             acknowledged()
             run.evaluate()
             rollouts.release(batch, served)
-            run.end_step(run.log.step(policy.step, batch, update, critic_metrics, rollouts.drops))
+            record = run.log.step(policy.step, batch, update, critic_metrics, drops=rollouts.drops)
+            run.end_step(record)

@@ -14,15 +14,17 @@ from common.process import topology as names
 from common.process.topology import Topology
 from common.settings.config import Config
 from common.wire.schemas import WorkerReport
+from trainer.backend import BackendContext
+from trainer.build import build_run
 from trainer.loop import train
 from trainer.observe.run_dir import console
 from trainer.rank import started
 from trainer.rollouts.services import Services
-from trainer.run import Opening, Run
 from trainer.server import BackgroundServer, create_trainer_app, dashboard_module
 from trainer.weights.adapters import AdapterPublisher
+from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.publisher import Publisher
 from trainer.weights.sync import WeightPublisher
 from trainer.weights.transfer import BackendName, Rendezvous
 
@@ -32,7 +34,14 @@ def run(config: Config, topology: Topology) -> None:
     run_dir = config.trainer.run_dir
     assert run_dir is not None, "`load` sets it"
     with started(config, topology, names.TRAINER) as (ranks, lock), ExitStack() as stack:
-        training = Run.build(config, ranks, run_dir, lock, JobGroupBackend(topology), stack)
+        training = build_run(
+            config,
+            ranks,
+            run_dir,
+            lock=lock,
+            backend=JobGroupBackend(topology),
+            stack=stack,
+        )
         gc.freeze()  # libraries and models stay: the garbage collector need not scan them
         train(training)
         training.finish()
@@ -48,34 +57,35 @@ class JobGroupBackend:
     _board: WeightBoard
 
     def __init__(self, topology: Topology) -> None:
-        self.console, self._topology = console(), topology
+        self.console = console()
+        self._topology = topology
 
-    def start(self, opening: Opening) -> tuple[Services, WeightPublisher]:
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
         """See `Backend`. The trainer's own server is up when this returns."""
-        config, topology = opening.config, self._topology
-        services = _clients(config, topology, opening)
-        self._config, self._board = config, (board := WeightBoard(opening.run_dir / "weights"))
-
-        def newest_version() -> int | None:
-            latest = board.latest()
-            return latest.version if latest else None
+        config = context.config
+        topology = self._topology
+        services = _clients(config, topology, context)
+        board = WeightBoard(context.run_dir / "weights")
+        self._config = config
+        self._board = board
 
         dashboard = dashboard_module().dashboard_of_job_group(
-            opening.run_dir,
+            context.run_dir,
             config,
             topology,
             nodes=board.num_nodes,
-            version=newest_version,
+            version=board.latest_version,
             replay=services.replay,
-            loop=opening.loop,
+            loop=context.loop,
         )
-        app = create_trainer_app(board, opening.registry, dashboard)
-        bind = topology.bind(names.TRAINER, config.trainer.port)
-        opening.stack.enter_context(server := BackgroundServer(app, *bind, died=board.server_died))
-        opening.stack.callback(board.close)
-        opening.say(f"run {opening.run_id}; weights, health and metrics on {server.url}")
-        opening.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
-        return services, self._publisher(opening, services)
+        app = create_trainer_app(board, context.registry, dashboard)
+        host, port = topology.bind(names.TRAINER, config.trainer.port)
+        server = BackgroundServer(app, host, port, died=board.server_died)
+        context.stack.enter_context(server)
+        context.stack.callback(board.close)
+        context.say(f"run {context.run_id}; weights, health and metrics on {server.url}")
+        context.say(f"dashboard {topology.url(names.TRAINER, config.trainer.port)}/dashboard/")
+        return services, self._publisher(context, services)
 
     def agents(self) -> list[Client]:
         """Returns clients for the agents of the rollout nodes that are alive."""
@@ -88,86 +98,105 @@ class JobGroupBackend:
 
     def engine_gpus(self) -> int | None:
         """See `Backend`."""
-        return (
-            0
-            if self._config.rollout.colocate
-            else sum(worker.gpus for worker in self._board.workers())
-        )
+        if self._config.rollout.colocate:
+            return 0
+        return sum(worker.gpus for worker in self._board.workers())
 
-    def _publisher(self, opening: Opening, services: Services) -> WeightPublisher:
-        config, run_id, board = opening.config, opening.run_id, self._board
+    def _publisher(self, context: BackendContext, services: Services) -> WeightPublisher:
+        config = context.config
 
         def fence(worker: WorkerReport) -> None:
-            opening.loop.call(services.rollout.remove_worker(worker.url))
+            context.loop.call(services.rollout.remove_worker(worker.url))
 
-        timeout_s, sync = config.trainer.publish_timeout_s, config.trainer.weight_sync
-        broadcaster = None
-        if sync == "distributed":
-            # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
-            # uses gloo.
-            engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
-            backend: BackendName = (
-                "nccl" if engine_on_gpu and opening.policy.ranks.device.type == "cuda" else "gloo"
-            )
-            rendezvous = Rendezvous(
-                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
-            )
-            broadcaster = Broadcaster(board, opening.static_files, run_id, timeout_s, rendezvous)
-            opening.stack.callback(broadcaster.close)
+        sync = config.trainer.weight_sync
         publisher = Publisher(
-            board,
-            opening.static_files,
-            run_id,
-            timeout_s,
-            fence,
-            opening.say,
-            published=opening.metrics.published,
+            self._board,
+            context.static_files,
+            context.run_id,
+            timeout_s=config.trainer.publish_timeout_s,
+            fence=fence,
+            say=context.say,
+            published=context.metrics.published,
             shared=sync == "shared",
-            broadcaster=broadcaster,
+            broadcaster=self._broadcaster(context) if sync == "distributed" else None,
         )
         if config.lora.publishes_adapter:
-            return AdapterPublisher(publisher, services.rollout, run_id)
+            return AdapterPublisher(publisher, services.rollout, context.run_id)
         return publisher
 
+    def _broadcaster(self, context: BackendContext) -> Broadcaster:
+        config = context.config
+        # NCCL refuses two ranks on one GPU, and the embedded engine may share the trainer's: it
+        # uses gloo.
+        engine_on_gpu = config.rollout.engine == "sglang" and config.rollout.device != "cpu"
+        trainer_on_gpu = context.policy.ranks.device.type == "cuda"
+        backend: BackendName = "nccl" if engine_on_gpu and trainer_on_gpu else "gloo"
+        broadcaster = Broadcaster(
+            self._board,
+            context.static_files,
+            context.run_id,
+            timeout_s=config.trainer.publish_timeout_s,
+            rendezvous=Rendezvous(
+                self._topology.host(names.TRAINER), backend, gpu_checksums=engine_on_gpu
+            ),
+        )
+        context.stack.callback(broadcaster.close)
+        return broadcaster
 
-def _clients(config: Config, topology: Topology, opening: Opening) -> Services:
+
+def _clients(config: Config, topology: Topology, context: BackendContext) -> Services:
+    """Returns a client for each service of the job group, all closed with the run."""
     patience = config.trainer.service_timeout_s
+    url = topology.url
     services = Services(
-        DataClient(names.DATA, topology.url(names.DATA, config.data.port), deadline_s=patience),
-        RolloutClient(
-            names.ROLLOUT,
-            topology.url(names.ROLLOUT, config.rollout.router_port),
+        data=DataClient(
+            names.DATA,
+            url(names.DATA, config.data.port),
             deadline_s=patience,
         ),
-        RewardClient(
-            names.REWARD, topology.url(names.REWARD, config.reward.port), deadline_s=patience
+        rollout=RolloutClient(
+            names.ROLLOUT,
+            url(names.ROLLOUT, config.rollout.router_port),
+            deadline_s=patience,
         ),
-        ReplayClient(
-            names.REPLAY, topology.url(names.REPLAY, config.replay.port), deadline_s=patience
+        reward=RewardClient(
+            names.REWARD,
+            url(names.REWARD, config.reward.port),
+            deadline_s=patience,
+        ),
+        replay=ReplayClient(
+            names.REPLAY,
+            url(names.REPLAY, config.replay.port),
+            deadline_s=patience,
         ),
     )
     services.rollout.repeats_prompt = config.rollout.engine == "sglang"
     if config.algorithm.needs_critic and config.critic.location == "server":
-        url = topology.url(names.CRITIC, config.critic.port)
-        services.critic = CriticClient(names.CRITIC, url, deadline_s=patience)
+        services.critic = CriticClient(
+            names.CRITIC,
+            url(names.CRITIC, config.critic.port),
+            deadline_s=patience,
+        )
     if config.environment.name:
         port = config.environment.port
 
         def node(rank: int) -> Client:
             return Client(
                 f"{names.ENVIRONMENT}-{rank}",
-                topology.url(names.ENVIRONMENT, port, rank),
+                url(names.ENVIRONMENT, port, rank),
                 deadline_s=patience,
             )
 
-        url = topology.url(names.ENVIRONMENT, port)
         services.environment = EnvironmentClient(
-            names.ENVIRONMENT, url, deadline_s=patience, node=node
+            names.ENVIRONMENT,
+            url(names.ENVIRONMENT, port),
+            deadline_s=patience,
+            node=node,
         )
 
     async def close() -> None:
         for client in services.all():
             await client.close()
 
-    opening.stack.callback(lambda: opening.loop.call(close()))
+    context.stack.callback(lambda: context.loop.call(close()))
     return services

@@ -51,9 +51,9 @@ def started(
     if ranks.world_size > 1:
         log.info("waiting for the other ranks at %s", topology.node_ips[0])
     watchdog.start()
-    group, alive = topology.group or "local", Liveness(ranks, topology, settings.lost_after_s)
-    mine = (
-        RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
-    )  # before the ranks meet
-    with mine as lock, watchdog.stalls(), ranks, alive:
+    liveness = Liveness(ranks, topology, settings.lost_after_s)
+    group = topology.group or "local"
+    # Rank 0 takes the lock before the ranks meet.
+    own_lock = RunLock.of_new_run(settings.run_dir, group) if ranks.is_rank_zero else nullcontext()
+    with own_lock as lock, watchdog.stalls(), ranks, liveness:
         yield ranks, lock

@@ -25,7 +25,7 @@ from common.wire.schemas import (
 )
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
 _FILE = {"type": "string", "format": "binary"}
@@ -144,7 +144,8 @@ class BackgroundServer:
     ) -> None:
         self._socket = listen(host, port)
         self.port = int(self._socket.getsockname()[1])
-        self._server, self._died = Server(app, host, port), died
+        self._server = Server(app, host, port)
+        self._died = died
         self.url = self._server.url
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
@@ -160,12 +161,11 @@ class BackgroundServer:
         self._thread.start()
         while not self._server.started:
             if not self._thread.is_alive():
-                remedy = "look at the log above, or set another trainer.port"
                 raise ConfigError(
                     "the trainer's HTTP server did not start",
                     field="trainer.port",
                     value=self.port,
-                    remedy=remedy,
+                    remedy="look at the log above, or set another trainer.port",
                 )
             self._thread.join(0.01)
         return self

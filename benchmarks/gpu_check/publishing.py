@@ -15,9 +15,9 @@ from learning.ranks import Ranks
 from learning.sharding import local
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
+from trainer.weights.gpu_lease import SharedGpuLease
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import write_version
-from trainer.weights.turns import SharedTurns
+from trainer.weights.versions import write_version
 
 _TIMES = 3
 
@@ -70,16 +70,16 @@ def _park(found: Findings, setting: Setting, policy: Policy, *, ranks: Ranks) ->
     """Parks weights and optimiser as for an engine on the same GPU, and restores them."""
     before = {name: tensor.to("cpu", copy=True) for name, tensor in _state(policy).items()}
     size = sum(tensor.nbytes for tensor in before.values())
-    turns = SharedTurns(ranks, lambda: [policy.resident()])
+    lease = SharedGpuLease(ranks, lambda: [policy.resident()])
     policy.optimizer.zero_grad()
     held = _allocated(setting)
     parked: list[float] = []
     restored: list[float] = []
     left = 0
     for _ in range(_TIMES):
-        parked.append(_timed(setting, turns.give))
+        parked.append(_timed(setting, lease.release))
         left = _allocated(setting)
-        restored.append(_timed(setting, turns.take))
+        restored.append(_timed(setting, lease.acquire))
     text = f"parking weights and optimiser, {size / 1e9:.2f} GB"
     found.claim(
         text,

@@ -169,7 +169,9 @@ def test_the_engine_gets_the_device_and_the_precision() -> None:
     command = engine_command(
         Config(rollout=RolloutSection(engine="embedded")), Topology(), "m", "1"
     )
-    assert command[-5:] == ["--device", "auto", "--dtype", "bfloat16", "--enable-fp32-lm-head"]
+    assert command[command.index("--device") + 1] == "auto"
+    assert command[command.index("--dtype") + 1] == "bfloat16"
+    assert "--enable-fp32-lm-head" in command
     for use_gpu, kind in ((True, "cuda"), (False, "cpu")):
         config = TrainerConfig(use_gpu=use_gpu).to_config(100, 0, Path("run"))
         assert (config.trainer.device, config.rollout.device) == (kind, kind)

@@ -237,7 +237,7 @@ def test_a_checkpoint_with_other_names_than_the_models_files_is_refused(tmp_path
 
 
 def test_a_version_directory_of_a_mixture_is_a_whole_model(tmp_path: Path) -> None:
-    from trainer.weights.publisher import write_version
+    from trainer.weights.versions import write_version
 
     directory = write("Mixtral", tmp_path / "hub")
     policy = Policy(settings(directory, tmp_path), Ranks(device_kind="cpu"))

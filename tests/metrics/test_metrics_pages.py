@@ -10,11 +10,11 @@ from prometheus_client import generate_latest
 
 from common.process.metrics import Metrics
 from tests.support.metrics_pages import DOCUMENT, Family, documented, framed, table
+from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import StepRecord
-from trainer.observe.timing import STAGES, WAITING, StageClock
 from trainer.policy.update_metrics import UpdateMetrics
-from trainer.rollouts.evaluation import Evaluation
+from trainer.timing import STAGES, WAITING, StageClock
 
 pytestmark = pytest.mark.integration
 

@@ -30,7 +30,8 @@ from tests.support.own_environments import INSISTS, OPEN_SESSION
 from tests.support.paths import ROOT
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.server import create_trainer_app
-from trainer.weights.publisher import WeightBoard, write_version
+from trainer.weights.board import WeightBoard
+from trainer.weights.versions import write_version
 
 SERVICES = ("data", "reward", "replay", "critic", "environment", "engine", "agent", "trainer")
 

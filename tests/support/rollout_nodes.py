@@ -22,7 +22,7 @@ from common.weights.checksums import checksum
 from common.wire.schemas import WeightFile, WeightManifest, WorkerReport
 from tests.support.paths import ROOT
 from trainer.cli.tiny_base import make_model, make_tokenizer
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.board import WeightBoard
 
 GROUP = "test"
 TRAINER_PORT = 8004

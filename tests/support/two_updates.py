@@ -24,7 +24,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.policy.update_metrics import UpdateMetrics
 from trainer.weights.adapters import static_files
-from trainer.weights.publisher import version_name, write_version
+from trainer.weights.versions import version_name, write_version
 
 PROMPTS = [
     Prompt(id=f"p{number}", prompt=problem.question, ground_truth=str(problem.answer))

@@ -28,9 +28,9 @@ from services.engine.model import Model
 from services.engine.scheduler import Scheduler
 from tests.support.in_process import Faulty, metrics, quiet
 from trainer import GRPOConfig, GRPOTrainer, train_in_process
+from trainer.engines import DirectPublisher
 from trainer.rollouts.collector import CollectFailed
-from trainer.rollouts.engines import DirectPublisher
-from trainer.weights.publisher import Weights
+from trainer.weights.versions import Weights
 
 pytestmark = pytest.mark.integration
 

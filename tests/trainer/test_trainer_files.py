@@ -21,15 +21,16 @@ from common.wire.schemas import WeightManifest, WorkerReport
 from learning.ranks import Ranks
 from tests.support.groups import make_group, save, whole
 from trainer.algorithms.batch import Batch
+from trainer.evaluation.evaluation import pass_at_k
 from trainer.observe.run_dir import read_lines
-from trainer.observe.timing import StageClock
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.policy.scorer import load_tokenizer
-from trainer.rollouts.evaluation import pass_at_k
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.timing import StageClock
 from trainer.weights.adapters import static_files
-from trainer.weights.publisher import Publisher, PublishFailed, WeightBoard
+from trainer.weights.board import PublishFailed, WeightBoard
+from trainer.weights.publisher import Publisher
 
 
 def batch(config: Config, seed: int) -> Batch:
@@ -239,7 +240,7 @@ def test_a_silent_worker_is_not_waited_for_and_gets_no_traffic(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its agent may be stopped or cut off while its engine still answers with old weights."""
-    monkeypatch.setattr("trainer.weights.publisher._SILENT_S", 5.0)
+    monkeypatch.setattr("trainer.weights.board._SILENT_S", 5.0)
     fenced: list[str] = []
     publish, board, policy = publisher(config, tmp_path, 60, fenced)
     board.report(report(1, node=0))

@@ -22,10 +22,11 @@ from learning.device import DeviceKind, choose_device
 from services.reward.app import create_reward_app
 from services.reward.functions import RewardFunction
 from trainer.api.datasets import as_prompts, as_rewards
+from trainer.evaluation.evaluator import graded_answers
+from trainer.evaluation.generation import GenerationSettings, Generator, together
 from trainer.evaluation.generators import local_generator, openai_generator, sglang_generator
 from trainer.evaluation.results import EvaluationResults, results_of
 from trainer.observe.run_dir import progress_bar
-from trainer.rollouts.evaluation import GenerationSettings, Generator, graded_answers, together
 
 _READ = ("data.prompt_template", "model.chat_template", "model.trust_remote_code")
 """Settings that an evaluation reads besides those of `sampling`."""

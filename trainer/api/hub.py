@@ -7,7 +7,7 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.settings.config import Config
-from trainer.evaluation.statistics import wilson_interval
+from trainer.evaluation.uncertainty import wilson_interval
 from trainer.observe.run_dir import read_lines
 
 _SECTIONS = ("model", "lora", "sampling", "algorithm", "trainer")

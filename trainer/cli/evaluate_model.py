@@ -18,7 +18,7 @@ from trainer.cli.commands import DATASETS, data_section, own_words, problems, se
 
 if TYPE_CHECKING:
     from trainer.evaluation.results import EvaluationResults
-    from trainer.evaluation.statistics import PairedDifference
+    from trainer.evaluation.uncertainty import PairedDifference
 
 _EPILOG = """\
 examples:

@@ -17,7 +17,7 @@ from trainer.dashboard.jsonl import JsonlReader
 from trainer.dashboard.run_facts import changed_settings, read_note
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
-from trainer.observe.timing import STAGES, WAITING
+from trainer.timing import STAGES, WAITING
 
 _RECENT = 10
 """Number of newest steps whose mean the list of runs shows."""

@@ -20,17 +20,16 @@ from common.wire.schemas import Prompt
 from services.engine.app import make_app
 from services.engine.engine import Engine
 from services.engine.model import Model
-from trainer.policy.scorer import load_model, load_tokenizer, quiet
-from trainer.rollouts.evaluation import (
+from trainer.evaluation.generation import (
     SEED_OFFSET,
-    GeneratedAnswer,
     GenerationSettings,
     Generator,
     TokenGenerator,
     finished,
     together,
 )
-from trainer.rollouts.requests import sampling_seed
+from trainer.policy.scorer import load_model, load_tokenizer, quiet
+from trainer.rollouts.requests import GeneratedAnswer, sampling_seed
 
 _OPENAI_NAMES = {"min_new_tokens": "min_tokens"}
 _FIRST_ANSWER_S = 15.0

@@ -11,7 +11,8 @@ from common.wire.schemas import Prompt, RewardResult
 from services.reward.answers.exact import quantity
 from services.reward.answers.extract import extract_answer
 from services.reward.answers.notation import texts_of, tokens
-from trainer.evaluation.statistics import (
+from trainer.evaluation.evaluation import pass_at_k
+from trainer.evaluation.uncertainty import (
     Lengths,
     PairedDifference,
     avg_at_k,
@@ -20,7 +21,7 @@ from trainer.evaluation.statistics import (
     standard_error,
     wilson_interval,
 )
-from trainer.rollouts.evaluation import GeneratedAnswer, pass_at_k
+from trainer.rollouts.requests import GeneratedAnswer
 
 GradedAnswer = tuple[GeneratedAnswer, RewardResult]
 

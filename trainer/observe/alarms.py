@@ -53,21 +53,21 @@ def alarms(
     Args:
         metrics: of the update.
         staleness: the mean age of the experience in weight versions: 0 when the current policy
-        sampled all of it.
+            sampled all of it.
         config: the settings of the run.
         dropout: the settings of the model that make updates, and nothing else, drop some of its
-        numbers.
+            numbers.
     """
     old = staleness > 0
     bounds = limits(old)
-    mismatch = (
-        _dropout(dropout)
-        if dropout
-        else (
-            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look at rollout.engine_args), a "
-            "sampling filter in the engine that the trainer does not know, or weights that did not arrive whole"
+    if dropout:
+        mismatch = _dropout(dropout)
+    else:
+        mismatch = (
+            f"another precision or a quantised engine (model.dtype is {config.model.dtype}, look "
+            "at rollout.engine_args), a sampling filter in the engine that the trainer does not "
+            "know, or weights that did not arrive whole"
         )
-    )
     if old:
         cause = _age(staleness, config)
     elif dropout:
@@ -76,14 +76,18 @@ def alarms(
         cause = "the engine's numbers differ from the trainer's: see its precision and filters"
     texts = {
         "delta_logprob": (
-            f"mean |Δ logprob| between rollout engine and trainer is {metrics.delta_logprob_current:.3g} on the same weights "
-            f"(alarm above {MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: {mismatch}"
+            "mean |Δ logprob| between rollout engine and trainer is "
+            f"{metrics.delta_logprob_current:.3g} on the same weights (alarm above "
+            f"{MAX_DELTA_LOGPROB}): the two do not compute the same policy. Likely: {mismatch}"
         ),
-        "kl_rollout": f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above "
-        f"{bounds['kl_rollout'].value}). Likely: {cause}",
+        "kl_rollout": (
+            f"KL(rollout ‖ trainer) is {metrics.kl_rollout:.3g} nats per token (alarm above "
+            f"{bounds['kl_rollout'].value}). Likely: {cause}"
+        ),
         "effective_sample_size": (
-            f"the effective sample size is {metrics.effective_sample_size:.2f} of the tokens (alarm below "
-            f"{MIN_EFFECTIVE_SAMPLE_SIZE}): few tokens carry the update. Likely: {cause}"
+            f"the effective sample size is {metrics.effective_sample_size:.2f} of the tokens "
+            f"(alarm below {MIN_EFFECTIVE_SAMPLE_SIZE}): few tokens carry the update. Likely: "
+            f"{cause}"
         ),
     }
     return {name: texts[name] for name, limit in bounds.items() if limit.passed(metrics)}
@@ -93,19 +97,23 @@ def _dropout(settings: Collection[str]) -> str:
     """Explains that dropout makes the updated policy differ from the one that samples."""
     names = ", ".join(settings)
     return (
-        f"dropout ({names}), which applies in updates and not in the engine. Set it to 0: `lora.dropout` in the settings, "
-        "the others in the model's config.json"
+        f"dropout ({names}), which applies in updates and not in the engine. Set it to 0: "
+        "`lora.dropout` in the settings, the others in the model's config.json"
     )
 
 
 def _age(staleness: float, config: Config) -> str:
     """Explains why old experience is far from the policy, and which setting to change."""
-    turn = ["trainer.learning_rate"]
-    if config.trainer.max_staleness:
-        turn.insert(0, f"trainer.max_staleness ({config.trainer.max_staleness})")
+    settings = []
     if config.replay.reuse_ratio:
-        turn.insert(0, f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
-    text = f"the experience is {staleness:.1f} weight versions old on average and the policy moved; lower {' or '.join(turn)}"
+        settings.append(f"replay.max_reuse_staleness ({config.replay.max_reuse_staleness})")
+    if config.trainer.max_staleness:
+        settings.append(f"trainer.max_staleness ({config.trainer.max_staleness})")
+    settings.append("trainer.learning_rate")
+    text = (
+        f"the experience is {staleness:.1f} weight versions old on average and the policy moved; "
+        f"lower {' or '.join(settings)}"
+    )
     if config.algorithm.rollout_correction == "none":
         text += ", or bound the weights of such tokens with algorithm.rollout_correction truncate"
     return text

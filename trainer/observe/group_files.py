@@ -29,7 +29,8 @@ from common.wire.schemas import Completion, Float32, Group
 from trainer.observe.run_dir import append_line, storing_run
 
 log = logging.getLogger(__name__)
-DIRECTORY, LINES = "groups", "groups.jsonl"
+DIRECTORY = "groups"
+LINES = "groups.jsonl"
 _UNSHOWN = ("kept_tokens", "kept_counts")
 """Sampling details of a completion: large, and of no use to a reader."""
 _SEARCHED_CHARS = 1000
@@ -65,7 +66,8 @@ class GroupRecorder:
     """
 
     def __init__(self, run_dir: Path, keep_bytes: int, step: int) -> None:
-        self._run_dir, self._keep_bytes = run_dir, keep_bytes
+        self._run_dir = run_dir
+        self._keep_bytes = keep_bytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="groups")
         self._writing: Future[None] | None = None
         self._sizes: dict[int, int] = {}
@@ -95,7 +97,8 @@ class GroupRecorder:
 
     def flush(self) -> None:
         """Waits until everything is written. Raises StorageFailed if writing failed."""
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -133,12 +136,12 @@ class GroupRecorder:
 
 def recorded_steps(run_dir: Path) -> dict[int, Path]:
     """Returns the files in `groups/` by step."""
-    found = (run_dir / DIRECTORY).glob("step_*.zip")
-    return {
-        int(number): path
-        for path in found
-        if (number := path.stem.removeprefix("step_")).isdecimal()
-    }
+    paths: dict[int, Path] = {}
+    for path in (run_dir / DIRECTORY).glob("step_*.zip"):
+        number = path.stem.removeprefix("step_")
+        if number.isdecimal():
+            paths[int(number)] = path
+    return paths
 
 
 def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
@@ -154,10 +157,12 @@ def read_group(run_dir: Path, step: int, place: int) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file fails in many ways
-        remedy = "restore that file from a copy, or remove it"
-        message = f"the groups of step {step} cannot be read: {error}"
         raise ServiceError(
-            message, code="damaged", field="trainer.run_dir", value=str(path), remedy=remedy
+            f"the groups of step {step} cannot be read: {error}",
+            code="damaged",
+            field="trainer.run_dir",
+            value=str(path),
+            remedy="restore that file from a copy, or remove it",
         ) from None
 
 
@@ -189,10 +194,11 @@ def read_texts(
     found = {}
     try:
         with ZipFile(_path(run_dir, step)) as file:
-            for place in range(len(file.namelist())) if places is None else places:
-                with suppress(
-                    Exception
-                ):  # a damaged file fails in many ways; opening the group reports how
+            if places is None:
+                places = range(len(file.namelist()))
+            for place in places:
+                # A damaged file fails in many ways; opening the group reports how.
+                with suppress(Exception):
                     found[place] = _TEXTS.decode(_member(file, place))
     except (OSError, BadZipFile):
         pass
@@ -203,7 +209,8 @@ def _member(file: ZipFile, place: int) -> bytes:
     member = file.getinfo(_name(place))
     if member.file_size > _MAX_GROUP_BYTES:
         raise ValueError(
-            f"{member.filename} has {member.file_size} bytes, but a group has at most {_MAX_GROUP_BYTES}"
+            f"{member.filename} has {member.file_size} bytes, but a group has at most "
+            f"{_MAX_GROUP_BYTES}"
         )
     with file.open(member) as packed:
         return packed.read(member.file_size)  # no more, however much is packed
@@ -219,32 +226,37 @@ def _name(place: int) -> str:
 
 def _entry(item: RecordedGroup) -> dict[str, Any]:
     """Returns the summary of a group for `groups.jsonl`."""
-    group, completions = item.group, item.group.completions
-    versions = [
-        version for completion in completions for version, _, _ in completion.weight_versions
-    ]
+    group = item.group
+    completions = group.completions
     rewards = [_reward(completion) for completion in completions]
     known = [reward for reward in rewards if reward is not None]
+    all_known = known and len(known) == len(rewards)
+    verified = all(completion.verified for completion in completions)
+    versions: list[int] = []
+    marks: set[str] = set()
+    for completion in completions:
+        versions += [version for version, _, _ in completion.weight_versions]
+        marks.update(_marks(completion))
+
     entry: dict[str, Any] = {
         "id": group.id,
         "prompt_id": group.prompt_id,
         "position": group.position,
         "prompt": group.prompt[:_SEARCHED_CHARS],
         "versions": [min(versions), max(versions)] if versions else None,
-        "reward": round(sum(known) / len(known), 4)
-        if known and len(known) == len(rewards)
-        else None,
+        "reward": round(sum(known) / len(known), 4) if all_known else None,
         "rewards": [None if reward is None else round(reward, 4) for reward in rewards],
-        "correct": sum(c.correct for c in completions)
-        if all(c.verified for c in completions)
-        else None,
+        "correct": sum(completion.correct for completion in completions) if verified else None,
         "tokens": [len(completion.token_ids) for completion in completions],
-        "marks": sorted({mark for completion in completions for mark in _marks(completion)}),
+        "marks": sorted(marks),
         "advantage": _mean([np.abs(advantages) for advantages in item.advantages]),
         "delta": _mean(_differences(item)),
         "reused": item.reused,
     }
-    return entry | {"reason": item.reason, "detail": item.detail} if item.reason else entry
+    if item.reason:
+        entry["reason"] = item.reason
+        entry["detail"] = item.detail
+    return entry
 
 
 def _marks(completion: Completion) -> list[str]:
@@ -257,11 +269,11 @@ def _reward(completion: Completion) -> float | None:
 
 
 def _differences(item: RecordedGroup) -> list[Float32]:
-    pairs = zip(item.group.completions, item.logprobs, strict=False)
+    """Returns |Δ logprob| of trainer and engine [L] for each completion that the trainer scored."""
     return [
-        np.abs(theirs - completion.trained(completion.logprobs))
-        for completion, theirs in pairs
-        if theirs is not None
+        np.abs(logprobs - completion.trained(completion.logprobs))
+        for completion, logprobs in zip(item.group.completions, item.logprobs, strict=False)
+        if logprobs is not None
     ]
 
 
@@ -274,27 +286,24 @@ def _mean(arrays: Sequence[Float32]) -> float | None:
 def _document(item: RecordedGroup) -> dict[str, Any]:
     content = asdict(item.group)
     content["completions"] = [asdict(completion) for completion in item.group.completions]
-    for part, name in (
-        (content, "barred"),
-        *((c, name) for c in content["completions"] for name in _UNSHOWN),
-    ):
-        del part[name]
-    for i, completion in enumerate(content["completions"]):
-        logprobs = item.logprobs[i] if item.logprobs else None
-        completion["text"] = (
-            completion["text"].encode("utf-8", "replace").decode()
-        )  # a dropped group was not checked
-        completion["reward"] = _reward(item.group.completions[i])
-        spread = item.group.completions[i].spread
-        completion["advantages"] = spread(item.advantages[i]) if item.advantages else None
-        completion["trainer_logprobs"] = None if logprobs is None else spread(logprobs)
-    more = {
-        "reused": item.reused,
-        "weight": item.weight,
-        "reason": item.reason,
-        "detail": item.detail,
-    }
-    return content | more
+    del content["barred"]
+    for index, document in enumerate(content["completions"]):
+        for name in _UNSHOWN:
+            del document[name]
+        completion = item.group.completions[index]
+        logprobs = item.logprobs[index] if item.logprobs else None
+        # A dropped group was not checked: its text may have lone surrogates.
+        document["text"] = document["text"].encode("utf-8", "replace").decode()
+        document["reward"] = _reward(completion)
+        document["advantages"] = (
+            completion.spread(item.advantages[index]) if item.advantages else None
+        )
+        document["trainer_logprobs"] = None if logprobs is None else completion.spread(logprobs)
+    content["reused"] = item.reused
+    content["weight"] = item.weight
+    content["reason"] = item.reason
+    content["detail"] = item.detail
+    return content
 
 
 def _plain(content: dict[str, Any]) -> dict[str, Any]:

@@ -22,51 +22,70 @@ FLAT = 0.02
 """Smallest rise of a mean from the first to the second half of the window that counts as a rise."""
 MAX_KL_REFERENCE = 0.5
 """Nats per token."""
-KL_GROWTH, MIN_GROWN_KL = 10.0, 0.05
+KL_GROWTH = 10.0
+MIN_GROWN_KL = 0.05
 MAX_RATIO_OFF = 0.2
 MAX_CLIPPED = 0.4
-ENTROPY_LEFT, SOLVED = 0.2, 0.8
-MAX_GENERATION, MAX_GENERATION_ASYNC = 0.8, 0.5
-MAX_IDLE, MAX_IDLE_ASYNC = 0.9, 0.5
-MAX_REWARD, MAX_REPLAY, MAX_PUBLISH, MAX_WAITING = 0.3, 0.2, 0.35, 0.3
+ENTROPY_LEFT = 0.2
+SOLVED = 0.8
+MAX_GENERATION = 0.8
+MAX_GENERATION_ASYNC = 0.5
+MAX_IDLE = 0.9
+MAX_IDLE_ASYNC = 0.5
+MAX_REWARD = 0.3
+MAX_REPLAY = 0.2
+MAX_PUBLISH = 0.35
+MAX_WAITING = 0.3
 MAX_STRAGGLERS = 0.15
 MAX_DROPPED = 0.1
 _DROPS = {
-    "generation": "rollout-server fails or is too slow: look at its log, give it time (sampling.request_timeout_s), or ask for "
-    "less (sampling.max_new_tokens)",
-    "reward": "answers cannot be graded: look at the log of reward-server for what times out or fails, and give it time "
-    "(reward.math_timeout_s, reward.code_timeout_s, reward.judge_timeout_s, reward.function_timeout_s) or more processes "
-    "(reward.workers)",
-    "teacher": "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) or fewer groups at "
-    "once (teacher.concurrency)",
-    "stale": "long answers are overtaken by more than trainer.max_staleness updates, and the model learns to be short: set "
-    "trainer.when_stale wait, raise trainer.max_staleness, or lower sampling.max_new_tokens",
+    "generation": (
+        "rollout-server fails or is too slow: look at its log, give it time "
+        "(sampling.request_timeout_s), or ask for less (sampling.max_new_tokens)"
+    ),
+    "reward": (
+        "answers cannot be graded: look at the log of reward-server for what times out or fails, "
+        "and give it time (reward.math_timeout_s, reward.code_timeout_s, reward.judge_timeout_s, "
+        "reward.function_timeout_s) or more processes (reward.workers)"
+    ),
+    "teacher": (
+        "the teacher fails or is too slow: look at its log, and give it time (teacher.timeout_s) "
+        "or fewer groups at once (teacher.concurrency)"
+    ),
+    "stale": (
+        "long answers are overtaken by more than trainer.max_staleness updates, and the model "
+        "learns to be short: set trainer.when_stale wait, raise trainer.max_staleness, or lower "
+        "sampling.max_new_tokens"
+    ),
 }
 _SLOW = {
     "stragglers": (
         "stragglers",
         MAX_STRAGGLERS,
-        "in {share:.0%} of the time a batch is ready and the update waits for the longest of the oldest answers. Raise "
-        "trainer.max_staleness, lower sampling.max_new_tokens, or train on what is ready at any age (trainer.when_stale train)",
+        "in {share:.0%} of the time a batch is ready and the update waits for the longest of the "
+        "oldest answers. Raise trainer.max_staleness, lower sampling.max_new_tokens, or train on "
+        "what is ready at any age (trainer.when_stale train)",
     ),
     "reward_bound": (
         "reward",
         MAX_REWARD,
-        "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes (reward.workers, "
-        "reward.code_slots, reward.judge_concurrency) and cores for them, or shorter limits (reward.math_timeout_s, "
-        "reward.code_timeout_s, reward.function_timeout_s)",
+        "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes "
+        "(reward.workers, reward.code_slots, reward.judge_concurrency) and cores for them, or "
+        "shorter limits (reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s)",
     ),
     "replay_bound": (
         "replay",
         MAX_REPLAY,
-        "the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced to its disk. Put its "
-        "state_dir on a faster (block) volume, or reuse less (replay.reuse_ratio)",
+        "the trainer waits for the replay-buffer in {share:.0%} of the time: every group is synced "
+        "to its disk. Put its state_dir on a faster (block) volume, or reuse less "
+        "(replay.reuse_ratio)",
     ),
     "nothing_active": (
         "waiting",
         MAX_WAITING,
-        "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts come too slowly, or this "
-        "process has too little processor time. Look at the log of data-server, and at trainer.num_threads against the cores",
+        "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
+        "come too slowly, or this process has too little processor time. Look at the log of "
+        "data-server, and at trainer.num_threads against the cores",
     ),
 }
 """Stage, limit on its share of the wall time, and text, by hint name."""
@@ -96,9 +115,11 @@ def hints(history: Sequence[Line], config: Config) -> dict[str, str]:
         "generation_bound": _generation_bound(steps),
         "rollout_idle": _rollout_idle(steps),
         "publish_bound": _publish_bound(steps),
-        **{name: _slow(steps, stage, limit, text) for name, (stage, limit, text) in _SLOW.items()},
-        **{f"dropped_{reason}": _dropped(steps, reason) for reason in _DROPS},
     }
+    for name, (stage, limit, text) in _SLOW.items():
+        found[name] = _slow(steps, stage, limit, text)
+    for reason in _DROPS:
+        found[f"dropped_{reason}"] = _dropped(steps, reason)
     return {name: text for name, text in found.items() if text}
 
 
@@ -107,7 +128,8 @@ class _Steps:
 
     def __init__(self, history: Sequence[Line], config: Config) -> None:
         self.config = config
-        self.first, self.last = history[:FIRST], history[-WINDOW:]
+        self.first = history[:FIRST]
+        self.last = history[-WINDOW:]
         self._before: Line = history[-WINDOW - 1] if len(history) > WINDOW else {}
         self.groups = len(self.last) * config.trainer.batch_size
 
@@ -115,15 +137,14 @@ class _Steps:
         """Returns the mean of a number, which may be in a section (`update.kl_reference`)."""
         section, _, key = name.rpartition(".")
         lines = self.last if lines is None else lines
-        return sum(
-            float((line[section] if section else line).get(key, 0.0)) for line in lines
-        ) / max(1, len(lines))
+        sections = [line[section] if section else line for line in lines]
+        return sum(float(each.get(key, 0.0)) for each in sections) / max(1, len(lines))
 
     def accuracy(self) -> float | None:
         """Returns the mean accuracy; None when the rewards are not verdicts."""
-        return (
-            None if any(line["accuracy"] is None for line in self.last) else self.mean("accuracy")
-        )
+        if any(line["accuracy"] is None for line in self.last):
+            return None
+        return self.mean("accuracy")
 
     def rose(self, name: str) -> bool:
         """Returns whether the mean rose from the first to the second half of the steps."""
@@ -151,31 +172,36 @@ def _zero_variance_groups(steps: _Steps) -> str:
     share = equal / (steps.groups + replaced)
     if share < MAX_EQUAL:
         return ""
-    accuracy, config = steps.accuracy(), steps.config
+    config = steps.config
+    accuracy = steps.accuracy()
     solved = sum(line.get("solved_groups") or 0 for line in steps.last)
     failed = sum(line.get("failed_groups") or 0 for line in steps.last)
     # Without solved or failed groups, all equal ones were replaced.
-    easy = solved > failed if solved + failed else accuracy is not None and accuracy >= 0.5
-    cause = (
-        ""
-        if accuracy is None
-        else f", mostly as all answers are {'right' if easy else 'wrong'} (accuracy {accuracy:.2f})"
-    )
-    text = f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of what is generated is wasted. "
+    mostly_right = accuracy is not None and accuracy >= 0.5
+    easy = solved > failed if solved + failed else mostly_right
+
     if accuracy is None:
-        text += (
-            "The reward does not tell answers to one prompt apart: use one with intermediate steps (reward.functions), "
-            "more tries (sampling.group_size), or other prompts (data.source)"
+        cause = ""
+        remedy = (
+            "The reward does not tell answers to one prompt apart: use one with intermediate steps "
+            "(reward.functions), more tries (sampling.group_size), or other prompts (data.source)"
         )
     elif easy:
-        text += (
+        cause = f", mostly as all answers are right (accuracy {accuracy:.2f})"
+        remedy = (
             "The prompts are too easy for this model: use harder ones (data.source, data.levels)"
         )
     else:
-        text += (
-            "The prompts are too hard for this model: use easier ones (data.source, data.levels), a better model "
-            "(model.name), more tries (sampling.group_size), or a reward with intermediate steps (reward.functions)"
+        cause = f", mostly as all answers are wrong (accuracy {accuracy:.2f})"
+        remedy = (
+            "The prompts are too hard for this model: use easier ones (data.source, data.levels), "
+            "a better model (model.name), more tries (sampling.group_size), or a reward with "
+            "intermediate steps (reward.functions)"
         )
+    text = (
+        f"{share:.0%} of the groups have equal rewards{cause}: they carry no gradient, so most of "
+        f"what is generated is wasted. {remedy}"
+    )
     if config.data.curriculum == "none":
         text += ", or prefer those in between (data.curriculum difficulty)"
     if not config.algorithm.dynamic_sampling:
@@ -188,27 +214,28 @@ def _format(steps: _Steps) -> str:
     if share < MAX_UNPARSABLE or steps.rose("reward"):
         return ""
     return (
-        f"in {share:.0%} of the completions the grader finds no answer, and the reward does not rise (mean "
-        f"{steps.mean('reward'):.3f}): the model does not keep to the format. Say it in sampling.system_prompt, reward it "
-        "(reward.functions with format, reward.format_required), start from a model that follows instructions (model.name), or "
-        f"leave room to get there (sampling.max_new_tokens {steps.config.sampling.max_new_tokens}); see samples.jsonl"
+        f"in {share:.0%} of the completions the grader finds no answer, and the reward does not "
+        f"rise (mean {steps.mean('reward'):.3f}): the model does not keep to the format. Say it in "
+        "sampling.system_prompt, reward it (reward.functions with format, reward.format_required), "
+        "start from a model that follows instructions (model.name), or leave room to get there "
+        f"(sampling.max_new_tokens {steps.config.sampling.max_new_tokens}); see samples.jsonl"
     )
 
 
 def _truncated(steps: _Steps) -> str:
-    share, accuracy = steps.mean("truncated"), steps.accuracy()
-    if share < MAX_TRUNCATED or (
-        steps.rose("reward") if accuracy is None else accuracy >= LOW_ACCURACY
-    ):
+    share = steps.mean("truncated")
+    accuracy = steps.accuracy()
+    if accuracy is None:
+        is_harmless = steps.rose("reward")
+        seen = "the reward does not rise"
+    else:
+        is_harmless = accuracy >= LOW_ACCURACY
+        seen = f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
+    if share < MAX_TRUNCATED or is_harmless:
         return ""
-    seen = (
-        "the reward does not rise"
-        if accuracy is None
-        else f"accuracy is {accuracy:.2f}: what is cut is hardly ever right"
-    )
     text = (
-        f"{share:.0%} of the completions are cut at sampling.max_new_tokens ({steps.config.sampling.max_new_tokens}), and "
-        f"{seen}. Raise sampling.max_new_tokens"
+        f"{share:.0%} of the completions are cut at sampling.max_new_tokens "
+        f"({steps.config.sampling.max_new_tokens}), and {seen}. Raise sampling.max_new_tokens"
     )
     if not steps.config.algorithm.overlong_buffer:
         text += ", or make long answers cost something before the end (algorithm.overlong_buffer)"
@@ -216,19 +243,18 @@ def _truncated(steps: _Steps) -> str:
 
 
 def _policy_moves(steps: _Steps) -> str:
-    kl_first, kl_last = (
-        steps.mean("update.kl_reference", lines) for lines in (steps.last[:3], steps.last[-3:])
-    )
-    ratio, clipped = (
-        steps.mean("update.ratio", steps.last[-3:]),
-        steps.mean("update.clip_fraction", steps.last[-3:]),
-    )
+    newest = steps.last[-3:]
+    kl_first = steps.mean("update.kl_reference", steps.last[:3])
+    kl_last = steps.mean("update.kl_reference", newest)
+    ratio = steps.mean("update.ratio", newest)
+    clipped = steps.mean("update.clip_fraction", newest)
     seen = []
     if kl_last > MAX_KL_REFERENCE:
         seen.append(f"KL to the reference is {kl_last:.3g} nats per token")
     elif kl_last > MIN_GROWN_KL and kl_last > KL_GROWTH * kl_first:
         seen.append(
-            f"KL to the reference rose from {kl_first:.3g} to {kl_last:.3g} nats per token in {WINDOW} steps"
+            f"KL to the reference rose from {kl_first:.3g} to {kl_last:.3g} nats per token in "
+            f"{WINDOW} steps"
         )
     if abs(ratio - 1) > MAX_RATIO_OFF:
         seen.append(f"the probability ratio is {ratio:.2f} on average")
@@ -237,18 +263,21 @@ def _policy_moves(steps: _Steps) -> str:
     if not seen:
         return ""
     config = steps.config
-    turn = [f"lower trainer.learning_rate ({config.trainer.learning_rate:g})"]
+    remedies = [f"lower trainer.learning_rate ({config.trainer.learning_rate:g})"]
     if config.algorithm.updates_per_batch > 1:
-        turn.append(
-            "fewer updates on a batch (algorithm.update_epochs, algorithm.mini_batches), or algorithm.early_stop_kl"
+        remedies.append(
+            "fewer updates on a batch (algorithm.update_epochs, algorithm.mini_batches), or "
+            "algorithm.early_stop_kl"
         )
     if config.trainer.max_staleness:
-        turn.append(f"younger experience (trainer.max_staleness {config.trainer.max_staleness})")
+        remedies.append(
+            f"younger experience (trainer.max_staleness {config.trainer.max_staleness})"
+        )
     if config.algorithm.kl_coef:
-        turn.append(
+        remedies.append(
             f"a stronger pull to the reference (algorithm.kl_coef {config.algorithm.kl_coef:g})"
         )
-    return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(turn)}"
+    return f"the policy moves too far: {', '.join(seen)}. Remedies: {'; '.join(remedies)}"
 
 
 def _not_finite(steps: _Steps) -> str:
@@ -256,79 +285,84 @@ def _not_finite(steps: _Steps) -> str:
     if skipped < 2:
         return ""
     return (
-        f"{skipped} updates were skipped because their gradient was not finite. Lower trainer.learning_rate or "
-        "trainer.max_grad_norm, or compute in float32 (model.dtype)"
+        f"{skipped} updates were skipped because their gradient was not finite. Lower "
+        "trainer.learning_rate or trainer.max_grad_norm, or compute in float32 (model.dtype)"
     )
 
 
 def _entropy(steps: _Steps) -> str:
-    began, now, accuracy = (
-        steps.mean("update.entropy", steps.first),
-        steps.mean("update.entropy"),
-        steps.accuracy(),
-    )
-    learns = (
-        steps.rose("reward") if accuracy is None else accuracy >= SOLVED or steps.rose("accuracy")
-    )
+    began = steps.mean("update.entropy", steps.first)
+    now = steps.mean("update.entropy")
+    accuracy = steps.accuracy()
+    if accuracy is None:
+        learns = steps.rose("reward")
+        seen = "the reward does not rise"
+    else:
+        learns = accuracy >= SOLVED or steps.rose("accuracy")
+        seen = f"accuracy stays at {accuracy:.2f}"
     if now >= ENTROPY_LEFT * began or learns:
         return ""
-    seen = "the reward does not rise" if accuracy is None else f"accuracy stays at {accuracy:.2f}"
     return (
         f"entropy fell from {began:.3g} to {now:.3g} nats per token, and {seen}: the policy became "
-        "certain too early and tries nothing new. Raise algorithm.clip_high (0.28 in the recipe dapo) or sampling.temperature, "
-        f"set algorithm.entropy_coef, or lower trainer.learning_rate ({steps.config.trainer.learning_rate:g})"
+        "certain too early and tries nothing new. Raise algorithm.clip_high (0.28 in the recipe "
+        "dapo) or sampling.temperature, set algorithm.entropy_coef, or lower trainer.learning_rate "
+        f"({steps.config.trainer.learning_rate:g})"
     )
 
 
 def _generation_bound(steps: _Steps) -> str:
-    staleness, share = steps.config.trainer.max_staleness, steps.share("generation")
+    staleness = steps.config.trainer.max_staleness
+    share = steps.share("generation")
     if share < (MAX_GENERATION_ASYNC if staleness else MAX_GENERATION):
         return ""
     text = (
-        f"the trainer waits for completions in {share:.0%} of the time. Generate faster: more rollout nodes (num_nodes of "
-        f"rollout-server), more at once (rollout.max_running_requests), or shorter answers (sampling.max_new_tokens)"
+        f"the trainer waits for completions in {share:.0%} of the time. Generate faster: more "
+        "rollout nodes (num_nodes of rollout-server), more at once (rollout.max_running_requests), "
+        "or shorter answers (sampling.max_new_tokens)"
     )
-    return (
-        text
-        if staleness
-        else text + "; trainer.max_staleness 1 lets the next batch be generated during the update"
-    )
+    if not staleness:
+        text += "; trainer.max_staleness 1 lets the next batch be generated during the update"
+    return text
 
 
 def _rollout_idle(steps: _Steps) -> str:
-    staleness, update = steps.config.trainer.max_staleness, steps.share("update")
+    staleness = steps.config.trainer.max_staleness
+    update = steps.share("update")
     if "generating" not in steps.last[0] or update < 0.5:
         return ""
     idle = 1 - steps.mean("generating")
     faster = (
-        "more or larger trainer nodes (num_nodes of ppo-trainer), more tokens at once (trainer.micro_batch_tokens), or "
-        "trainer.compile; or fewer rollout nodes"
+        "more or larger trainer nodes (num_nodes of ppo-trainer), more tokens at once "
+        "(trainer.micro_batch_tokens), or trainer.compile; or fewer rollout nodes"
     )
-    if staleness and idle > MAX_IDLE_ASYNC and steps.mean("staleness") > staleness - 0.5:
+    is_as_old_as_allowed = steps.mean("staleness") > staleness - 0.5
+    if staleness and idle > MAX_IDLE_ASYNC and is_as_old_as_allowed:
         return (
-            f"the engines are idle in {idle:.0%} of the time, because the experience is as old as trainer.max_staleness "
-            f"({staleness}) permits and the update takes {update:.0%}. Update faster: {faster}"
+            f"the engines are idle in {idle:.0%} of the time, because the experience is as old as "
+            f"trainer.max_staleness ({staleness}) permits and the update takes {update:.0%}. "
+            f"Update faster: {faster}"
         )
     if not staleness and idle > MAX_IDLE:
         return (
-            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Run both at once "
-            f"(trainer.max_staleness 1), or update faster: {faster}"
+            f"the engines are idle in {idle:.0%} of the time, the update takes {update:.0%}. Run "
+            f"both at once (trainer.max_staleness 1), or update faster: {faster}"
         )
     return ""
 
 
 def _publish_bound(steps: _Steps) -> str:
-    share, config = steps.share("publish"), steps.config
+    config = steps.config
+    share = steps.share("publish")
     if share < MAX_PUBLISH:
         return ""
-    turn = []
+    remedies = []
     if config.trainer.weight_sync != "distributed":
-        turn.append("trainer.weight_sync distributed (or shared)")
+        remedies.append("trainer.weight_sync distributed (or shared)")
     if not config.trainer.max_staleness:
-        turn.append("trainer.max_staleness 1, which overlaps it with the next step")
+        remedies.append("trainer.max_staleness 1, which overlaps it with the next step")
     if not config.lora.rank:
-        turn.append("an adapter instead of all weights (lora.rank)")
-    remedy = ", or ".join(turn) or "the network between the nodes"
+        remedies.append("an adapter instead of all weights (lora.rank)")
+    remedy = ", or ".join(remedies) or "the network between the nodes"
     return f"new weights take {share:.0%} of the time to reach the engines. Change: {remedy}"
 
 
@@ -340,8 +374,6 @@ def _slow(steps: _Steps, stage: str, limit: float, text: str) -> str:
 def _dropped(steps: _Steps, reason: str) -> str:
     count = steps.dropped(reason)
     share = count / (steps.groups + count)
-    return (
-        f"{count} groups ({share:.0%}) were dropped ({reason}): {_DROPS[reason]}"
-        if share >= MAX_DROPPED
-        else ""
-    )
+    if share < MAX_DROPPED:
+        return ""
+    return f"{count} groups ({share:.0%}) were dropped ({reason}): {_DROPS[reason]}"

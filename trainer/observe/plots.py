@@ -6,7 +6,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from trainer.observe.timing import STAGES, WAITING
+from trainer.timing import STAGES, WAITING
 
 mpl.use("Agg")  # before pyplot: no display is needed
 
@@ -25,6 +25,11 @@ class Picture:
         return file.getvalue()
 
 
+def _column(lines: list[dict[str, Any]], name: str, section: str = "") -> list[Any]:
+    """Returns a number of every line, which may be in a section (`update`)."""
+    return [(line[section] if section else line)[name] for line in lines]
+
+
 def plot_curves(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
 ) -> None:
@@ -36,84 +41,94 @@ def curves(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
     """Draws learning curves, lengths and entropy, agreement with the rollout engine, and seconds by
     stage.
     """
-    steps = [line["step"] for line in metrics]
-    figure, ((learning, shape), (agreement, seconds)) = plt.subplots(
+    steps = _column(metrics, "step")
+    figure, ((learning, length), (agreement, seconds)) = plt.subplots(
         2, 2, figsize=(11, 7), layout="constrained"
     )
-    rated = all(line["accuracy"] is not None for line in (*metrics, *evaluations))
-    training, held_out = ("accuracy", "accuracy") if rated else ("reward", "mean_reward")
-    learning.plot(
+    _draw_learning(learning, metrics, evaluations)
+
+    length.plot(steps, _column(metrics, "completion_tokens"), color="tab:green")
+    length.set(title="Completion length and entropy", xlabel="step")
+    length.set_ylabel("tokens", color="tab:green")
+    entropy = length.twinx()
+    entropy.plot(steps, _column(metrics, "entropy", "update"), color="tab:purple")
+    entropy.set_ylabel("nats per token", color="tab:purple")
+
+    agreement.plot(
         steps,
-        [line[training] for line in metrics],
+        _column(metrics, "delta_logprob", "update"),
+        label="mean |Δ logprob| to the rollout engine",
+    )
+    agreement.plot(steps, _column(metrics, "clip_fraction", "update"), label="clip fraction")
+    agreement.set(title="Agreement with the rollout engine", xlabel="step")
+    agreement.set_yscale("symlog", linthresh=1e-6)
+    agreement.legend()
+
+    stages = [*STAGES, WAITING]
+    layers = [[line["seconds"].get(stage, 0.0) for line in metrics] for stage in stages]
+    seconds.stackplot(steps, layers, labels=stages)
+    seconds.set(title="Seconds of a step", xlabel="step")
+    seconds.legend(loc="upper right", fontsize="small", ncols=2)
+
+    plt.close(figure)  # removes it from pyplot's list: a notebook would show it twice
+    return Picture(figure)
+
+
+def _draw_learning(
+    axes: Any, metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> None:
+    """Draws accuracy or, when the rewards are not verdicts, the reward."""
+    rated = all(line["accuracy"] is not None for line in (*metrics, *evaluations))
+    axes.plot(
+        _column(metrics, "step"),
+        _column(metrics, "accuracy" if rated else "reward"),
         color="tab:blue",
         alpha=0.6,
         label="training batch (sampled)",
     )
     if evaluations:
-        how = "sampled" if evaluations[-1].get("temperature") else "greedy"
-        learning.errorbar(
-            [line["step"] for line in evaluations],
-            [line[held_out] for line in evaluations],
-            yerr=[line["standard_error"] for line in evaluations] if rated else None,
+        sampling = "sampled" if evaluations[-1].get("temperature") else "greedy"
+        axes.errorbar(
+            _column(evaluations, "step"),
+            _column(evaluations, "accuracy" if rated else "mean_reward"),
+            yerr=_column(evaluations, "standard_error") if rated else None,
             marker="o",
             capsize=3,
             color="tab:orange",
-            label=f"held-out ({how}, ± standard error)" if rated else f"held-out ({how})",
+            label=f"held-out ({sampling}, ± standard error)" if rated else f"held-out ({sampling})",
         )
-    learning.set(
+    axes.set(
         title="Accuracy" if rated else "Reward", xlabel="step", ylim=(0, 1.02) if rated else None
     )
-    learning.legend(loc="lower right")
-    shape.plot(steps, [line["completion_tokens"] for line in metrics], color="tab:green")
-    shape.set(title="Completion length and entropy", xlabel="step")
-    shape.set_ylabel("tokens", color="tab:green")
-    entropy = shape.twinx()
-    entropy.plot(steps, [line["update"]["entropy"] for line in metrics], color="tab:purple")
-    entropy.set_ylabel("nats per token", color="tab:purple")
-    agreement.plot(
-        steps,
-        [line["update"]["delta_logprob"] for line in metrics],
-        label="mean |Δ logprob| to the rollout engine",
-    )
-    agreement.plot(
-        steps, [line["update"]["clip_fraction"] for line in metrics], label="clip fraction"
-    )
-    agreement.set(title="Agreement with the rollout engine", xlabel="step")
-    agreement.set_yscale("symlog", linthresh=1e-6)
-    agreement.legend()
-    stages = [*STAGES, WAITING]
-    seconds.stackplot(
-        steps,
-        *([line["seconds"].get(stage, 0.0) for line in metrics] for stage in stages),
-        labels=stages,
-    )
-    seconds.set(title="Seconds of a step", xlabel="step")
-    seconds.legend(loc="upper right", fontsize="small", ncols=2)
-    plt.close(figure)  # removes it from pyplot's list: a notebook would show it twice
-    return Picture(figure)
+    axes.legend(loc="lower right")
 
 
 def plot_losses(
     metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], path: Path
 ) -> None:
     """Writes losses, gradient norm and learning rate of a run on worked answers to `path`."""
-    steps = [line["step"] for line in metrics]
+    steps = _column(metrics, "step")
     figure, (losses, norms) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     losses.plot(
         steps,
-        [line["update"]["loss"] for line in metrics],
+        _column(metrics, "loss", "update"),
         color="tab:blue",
         alpha=0.6,
         label="training batch",
     )
     if evaluations:
-        held_out = ([line[name] for line in evaluations] for name in ("step", "loss"))
-        losses.plot(*held_out, marker="o", color="tab:orange", label="held-out")
+        losses.plot(
+            _column(evaluations, "step"),
+            _column(evaluations, "loss"),
+            marker="o",
+            color="tab:orange",
+            label="held-out",
+        )
     losses.set(title="Loss (nats per token)", xlabel="step")
     losses.legend()
-    norms.plot(steps, [line["update"]["grad_norm"] for line in metrics], color="tab:green")
+    norms.plot(steps, _column(metrics, "grad_norm", "update"), color="tab:green")
     norms.set(title="Gradient norm and learning rate", xlabel="step")
     rates = norms.twinx()
-    rates.plot(steps, [line["update"]["learning_rate"] for line in metrics], color="tab:purple")
+    rates.plot(steps, _column(metrics, "learning_rate", "update"), color="tab:purple")
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -6,8 +6,8 @@ from collections import Counter
 from prometheus_client import Gauge
 
 from common.process.metrics import Metrics, critic_gauges
+from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.run_dir import StepRecord
-from trainer.rollouts.evaluation import Evaluation
 
 _STEP = {
     "reward": ("reward", "mean reward"),
@@ -69,7 +69,8 @@ class TrainerMetrics:
         self._time = metrics.newest(
             "trainer_last_step_timestamp_seconds", "When the newest step was done, in Unix time"
         )
-        self._record, self._update = newest(_STEP), newest(_UPDATE)
+        self._record = newest(_STEP)
+        self._update = newest(_UPDATE)
         self._critic = critic_gauges(metrics, "trainer_critic")
         self._seconds = metrics.gauge(
             "trainer_step_stage_seconds", "Newest step: wall time by stage", ["stage"]

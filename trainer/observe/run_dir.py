@@ -27,7 +27,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column, Table
+from rich.table import Table
 
 from common.errors import ConfigError
 from common.process.logs import SHOWN, structured
@@ -35,9 +35,9 @@ from common.process.storage import storing
 from common.settings.config import Config
 from common.wire.codec import group_json
 from common.wire.schemas import Group
+from trainer.evaluation.evaluation import Answer, Evaluation
 from trainer.observe.hints import hints, remember
-from trainer.observe.timing import STAGES, WAITING
-from trainer.rollouts.evaluation import Answer, Evaluation
+from trainer.timing import STAGES, WAITING
 from trainer.trackers.trackers import Trackers
 
 log = logging.getLogger("run")
@@ -125,7 +125,9 @@ class Recorder:
         run_id: str = "",
         files: Sequence[str] = ("metrics", "groups", "samples"),
     ) -> None:
-        self.directory, self.console, self._config = directory, console, config
+        self.directory = directory
+        self.console = console
+        self._config = config
         with storing_run(directory / "config.json"):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "config.json").write_text(
@@ -147,7 +149,7 @@ class Recorder:
             self._tell_gap(name, [number for number in range(1, step + 1) if number not in there])
         if step and config.trainer.eval_samples:
             self._tell_gap("evaluations.jsonl", [0] if 0 not in evaluated else [])
-        self._trackers = Trackers(config, directory, step, self.say, tracked)
+        self._trackers = Trackers(config, directory, step, say=self.say, counted=tracked)
 
     def __enter__(self) -> Self:
         return self
@@ -186,10 +188,8 @@ class Recorder:
         """Shows a progress bar inside the block, on a terminal only."""
         self._total = total
         with progress_bar("training", self.console, hidden=structured() is not None) as progress:
-            self._progress, self._task = (
-                progress,
-                progress.add_task("training", completed=done, total=total),
-            )
+            self._progress = progress
+            self._task = progress.add_task("training", completed=done, total=total)
             yield
         self._progress = None
 
@@ -219,26 +219,26 @@ class Recorder:
                 self.say(f"{kind}: {text}", logging.WARNING)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        passed = (
-            ""
-            if evaluation.pass_at_k is None
-            else f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
-        )
-        found = f"held-out reward {evaluation.mean_reward:.3f}"
-        if evaluation.accuracy is not None:
-            found = f"held-out accuracy {evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
-        text = f"evaluation at step {evaluation.step}: {found} ({evaluation.num_samples} problems){passed}"
+        if evaluation.accuracy is None:
+            result = f"held-out reward {evaluation.mean_reward:.3f}"
+        else:
+            accuracy = f"{evaluation.accuracy:.3f} ± {evaluation.standard_error:.3f}"
+            result = f"held-out accuracy {accuracy}"
+        text = f"evaluation at step {evaluation.step}: {result} ({evaluation.num_samples} problems)"
+        if evaluation.pass_at_k is not None:
+            text += f"  pass@{evaluation.k} {evaluation.pass_at_k:.3f}"
         self.evaluated(evaluation.summary(), text, evaluation.answers)
 
     def evaluated(
         self, summary: Mapping[str, Any], text: str, answers: Sequence[Answer] = ()
     ) -> None:
         """Writes an evaluation, passes it to the trackers and prints `text`."""
-        _keep_before(
-            self.directory / "evaluations.jsonl", summary["step"]
-        )  # drops lines of a killed attempt
-        shown = {"answers": [answer.__dict__ for answer in answers]} if answers else {}
-        self._append("evaluations", {"time": time.time(), **summary, **shown})
+        # Drops the lines of a killed attempt.
+        _keep_before(self.directory / "evaluations.jsonl", summary["step"])
+        line = {"time": time.time(), **summary}
+        if answers:
+            line["answers"] = [answer.__dict__ for answer in answers]
+        self._append("evaluations", line)
         self._trackers.evaluation(summary, answers)
         self.say(text)
 
@@ -256,15 +256,15 @@ class Recorder:
         """Writes the curves with `plot`, and prints seconds, the rows of `compared`, samples if
         there are any, and paths.
         """
-        metrics, evaluations = (
-            read_lines(self.directory / f"{name}.jsonl") for name in ("metrics", "evaluations")
-        )
+        metrics = read_lines(self.directory / "metrics.jsonl")
+        evaluations = read_lines(self.directory / "evaluations.jsonl")
         curves = self.directory / "curves.png"
         with storing("curves.png", curves, "trainer.run_dir", f"use {checkpoint}: it is complete"):
             plot(metrics, evaluations, curves)
         self.show(seconds_table(metrics))
         if len(evaluations) >= 2:
-            before, after = evaluations[0], evaluations[-1]
+            before = evaluations[0]
+            after = evaluations[-1]
             self.show(_comparison_table(before, after, unit, compared(before, after)))
             for old, new in _interesting(before.get("answers", []), after.get("answers", [])):
                 self.say(f"\nproblem: {old['prompt']}  (answer {old['ground_truth']})")
@@ -300,7 +300,8 @@ def step_line(record: StepRecord, total: int) -> str:
     out.
     """
     accuracy = "" if record.accuracy is None else f"acc {record.accuracy:.3f}  "
-    seconds, training = record.seconds, record.seconds["update"] + record.seconds["publish"]
+    seconds = record.seconds
+    training = seconds["update"] + seconds["publish"]
     line = (
         f"step {record.step:>4}/{total}  reward {record.reward:.3f}  {accuracy}"
         f"tokens {record.completion_tokens:.0f}  {_short(sum(seconds.values()))} s "
@@ -310,26 +311,32 @@ def step_line(record: StepRecord, total: int) -> str:
         line += f"  cut {record.truncated:.0%}"
     if record.staleness:
         line += f"  stale {record.staleness:.1f}"
-    if dropped := sum(record.dropped.values()):
+    dropped = sum(record.dropped.values())
+    if dropped:
         line += f"  dropped {dropped}"
     return line
 
 
 def _short(seconds: float) -> str:
     """Formats seconds with three significant digits."""
-    return f"{seconds:.{2 if seconds < 10 else 1 if seconds < 100 else 0}f}"
+    if seconds < 10:
+        return f"{seconds:.2f}"
+    if seconds < 100:
+        return f"{seconds:.1f}"
+    return f"{seconds:.0f}"
 
 
 def progress_bar(title: str, console: Console, hidden: bool) -> Progress:
     """Returns a progress bar; it is hidden if `hidden` or without a terminal."""
-    columns = (
+    return Progress(
         TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
+        console=console,
+        disable=hidden or not console.is_terminal,
     )
-    return Progress(*columns, console=console, disable=hidden or not console.is_terminal)
 
 
 def console() -> Console:
@@ -349,12 +356,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            message, remedy = (
-                f"line {number} is damaged: {error}",
-                "remove that line, or move the file away",
-            )
             raise ConfigError(
-                message, field="trainer.run_dir", value=str(path), remedy=remedy
+                f"line {number} is damaged: {error}",
+                field="trainer.run_dir",
+                value=str(path),
+                remedy="remove that line, or move the file away",
             ) from None
     return found
 
@@ -367,10 +373,9 @@ def _keep_before(path: Path, step: int) -> set[int]:
         return set()
     kept = [line for line in read_lines(path) if line["step"] < step]
     partial = path.with_name(f"{path.name}.partial")
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
     with storing_run(path):
-        partial.write_text(
-            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8"
-        )
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     return {line["step"] for line in kept}
 
@@ -383,13 +388,15 @@ def storing_run(path: Path) -> AbstractContextManager[None]:
 
 def seconds_table(metrics: list[dict[str, Any]]) -> Table:
     """Returns a table of a step's mean seconds by stage, from the lines of `metrics.jsonl`."""
-    means = {
-        stage: sum(line["seconds"].get(stage, 0.0) for line in metrics) / max(1, len(metrics))
-        for stage in (*STAGES, WAITING)
-    }
+    means: dict[str, float] = {}
+    for stage in (*STAGES, WAITING):
+        seconds = sum(line["seconds"].get(stage, 0.0) for line in metrics)
+        means[stage] = seconds / max(1, len(metrics))
     means["step"] = sum(means.values())
-    columns = (Column(name, justify="right") for name in means)
-    table = Table(*columns, title=f"seconds of a step (mean over {len(metrics)} steps)")
+
+    table = Table(title=f"seconds of a step (mean over {len(metrics)} steps)")
+    for name in means:
+        table.add_column(name, justify="right")
     table.add_row(*(f"{mean:.3f}" for mean in means.values()))
     return table
 
@@ -397,9 +404,10 @@ def seconds_table(metrics: list[dict[str, Any]]) -> Table:
 def _comparison_table(
     before: Line, after: Line, unit: str, rows: list[tuple[str, str, int]]
 ) -> Table:
-    headers = ("", f"before (step {before['step']})", f"after (step {after['step']})")
-    columns = (Column(header, justify="right") for header in headers)
-    table = Table(*columns, title=f"held-out split, {after['num_samples']} {unit}")
+    table = Table(title=f"held-out split, {after['num_samples']} {unit}")
+    table.add_column("", justify="right")
+    table.add_column(f"before (step {before['step']})", justify="right")
+    table.add_column(f"after (step {after['step']})", justify="right")
     for title, key, digits in rows:
         table.add_row(title, f"{before[key]:.{digits}f}", f"{after[key]:.{digits}f}")
     return table

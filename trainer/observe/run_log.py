@@ -1,24 +1,25 @@
 """Log of a run: record, groups and metrics of every step, evaluations, and the final report."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from common.settings.config import Config
-from common.wire.schemas import Completion, CriticMetrics
+from common.wire.schemas import Completion, CriticMetrics, Group
 from trainer.algorithms.batch import Batch
+from trainer.evaluation.evaluation import Evaluation
 from trainer.observe.alarms import alarms
 from trainer.observe.group_files import GroupRecorder, RecordedGroup
 from trainer.observe.prometheus import TrainerMetrics
 from trainer.observe.run_dir import Recorder, StepRecord
-from trainer.observe.timing import CpuClock, StageClock
 from trainer.policy.policy import PolicyUpdate
-from trainer.rollouts.collector import DroppedGroup, Drops
-from trainer.rollouts.evaluation import Evaluation
+from trainer.rollouts.drops import DroppedGroup, Drops
+from trainer.timing import CpuClock, StageClock
 
 
 class RunLog:
@@ -52,7 +53,7 @@ class RunLog:
         """Writes the curves and prints the summary of a run that ended with this checkpoint."""
 
 
-class RecordedRun(RunLog):
+class LeaderRunLog(RunLog):
     """Log of rank 0 for a run that continues after `step`; records include the results of
     `measured` and `gpus`.
 
@@ -72,10 +73,16 @@ class RecordedRun(RunLog):
         collecting_cpu: Callable[[], float] = lambda: 0.0,
         dropout: Collection[str] = (),
     ) -> None:
-        self._config, self._recorder, self._metrics, self._clock = config, recorder, metrics, clock
-        self._cpu, self._collecting_cpu = CpuClock(), CpuClock(collecting_cpu)
+        self._config = config
+        self._recorder = recorder
+        self._metrics = metrics
+        self._clock = clock
+        self._cpu = CpuClock()
+        self._collecting_cpu = CpuClock(collecting_cpu)
         self._groups = GroupRecorder(recorder.directory, config.trainer.keep_groups_mb << 20, step)
-        self._step, self._measured, self._gpus = step, measured, gpus
+        self._step = step
+        self._measured = measured
+        self._gpus = gpus
         self._dropout = dropout
 
     @contextmanager
@@ -103,7 +110,7 @@ class RecordedRun(RunLog):
     ) -> Mapping[str, Any]:
         """See `RunLog`."""
         self._step = step
-        record = self._record(step, batch, update, critic, drops)
+        record = self._record(step, batch, update, critic=critic, drops=drops)
         self._groups.step(step, _trained(batch, update), _dropped(drops.recent()))
         self._recorder.step(record, [item.group for item in batch.groups])
         self._metrics.record(record, len(batch.fresh))
@@ -117,43 +124,49 @@ class RecordedRun(RunLog):
         critic: CriticMetrics | None,
         drops: Drops,
     ) -> StepRecord:
-        groups, fresh = [item.group for item in batch.groups], batch.fresh
-        completions = [completion for group in groups for completion in group.completions]
-        answers = [answer for group in groups for answer in group.answers]
-        ages = [step - 1 - completion.weight_version for completion in completions]
-        equal = [group for group in groups if group.zero_variance]
+        groups = [item.group for item in batch.groups]
+        answers = list(chain.from_iterable(group.answers for group in groups))
+        ages = [step - 1 - completion.weight_version for completion in _completions(groups)]
+        fresh_ages = ages[: len(_completions(batch.fresh))]  # the fresh groups come first
+
+        # Accuracy and the two counts are unknown when the rewards are not verdicts.
         verified = all(answer.verified for answer in answers)
-        seconds, (generating, generations) = self._clock.lap(), self._clock.generating()
+        equal = [group for group in groups if group.zero_variance]
+        accuracy = _mean(answer.correct for answer in answers) if verified else None
+        solved = sum(_all_correct(group) for group in equal) if verified else None
+        failed = sum(_none_correct(group) for group in equal) if verified else None
+
+        seconds = self._clock.lap()
+        generating, generations = self._clock.generating()
+        update_metrics = asdict(update.metrics)
+        teacher_kl = batch.teacher_kl()
+        if teacher_kl is not None:
+            update_metrics["teacher_kl"] = teacher_kl
         return StepRecord(
             step=step,
-            reward=float(np.mean([answer.reward for answer in answers])),
-            accuracy=float(np.mean([answer.correct for answer in answers])) if verified else None,
+            reward=_mean(answer.reward for answer in answers),
+            accuracy=accuracy,
             zero_variance_groups=len(equal),
-            solved_groups=sum(all(c.correct for c in group.completions) for group in equal)
-            if verified
-            else None,
-            failed_groups=sum(not any(c.correct for c in group.completions) for group in equal)
-            if verified
-            else None,
-            reused_groups=len(groups) - len(fresh),
-            staleness=float(np.mean(ages[: sum(len(group.completions) for group in fresh)])),
+            solved_groups=solved,
+            failed_groups=failed,
+            reused_groups=len(groups) - len(batch.fresh),
+            staleness=_mean(fresh_ages),
             completion_tokens=float(sum(batch.lengths) / len(answers)),
-            truncated=float(np.mean([answer.finish_reason == "length" for answer in answers])),
-            unparsable=float(np.mean([answer.status == "unparsable" for answer in answers])),
+            truncated=_mean(answer.finish_reason == "length" for answer in answers),
+            unparsable=_mean(answer.status == "unparsable" for answer in answers),
             dropped=dict(drops.counts),
             seconds=seconds,
             generating=generating,
             in_flight=generations * self._config.sampling.group_size,
             coordinator=self._collecting_cpu.lap() / max(1e-9, sum(seconds.values())),
             cpu_seconds=self._cpu.lap(),
-            update=asdict(update.metrics)
-            | ({} if (kl := batch.teacher_kl()) is None else {"teacher_kl": kl}),
+            update=update_metrics,
             critic=asdict(critic) if critic else None,
             gpus=self._gpus(),
             verified=verified,
             rewards=_rewards(answers),
             logged=self._measured(step),
-            alarms=alarms(update.metrics, float(np.mean(ages)), self._config, self._dropout),
+            alarms=alarms(update.metrics, _mean(ages), self._config, dropout=self._dropout),
         )
 
     @contextmanager
@@ -176,22 +189,44 @@ def _trained(batch: Batch, update: PolicyUpdate) -> list[RecordedGroup]:
     for item, rows in zip(batch.groups, batch.parts, strict=True):
         items.append(
             RecordedGroup(
-                item.group, batch.advantages[rows], logprobs[rows], item.weight, item.reused
+                group=item.group,
+                advantages=batch.advantages[rows],
+                logprobs=logprobs[rows],
+                weight=item.weight,
+                reused=item.reused,
             )
         )
     return items
 
 
+def _mean(numbers: Iterable[float]) -> float:
+    return float(np.mean(list(numbers)))
+
+
+def _completions(groups: Sequence[Group]) -> list[Completion]:
+    return list(chain.from_iterable(group.completions for group in groups))
+
+
+def _all_correct(group: Group) -> bool:
+    return all(completion.correct for completion in group.completions)
+
+
+def _none_correct(group: Group) -> bool:
+    return not any(completion.correct for completion in group.completions)
+
+
 def _rewards(answers: Sequence[Completion]) -> dict[str, float]:
     """Returns the mean score of every reward function, over the answers that it applies to."""
     scores: dict[str, list[float]] = {}
-    for name, score in (
-        (name, score) for answer in answers for name, score in answer.components.items()
-    ):
-        if score is not None:
-            scores.setdefault(name, []).append(score)
-    return {name: float(np.mean(found)) for name, found in scores.items()}
+    for answer in answers:
+        for name, score in answer.components.items():
+            if score is not None:
+                scores.setdefault(name, []).append(score)
+    return {name: _mean(found) for name, found in scores.items()}
 
 
 def _dropped(groups: Sequence[DroppedGroup]) -> list[RecordedGroup]:
-    return [RecordedGroup(group, reason=reason, detail=detail) for group, reason, detail in groups]
+    return [
+        RecordedGroup(dropped.group, reason=dropped.reason, detail=dropped.detail)
+        for dropped in groups
+    ]

@@ -1,5 +1,7 @@
 """Requests episodes from the environment-server, and turns them into completions of a group."""
 
+from itertools import chain
+
 from common.prompts.prompter import conversation
 from common.settings.config import Config
 from common.wire.schemas import (
@@ -25,18 +27,19 @@ def episode_request(
     temperature: float | None = None,
 ) -> EpisodeRequest:
     """Returns the request for n episodes of a problem, at the run's temperature or another one."""
-    settings, sampling = config.environment, config.sampling
-    embedded = config.rollout.engine == "embedded"
+    settings = config.environment
+    sampling = config.sampling
+    context = settings.context
+    if config.rollout.engine == "embedded":
+        context = min(context, config.rollout.max_context_tokens)
+    messages = conversation(prompt, sampling.system_prompt, prompt.prompt)
     return EpisodeRequest(
         request_id=request_id,
         n=n,
         task=EpisodeTask(
             env=settings.name,
             prompt=prompt.prompt,
-            messages=[
-                dict(message)
-                for message in conversation(prompt, sampling.system_prompt, prompt.prompt)
-            ],
+            messages=[dict(message) for message in messages],
             ground_truth=prompt.ground_truth,
             columns=prompt.columns,
             seed=sampling_seed(config.seed, position),
@@ -48,9 +51,7 @@ def episode_request(
         limits=EpisodeLimits(
             turns=settings.turns,
             sampled_tokens=settings.sampled_tokens,
-            context=min(settings.context, config.rollout.max_context_tokens)
-            if embedded
-            else settings.context,
+            context=context,
             tool_calls=settings.tool_calls,
             deadline_s=settings.deadline_s,
         ),
@@ -71,13 +72,20 @@ def answer_of(episode: Episode) -> Completion:
     """Returns an episode's last answer as a completion, with the episode's reward; without one it
     must be graded.
     """
-    last, reward = episode.sequences[-1], episode.reward
+    last = episode.sequences[-1]
     answer = Completion(
-        last.token_ids, last.logprobs, episode.answer, last.finish_reason, last.weight_versions
+        token_ids=last.token_ids,
+        logprobs=last.logprobs,
+        text=episode.answer,
+        finish_reason=last.finish_reason,
+        weight_versions=last.weight_versions,
     )
-    if reward is not None:
-        answer.reward, answer.correct, answer.verified = reward, reward > 0.5, reward in (0.0, 1.0)
-        answer.components, answer.extracted_answer = episode.components, episode.answer
+    if episode.reward is not None:
+        answer.reward = episode.reward
+        answer.correct = episode.reward > 0.5
+        answer.verified = episode.reward in (0.0, 1.0)
+        answer.components = episode.components
+        answer.extracted_answer = episode.answer
     return answer
 
 
@@ -85,12 +93,10 @@ def completions_of(episode: Episode, answer: Completion, number: int) -> list[Co
     """Returns a completion for each sequence of an episode, with the reward and the grade of its
     `answer`.
     """
-    graded = episode.reward is None  # by the run's reward functions, which do not see its turns
-    turns = (
-        sum(turn.reward or 0.0 for sequence in episode.sequences for turn in sequence.turns)
-        if graded
-        else 0.0
-    )
+    reward = answer.reward
+    if episode.reward is None:  # the run's reward functions graded it, and do not see its turns
+        turns = chain.from_iterable(sequence.turns for sequence in episode.sequences)
+        reward += sum(turn.reward or 0.0 for turn in turns)
     return [
         Completion(
             token_ids=sequence.token_ids,
@@ -98,7 +104,7 @@ def completions_of(episode: Episode, answer: Completion, number: int) -> list[Co
             text=sequence.text,
             finish_reason=sequence.finish_reason,
             weight_versions=sequence.weight_versions,
-            reward=answer.reward + turns,
+            reward=reward,
             correct=answer.correct,
             verified=answer.verified,
             status=answer.status,

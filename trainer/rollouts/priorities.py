@@ -16,8 +16,10 @@ from common.wire.schemas import Group, SampleRequest
 
 Priority = Callable[[Group, Sequence[float]], float]
 """(group, mean |advantage| of each completion) -> priority, finite and at least 0."""
-PRIORITY_EXPONENT, IMPORTANCE_EXPONENT = 0.6, 0.4
-"""α and, at the first step, β of prioritised experience replay (Schaul et al. 2016)."""
+PRIORITY_EXPONENT = 0.6
+"""α of prioritised experience replay (Schaul et al. 2016)."""
+IMPORTANCE_EXPONENT = 0.4
+"""Its β at the first step."""
 
 
 def reuse_request(
@@ -27,12 +29,13 @@ def reuse_request(
 
     β rises linearly from IMPORTANCE_EXPONENT at the first step to 1 at the last.
     """
-    low, settings = IMPORTANCE_EXPONENT, config.replay
+    settings = config.replay
+    progress = min(1.0, step / max(1, total_steps - 1))
     return SampleRequest(
         count=count,
         min_version=max(0, step - settings.max_reuse_staleness),
         priority_exponent=PRIORITY_EXPONENT,
-        importance_exponent=low + (1 - low) * min(1.0, step / max(1, total_steps - 1)),
+        importance_exponent=IMPORTANCE_EXPONENT + (1 - IMPORTANCE_EXPONENT) * progress,
         max_times_sampled=settings.max_times_sampled,
         seed=config.seed * 1_000_003 + step,
         request_id=request_id,
@@ -69,22 +72,22 @@ def load_priority(name: str) -> Priority:
     """
     module, _, attribute = name.partition(":")
     if name not in PRIORITIES and not (module and attribute):
-        remedy = f"use one of {', '.join(PRIORITIES)}, or write package.module:name"
         raise ConfigError(
-            "there is no such priority", field="replay.priority", value=name, remedy=remedy
+            "there is no such priority",
+            field="replay.priority",
+            value=name,
+            remedy=f"use one of {', '.join(PRIORITIES)}, or write package.module:name",
         )
     function = PRIORITIES.get(name) or import_callable(name, "replay.priority")
 
     def priority(group: Group, advantages: Sequence[float]) -> float:
         value: object = function(group, advantages)
-        try:
-            number = (
-                float(value)
-                if isinstance(value, Real) and not isinstance(value, bool)
-                else math.nan
-            )
-        except OverflowError:  # an integer beyond all floats
-            number = math.inf
+        number = math.nan
+        if isinstance(value, Real) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:  # an integer beyond all floats
+                number = math.inf
         if not 0 <= number < math.inf:
             raise ConfigError(
                 f"the priority of group {group.id} is {shorten(repr(value))}",

@@ -43,7 +43,8 @@ class PromptCursor:
     def __init__(self, progress: PromptProgress) -> None:
         self.next = progress.position
         """The next new position."""
-        self._first_open, self._finished = progress.position, set(progress.finished)
+        self._first_open = progress.position
+        self._finished = set(progress.finished)
         self._failed: Counter[int] = Counter()
         self._to_retry: list[Drawn] = []
 
@@ -54,12 +55,14 @@ class PromptCursor:
 
     def take_retries(self, count: int) -> list[Drawn]:
         """Returns up to `count` prompts whose groups failed."""
-        taken, self._to_retry = self._to_retry[:count], self._to_retry[count:]
+        taken = self._to_retry[:count]
+        del self._to_retry[:count]
         return taken
 
     def draw(self, prompts: Sequence[Prompt], prompts_per_epoch: int) -> list[Drawn]:
         """Advances over the next prompts of the stream; returns those that are not finished yet."""
-        start, self.next = self.next, self.next + len(prompts)
+        start = self.next
+        self.next += len(prompts)
         return [
             Drawn(position, prompt, position // prompts_per_epoch)
             for position, prompt in enumerate(prompts, start)

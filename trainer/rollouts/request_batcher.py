@@ -24,14 +24,13 @@ class RequestBatcher(Generic[_T, _R]):
     first.
 
     Calls do not wait for each other. When a call with several items fails, each item is tried
-    alone, so that only the
-    faulty items fail. A service that did not answer by the deadline, or is lost, is not called
-    again: all items fail. A call with one item keeps that item's request id; one with several gets
-    a new id, and a DEBUG line lists the ids of its items.
+    alone, so that only the faulty items fail. A service that did not answer by the deadline, or is
+    lost, is not called again: all items fail. A call with one item keeps that item's request id;
+    one with several gets a new id, and a DEBUG line lists the ids of its items.
 
     Args:
         call: takes items, returns their results in order.
-        most: limit on the total size of the items in one call; a larger item is sent alone.
+        max_size: limit on the total size of the items in one call; a larger item is sent alone.
         size: returns the size of an item.
     """
 
@@ -40,20 +39,19 @@ class RequestBatcher(Generic[_T, _R]):
     def __init__(
         self,
         call: Callable[[list[_T]], Awaitable[Sequence[_R]]],
-        most: int,
+        max_size: int,
         size: Callable[[_T], int] = lambda _: 1,
     ) -> None:
-        self._call, self._most, self._size = call, most, size
+        self._call = call
+        self._max_size = max_size
+        self._size = size
         self._waiting: list[_Waiting[_T, _R]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __call__(self, item: _T) -> _R:
         future: asyncio.Future[_R] = asyncio.get_running_loop().create_future()
-        if (
-            self._waiting
-            and sum(self._size(other) for other, *_ in self._waiting) + self._size(item)
-            > self._most
-        ):
+        size = sum(self._size(other) for other, *_ in self._waiting)
+        if self._waiting and size + self._size(item) > self._max_size:
             self._send()
         self._waiting.append((item, future, contextvars.copy_context()))
         if len(self._waiting) == 1:
@@ -62,15 +60,14 @@ class RequestBatcher(Generic[_T, _R]):
 
     def _send(self) -> None:
         self._timer.cancel()
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         if len(waiting) == 1:
             self._start(waiting)
             return
         with logs.request(logs.new_request_id()):
-            log.debug(
-                "one call for %s",
-                ", ".join(context.run(logs.request_id) for _, _, context in waiting),
-            )
+            ids = [context.run(logs.request_id) for _, _, context in waiting]
+            log.debug("one call for %s", ", ".join(ids))
             self._start(waiting, contextvars.copy_context())
 
     def _start(
@@ -91,7 +88,8 @@ class RequestBatcher(Generic[_T, _R]):
                     future.set_result(result)
         except BaseException as error:
             goes_on = isinstance(error, Exception)
-            if len(waiting) > 1 and goes_on and not isinstance(error, Unreachable | ServiceLost):
+            service_answers = goes_on and not isinstance(error, Unreachable | ServiceLost)
+            if service_answers and len(waiting) > 1:
                 await asyncio.gather(*(self._start([one]) for one in waiting))
                 return
             for _, future, _ in waiting:

@@ -1,16 +1,26 @@
 """Inputs of the reward-server, and the sampling seeds of groups."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-from common.wire.schemas import Completion, Prompt, RewardItem
+from common.wire.schemas import Completion, FinishReason, Prompt, RewardItem
 
-if TYPE_CHECKING:
-    from trainer.rollouts.evaluation import GeneratedAnswer
+
+@dataclass(frozen=True)
+class GeneratedAnswer:
+    """One answer of a model."""
+
+    text: str
+    finish_reason: FinishReason
+    tokens: int | None
+    """Length including the end-of-sequence token; None when the server does not report it."""
+    token_ids: Sequence[int] | None = None
+    """The token ids, if known."""
 
 
 def reward_items(
-    prompt: Prompt, completions: "Sequence[Completion | GeneratedAnswer]", with_tokens: bool = False
+    prompt: Prompt, completions: Sequence[Completion | GeneratedAnswer], with_tokens: bool = False
 ) -> list[RewardItem]:
     """Returns the reward-server's input for completions of one prompt, `with_tokens` as a column
     `completion_ids`.
@@ -18,7 +28,7 @@ def reward_items(
     They are not validated here: the reward-server does that, and rejects items that are too long.
     """
 
-    def columns(completion: "Completion | GeneratedAnswer") -> dict[str, Any]:
+    def columns(completion: Completion | GeneratedAnswer) -> dict[str, Any]:
         if not with_tokens or completion.token_ids is None:
             return prompt.columns
         return prompt.columns | {"completion_ids": [int(token) for token in completion.token_ids]}

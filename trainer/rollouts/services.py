@@ -35,10 +35,17 @@ class Services:
 
     def stateful(self) -> list[Client]:
         """Returns the clients of the services that store something."""
-        return [self.data, self.reward, self.replay, *([self.critic] if self.critic else [])]
+        clients: list[Client] = [self.data, self.reward, self.replay]
+        if self.critic is not None:
+            clients.append(self.critic)
+        return clients
 
     def all(self) -> list[Client]:
-        return [*self.stateful(), self.rollout, *([self.environment] if self.environment else [])]
+        """Returns the clients of all services of the run, the teacher excepted."""
+        clients = [*self.stateful(), self.rollout]
+        if self.environment is not None:
+            clients.append(self.environment)
+        return clients
 
 
 async def flush_all(clients: Sequence[Client], deadline_s: float = 60.0) -> list[Client]:

@@ -42,24 +42,26 @@ class Teacher(Client):
         super().__init__(
             "teacher", url, transport=transport, deadline_s=settings.timeout_s, headers=headers
         )
-        self._settings, self._turns = settings, asyncio.Semaphore(settings.concurrency)
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.concurrency)
 
     async def score(self, prompt_ids: Sequence[int], completions: Sequence[Int32]) -> list[Float32]:
         """Returns [L] log-probabilities, in nats, of the tokens of each completion of a prompt.
         Raises ServiceError.
         """
         rows = [[*map(int, prompt_ids), *tokens.tolist()] for tokens in completions]
-        async with self._turns:
+        async with self._slots:
             scored = await self._ask(rows, len(prompt_ids))
         found = []
         for row, pairs in zip(rows, scored, strict=True):
             tokens = row[len(prompt_ids) :]
-            pairs = pairs[-len(tokens) :]
-            if [token for _, token in pairs] != tokens:
+            of_tokens = pairs[-len(tokens) :]
+            if [token for _, token in of_tokens] != tokens:
                 raise self._unfit(
                     "the teacher scored tokens that it did not receive", TeacherFailed
                 )
-            logprobs = np.array([logprob for logprob, _ in pairs], np.float32)  # None becomes NaN
+            # None becomes NaN.
+            logprobs = np.array([logprob for logprob, _ in of_tokens], np.float32)
             if not np.isfinite(logprobs).all():
                 raise self._unfit(
                     "the teacher returned log-probabilities that are not finite", TeacherFailed
@@ -74,41 +76,42 @@ class Teacher(Client):
         Compares the tokens of a probe text with all special tokens: their ids (SGLang) or their
         texts (OpenAI).
         """
-        specials = [str(token) for token in tokenizer.all_special_tokens]
-        own: list[int] = tokenizer(_PROBE + "".join(specials)).input_ids
+        probe = _PROBE + "".join(str(token) for token in tokenizer.all_special_tokens)
+        token_ids: list[int] = tokenizer(probe).input_ids
         try:
+            own_tokens: list[Any]
+            teacher_tokens: list[Any]
             if self._settings.is_openai:
-                body = self._completions([own])
-                (choice,) = (await self._json("/completions", body, patience_s))["choices"]
-                theirs: list[Any] = [
-                    _written(token) for token in choice["logprobs"]["tokens"][: len(own)]
-                ]
-                ours: list[Any] = [_written(tokenizer.decode([token])) for token in own]
+                body = self._completions([token_ids])
+                answer = await self._json("/completions", body, patience_s)
+                (choice,) = answer["choices"]
+                texts = choice["logprobs"]["tokens"][: len(token_ids)]
+                teacher_tokens = [_written(text) for text in texts]
+                own_tokens = [_written(tokenizer.decode([token])) for token in token_ids]
             else:
-                body = {"text": _PROBE + "".join(specials), **_SCORED, "logprob_start_len": 0}
-                pairs = (await self._json("/generate", body, patience_s))["meta_info"][
-                    "input_token_logprobs"
-                ]
-                theirs, ours = [pair[1] for pair in pairs], own
-            if theirs == ours:
-                await self.score(own[:1], [np.array(own[1:], np.int32)])
+                body = {"text": probe, **_SCORED, "logprob_start_len": 0}
+                answer = await self._json("/generate", body, patience_s)
+                pairs = answer["meta_info"]["input_token_logprobs"]
+                teacher_tokens = [pair[1] for pair in pairs]
+                own_tokens = token_ids
+            if teacher_tokens == own_tokens:
+                await self.score(token_ids[:1], [np.array(token_ids[1:], np.int32)])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise self._unfit(
                 f"the teacher does not return log-probabilities of a prompt: {error!r}"
             ) from None
         except TeacherFailed as error:
             raise self._unfit(error.message) from None
-        if theirs != ours:
-            at = next(
-                (i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]),
-                len(ours),
-            )
+        if teacher_tokens != own_tokens:
+            at = _first_difference(teacher_tokens, own_tokens)
             raise ConfigError(
-                f"the teacher's tokenizer differs from that of the trained model: {shorten(_PROBE)!r} and the special tokens "
-                f"are {theirs[at : at + 3]} there and {ours[at : at + 3]} here, from token {at} on",
+                "the teacher's tokenizer differs from that of the trained model: "
+                f"{shorten(_PROBE)!r} and the special tokens are {teacher_tokens[at : at + 3]} "
+                f"there and {own_tokens[at : at + 3]} here, from token {at} on",
                 field="teacher.url",
                 value=self.base_url,
-                remedy="use a teacher with the tokenizer of model.name, because its scores are per token",
+                remedy="use a teacher with the tokenizer of model.name, because its scores are per "
+                "token",
             )
 
     def _unfit(self, reason: str, kind: type[ServiceError] = ConfigError) -> ServiceError:
@@ -116,7 +119,8 @@ class Teacher(Client):
             reason,
             field="teacher.url",
             value=self.base_url,
-            remedy="use SGLang, this system's engine, or (with /v1) an endpoint whose /completions supports echo with logprobs",
+            remedy="use SGLang, this system's engine, or (with /v1) an endpoint whose /completions "
+            "supports echo with logprobs",
         )
 
     async def _ask(self, rows: list[list[int]], start: int) -> list[list[tuple[float | None, int]]]:
@@ -128,16 +132,19 @@ class Teacher(Client):
                 body = {"input_ids": rows, **_SCORED, "logprob_start_len": start - 1}
                 answers = await self._json("/generate", body)
                 listed = [answer["meta_info"]["input_token_logprobs"] for answer in answers]
-                return [[(pair[0], pair[1]) for pair in pairs] for pairs in _as_many(listed, rows)]
-            choices = (await self._json("/completions", self._completions(rows)))["choices"]
-            ordered = sorted(_as_many(choices, rows), key=lambda choice: int(choice["index"]))
-            scores = [
-                choice["logprobs"]["token_logprobs"][: len(row)]
-                for choice, row in zip(ordered, rows, strict=True)
-            ]
-            return [
-                list(zip(found, row, strict=True)) for found, row in zip(scores, rows, strict=True)
-            ]
+                _check_count(listed, rows)
+                return [_pairs(triples) for triples in listed]
+
+            answer = await self._json("/completions", self._completions(rows))
+            choices = answer["choices"]
+            _check_count(choices, rows)
+            scored = []
+            ordered = sorted(choices, key=lambda choice: int(choice["index"]))
+            for choice, row in zip(ordered, rows, strict=True):
+                # The endpoint also scored the token that it had to generate.
+                logprobs = choice["logprobs"]["token_logprobs"][: len(row)]
+                scored.append(list(zip(logprobs, row, strict=True)))
+            return scored
         except (KeyError, TypeError, ValueError, IndexError) as error:
             reason = f"the teacher's answer has no log-probabilities of the prompt: {error!r}"
             raise self._unfit(reason, TeacherFailed) from None
@@ -174,10 +181,22 @@ _SCORED = {
 }
 
 
-def _as_many(found: list[Any], rows: list[list[int]]) -> list[Any]:
-    if len(found) != len(rows):
-        raise ValueError(f"{len(found)} answers for {len(rows)} completions")
-    return found
+def _check_count(answers: list[Any], rows: list[list[int]]) -> None:
+    if len(answers) != len(rows):
+        raise ValueError(f"{len(answers)} answers for {len(rows)} completions")
+
+
+def _pairs(triples: list[list[Any]]) -> list[tuple[float | None, int]]:
+    """Returns log-probability and token of SGLang's (log-probability, token, text)."""
+    return [(triple[0], triple[1]) for triple in triples]
+
+
+def _first_difference(first: list[Any], second: list[Any]) -> int:
+    """Returns the index from which two different lists differ."""
+    for index, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return index
+    return len(second)
 
 
 def _written(token: Any) -> str:

@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.observe.run_dir import Recorder
-from trainer.observe.timing import CpuClock, StageClock
 from trainer.sft.learner import Update
+from trainer.timing import CpuClock, StageClock
 
 
 @dataclass(frozen=True)

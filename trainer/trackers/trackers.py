@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from common.process.storage import storing
 from common.settings.config import Config
 from common.wire.schemas import Group
-from trainer.rollouts.evaluation import Answer
+from trainer.evaluation.evaluation import Answer
 from trainer.trackers.base import Cell, RunInfo, check, flatten
 from trainer.trackers.thread import TrackerThread
 

@@ -9,9 +9,9 @@ from common.settings.config import Config
 from common.wire.schemas import adapter_name
 from trainer.policy.lora import adapter_config
 from trainer.policy.scorer import ADAPTER_CONFIG
-from trainer.weights.publisher import Weights
+from trainer.weights.gpu_lease import EngineMemory
 from trainer.weights.sync import WeightPublisher
-from trainer.weights.turns import Sleepers
+from trainer.weights.versions import Weights
 
 
 def static_files(config: Config, model: Any, tokenizer: Any, directory: Path) -> list[Path]:
@@ -38,7 +38,9 @@ class AdapterPublisher:
     """
 
     def __init__(self, publisher: WeightPublisher, client: RolloutClient, run_id: str) -> None:
-        self._publisher, self._client, self._run_id = publisher, client, run_id
+        self._publisher = publisher
+        self._client = client
+        self._run_id = run_id
 
     def publish(self, weights: Weights, version: int) -> None:
         """Returns when the rollout nodes have exactly this adapter."""
@@ -46,11 +48,11 @@ class AdapterPublisher:
         self._client.adapter = (adapter_name(self._run_id, version), version)
 
     def sleep(self) -> None:
-        """See `Sleepers`."""
-        assert isinstance(self._publisher, Sleepers)
+        """See `EngineMemory`."""
+        assert isinstance(self._publisher, EngineMemory)
         self._publisher.sleep()
 
     def wake(self) -> None:
-        """See `Sleepers`."""
-        assert isinstance(self._publisher, Sleepers)
+        """See `EngineMemory`."""
+        assert isinstance(self._publisher, EngineMemory)
         self._publisher.wake()

@@ -10,10 +10,11 @@ from pathlib import Path
 from common.errors import Conflict
 from common.wire.schemas import WeightChecksums, WeightManifest, WeightVerdict, WorkerReport
 from learning.weight_group import digest_all
+from trainer.weights.board import WeightBoard
 from trainer.weights.comparison import Checksums, Comparison
 from trainer.weights.host_copy import BUCKET_BYTES, HostCopy
-from trainer.weights.publisher import WeightBoard, Weights, write_version
 from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer
+from trainer.weights.versions import Weights, write_version
 
 log = logging.getLogger(__name__)
 _BLAME_S = 3.0
@@ -35,38 +36,46 @@ class Broadcaster:
         rendezvous: Rendezvous,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self._board, self._static_files, self._run_id = board, static_files, run_id
-        self._timeout_s, self._rendezvous = timeout_s, rendezvous
+        self._board = board
+        self._static_files = static_files
+        self._run_id = run_id
+        self._timeout_s = timeout_s
+        self._rendezvous = rendezvous
         self._copy = HostCopy(bucket_bytes)
         self._group: EngineGroup | None = None
         self._checksums = Checksums(rendezvous.gpu_checksums)
-        board.broadcaster = self
+        board.source = self
 
     def publish(self, weights: Weights, version: int) -> tuple[WeightManifest, int]:
         """Announces and sends a version; returns its newest manifest and its bytes. Does not wait
         for confirmation.
         """
         copy = self._copy
-        with (
-            copy.lock
-        ):  # a node that requests the files right after the announcement waits for the copy
-            if first := not copy.buckets:
-                copy.fill(weights, version)
+        # A node that requests the files right after the announcement waits for the copy.
+        with copy.lock:
+            is_first = not copy.buckets
+            if is_first:
+                copy.fill(weights, version)  # which makes the buckets
             sent = self._checksums.begin(copy.tensors())
-            group = self._group_of([w for w in self._board.workers() if w.state == "ready"])
+
+            ready = [worker for worker in self._board.workers() if worker.state == "ready"]
+            group = self._group_of(ready)
             broadcast = group.announcement(copy.buckets) if group else None
             manifest = WeightManifest(version=version, run_id=self._run_id, broadcast=broadcast)
             self._board.announce(manifest)
+
             transfer = Transfer(group, copy.buckets, copy.flats, sent) if group else None
-            if not first:
+            if not is_first:
                 copy.fill(weights, version, transfer.put if transfer else lambda _: None)
             elif transfer:
                 for index in range(len(copy.flats)):
                     transfer.put(index)
+
         if group and transfer:
             transfer.finish()
             self._prepare(version)
-            if problem := self._problem(group, transfer):
+            problem = self._problem(group, transfer)
+            if problem:
                 log.error(
                     "weights %d were not broadcast, so they go over HTTP: %s", version, problem
                 )
@@ -79,7 +88,10 @@ class Broadcaster:
         one.
         """
         group = self._group
-        if group is not None and not group.closed and (problem := self._lost(group)):
+        if group is None or group.closed:
+            return
+        problem = self._lost(group)
+        if problem:
             log.error("the trainer and the engines will form a new group: %s", problem)
             group.close()
 
@@ -103,26 +115,36 @@ class Broadcaster:
                     error,
                 )
                 return None
-            names = ", ".join(
+            names = [
                 f"{worker.name} ({worker.tensor_parallel_size})" for worker in self._group.members
+            ]
+            log.info(
+                "group %s of the trainer and the engines of %s", self._group.name, ", ".join(names)
             )
-            log.info("group %s of the trainer and the engines of %s", self._group.name, names)
         return self._group
 
     def _problem(self, group: EngineGroup, transfer: Transfer) -> str | None:
         """Waits for the end of the transfer; returns why it failed, naming the workers, or None."""
         limit = time.monotonic() + self._timeout_s
         while not transfer.done.wait(0.05):
-            if lost := self._lost(group):
+            lost = self._lost(group)
+            if lost:
                 return lost
             if time.monotonic() > limit:
-                return f"the broadcast was not done after {self._timeout_s:.0f} s; {self._states(group)}"
-        if transfer.error is None:
+                return (
+                    f"the broadcast was not done after {self._timeout_s:.0f} s; "
+                    f"{self._states(group)}"
+                )
+        error = transfer.error
+        if error is None:
             return None
-        blame = time.monotonic() + _BLAME_S
-        while not (lost := self._lost(group)) and time.monotonic() < blame:
+
+        limit = time.monotonic() + _BLAME_S
+        lost = self._lost(group)
+        while lost is None and time.monotonic() < limit:
             time.sleep(0.05)
-        return f"{lost or self._states(group)} ({type(transfer.error).__name__}: {transfer.error})"
+            lost = self._lost(group)
+        return f"{lost or self._states(group)} ({type(error).__name__}: {error})"
 
     def _lost(self, group: EngineGroup) -> str | None:
         """Names the members that are gone, failed or restarted since the group was formed; None
@@ -135,24 +157,28 @@ class Broadcaster:
             if report is None:
                 lost.append(f"{member.name} stopped reporting")
             elif report.epoch != member.epoch or report.state in ("failed", "starting"):
-                lost.append(
-                    f"{report.name} is {report.state}: {report.detail or 'its engine was started again'}"
-                )
+                detail = report.detail or "its engine was started again"
+                lost.append(f"{report.name} is {report.state}: {detail}")
         return "; ".join(lost) or None
 
     def _states(self, group: EngineGroup) -> str:
         names = {member.name for member in group.members}
-        return ", ".join(
-            f"{w.name} is {w.state} {w.detail}".strip()
-            for w in self._board.workers()
-            if w.name in names
-        )
+        states = [
+            f"{worker.name} is {worker.state} {worker.detail}".strip()
+            for worker in self._board.workers()
+            if worker.name in names
+        ]
+        return ", ".join(states)
 
     def write(self, version: int) -> WeightManifest:
         """Writes the files of the newest version. Raises NotFound when it is not `version`."""
         with self._copy.reading(version) as tensors:
             return write_version(
-                tensors.items(), self._static_files, self._board.directory, self._run_id, version
+                tensors.items(),
+                self._static_files,
+                self._board.directory,
+                run_id=self._run_id,
+                version=version,
             )
 
     async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
@@ -160,17 +186,16 @@ class Broadcaster:
 
         Raises Conflict when they differ, and NotFound when there is a newer version.
         """
-        found = await asyncio.to_thread(self._compare, version, sums)
-        if problem := found.problem:
+        comparison = await asyncio.to_thread(self._compare, version, sums)
+        problem = comparison.problem
+        if problem:
             raise Conflict(
                 f"{sums.worker}: {problem}",
                 field="checksums",
-                value=f"{found.compared} of {found.total} compared",
+                value=f"{comparison.compared} of {comparison.total} compared",
             )
-        own = digest_all(
-            {str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)}
-        )
-        return WeightVerdict(checksum=own, compared=str(found))
+        by_rank = {str(rank): digest_all(of_rank) for rank, of_rank in enumerate(sums.ranks)}
+        return WeightVerdict(checksum=digest_all(by_rank), compared=str(comparison))
 
     def _compare(self, version: int, sums: WeightChecksums) -> Comparison:
         with self._copy.reading(version) as tensors:

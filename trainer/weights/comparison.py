@@ -37,7 +37,10 @@ class Comparison:
         be unseen.
         """
         if self.wrong:
-            return f"{len(self.wrong)} parameters of the engine differ from what was sent: {self.wrong[0]}"
+            return (
+                f"{len(self.wrong)} parameters of the engine differ from what was sent: "
+                f"{self.wrong[0]}"
+            )
         if not self.compared:
             return "no parameter of the engine has a name that was sent"
         if self.unseen and not self.unknown:
@@ -45,12 +48,11 @@ class Comparison:
         return None
 
     def __str__(self) -> str:
-        unseen = (
-            f"; the engine has {self.unseen[0]} and {len(self.unseen) - 1} more by other names"
-            if self.unseen
-            else ""
-        )
-        return f"{self.compared} of {self.total} tensors with the trainer's{unseen}"
+        text = f"{self.compared} of {self.total} tensors with the trainer's"
+        if self.unseen:
+            others = len(self.unseen) - 1
+            text += f"; the engine has {self.unseen[0]} and {others} more by other names"
+        return text
 
 
 class Checksums:
@@ -99,14 +101,19 @@ class Checksums:
         seen: set[str] = set()
         for rank, sums in enumerate(ranks):
             for name, checksum in sums.items():
-                if parts := parts_of(name, tensors):
-                    seen.update(parts)
-                    if not self._right(name, rank, len(ranks), checksum, tensors):
-                        wrong.append(name)
-                else:
+                parts = parts_of(name, tensors)
+                if not parts:
                     unknown.append(name)
+                    continue
+                seen.update(parts)
+                if not self._is_right(name, rank, len(ranks), checksum=checksum, tensors=tensors):
+                    wrong.append(name)
         return Comparison(
-            wrong, [name for name in tensors if name not in seen], unknown, len(seen), len(tensors)
+            wrong=wrong,
+            unseen=[name for name in tensors if name not in seen],
+            unknown=unknown,
+            compared=len(seen),
+            total=len(tensors),
         )
 
     def _expected(self, tensors: Mapping[str, Tensor]) -> dict[Key, Way]:
@@ -115,13 +122,17 @@ class Checksums:
             for (name, rank, size), way in self._usual.items()
         }
 
-    def _right(
+    def _is_right(
         self, name: str, rank: int, size: int, checksum: str, tensors: Mapping[str, Tensor]
     ) -> bool:
-        made = ways(name, tensors, rank, size)
+        """Whether a checksum is that of the parameter's tensors in one of its layouts; remembers
+        which, and tries that first the next time.
+        """
+        layouts = ways(name, tensors, rank, size)
         usual = self._usual.get((name, rank, size), 0)
-        for way in (usual, *(way for way in range(len(made)) if way != usual)):
-            if self._sum((name, rank, size, way), made[way], tensors) == checksum:
+        others = [way for way in range(len(layouts)) if way != usual]
+        for way in (usual, *others):
+            if self._sum((name, rank, size, way), layouts[way], tensors) == checksum:
                 if self._on_gpu and self._usual.get((name, rank, size)) != way:
                     self._plan = None
                 self._usual[name, rank, size] = way
@@ -130,8 +141,9 @@ class Checksums:
 
     def _sum(self, key: Key, describe: Describe, tensors: Mapping[str, Tensor]) -> str:
         if key not in self._known:
-            compute = gpu_digest if self._on_gpu else digest
-            self._known[key] = self._sent.hexdigest(key) or compute(
-                *(part.of(tensors) for part in describe())
-            )
+            checksum = self._sent.hexdigest(key)
+            if checksum is None:
+                compute = gpu_digest if self._on_gpu else digest
+                checksum = compute(*(part.of(tensors) for part in describe()))
+            self._known[key] = checksum
         return self._known[key]

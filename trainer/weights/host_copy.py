@@ -14,7 +14,7 @@ from common.errors import NotFound, ServiceError
 from common.wire.schemas import Bucket
 from learning.staging import Staging
 from learning.weight_group import size_of, views
-from trainer.weights.publisher import Weights
+from trainer.weights.versions import Weights
 
 BUCKET_BYTES = 512 << 20
 
@@ -31,7 +31,7 @@ class HostCopy:
         self.flats: list[Tensor] = []
         """The bytes of every bucket, uint8 [bytes]."""
         self.lock = threading.RLock()
-        self._most = bucket_bytes
+        self._bucket_bytes = bucket_bytes
         self._staging: Staging | None = None
         self._version: int | None = None
 
@@ -72,9 +72,11 @@ class HostCopy:
         held: list[tuple[str, Tensor]] = []
         size = 0
         for name, tensor in weights:
-            if held and (size + tensor.nbytes > self._most or tensor.dtype != held[0][1].dtype):
+            is_full = size + tensor.nbytes > self._bucket_bytes
+            if held and (is_full or tensor.dtype != held[0][1].dtype):
                 self._close(held)
-                held, size = [], 0
+                held = []
+                size = 0
             held.append((name, self._copies(tensor).to_host(tensor)))
             size += tensor.nbytes
         if held:
@@ -105,9 +107,10 @@ class HostCopy:
                 copies = self._copies(tensor)
                 copies.to_host(tensor, view)
             copies.then(partial(ready, index))
-        if more := next(weights, None):
+        surplus = next(weights, None)
+        if surplus is not None:
             raise ServiceError(
-                "there are more weights to publish than before", field="name", value=more[0]
+                "there are more weights to publish than before", field="name", value=surplus[0]
             )
 
     @contextmanager
@@ -127,8 +130,7 @@ class HostCopy:
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns views of the tensors, whichever version they are of; `reading` says which."""
-        return {
-            name: view
-            for bucket, flat in zip(self.buckets, self.flats, strict=True)
-            for name, view in views(flat, bucket)
-        }
+        tensors: dict[str, Tensor] = {}
+        for bucket, flat in zip(self.buckets, self.flats, strict=True):
+            tensors.update(views(flat, bucket))
+        return tensors

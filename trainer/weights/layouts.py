@@ -22,11 +22,10 @@ _EXPERTS = {
 """Parameters that hold all experts, and the names of each expert's parts in model files."""
 _RENAMED = {".self_attn.proj.": ".self_attn.out_proj."}
 """SGLang's names for modules of vision towers, and their names in model files."""
-_VOCABULARY, _VOCABULARY_ROWS = (
-    ("embed_tokens.weight", "lm_head.weight", "position_embedding.weight"),
-    64,
-)
-"""SGLang pads these with rows of zeros to a multiple of this number of rows."""
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight", "position_embedding.weight")
+"""Parameters that SGLang pads with rows of zeros."""
+_VOCABULARY_ROWS = 64
+"""It pads them to a multiple of this number of rows."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 """An engine converts the tensors to its own precision."""
 
@@ -43,6 +42,7 @@ class Part:
     """Takes the rank's share of these tensors."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Returns the part of the parameter that these tensors make."""
         return self.take(*(tensors[name] for name in self.names))
 
     def converted(self, dtype: torch.dtype) -> "Part":
@@ -63,17 +63,19 @@ def parts_of(name: str, tensors: Mapping[str, Tensor]) -> list[str]:
     """
     if name in tensors:
         return [name]
-    for other, module in _RENAMED.items():
-        if other in name and (sent := name.replace(other, module)) in tensors:
-            return [sent]
+    for sglang_module, module in _RENAMED.items():
+        renamed = name.replace(sglang_module, module)
+        if renamed in tensors:
+            return [renamed]
     for fused, parts in _FUSED.items():
         found = [name.replace(fused, part) for part in parts]
         if f".{fused}." in name and all(part in tensors for part in found):
             return found
     prefix, _, last = name.rpartition(".")
     for parts in _EXPERTS.get(last, ()):
-        if found := list(_of_every_expert(prefix, parts, tensors)):
-            return found
+        of_experts = list(_of_every_expert(prefix, parts, tensors))
+        if of_experts:
+            return of_experts
     return []
 
 
@@ -96,14 +98,19 @@ def ways(name: str, tensors: Mapping[str, Tensor], rank: int, size: int) -> list
     if last in _EXPERTS and name not in tensors:
         found = _ways_of_experts(names, 2 if last == "w13_weight" else 1, rank, size)
     else:
-        found = [partial(list, way) for way in _ways(name, names, tensors, rank, size)]
-    given = tensors[names[0]].dtype
-    others = [dtype for dtype in _DTYPES if dtype != given] if given.is_floating_point else []
-    return found + [partial(_converted, make, dtype) for dtype in others for make in found]
+        of_parameter = _ways(name, names, tensors, rank=rank, size=size)
+        found = [partial(list, way) for way in of_parameter]
+    layouts = list(found)
+    sent_dtype = tensors[names[0]].dtype
+    if sent_dtype.is_floating_point:
+        for dtype in _DTYPES:
+            if dtype != sent_dtype:
+                layouts += [partial(_converted, describe, dtype) for describe in found]
+    return layouts
 
 
-def _converted(make: Describe, dtype: torch.dtype) -> Way:
-    return [part.converted(dtype) for part in make()]
+def _converted(describe: Describe, dtype: torch.dtype) -> Way:
+    return [part.converted(dtype) for part in describe()]
 
 
 def _ways(
@@ -114,36 +121,46 @@ def _ways(
     if name.endswith(_VOCABULARY):
         yield [Part((first,), partial(_vocabulary_share, rank=rank, size=size))]
     elif size > 1:
-        for copies in (
-            copies for copies in range(1, size + 1) if size % copies == 0
-        ):  # GPUs may share key-value heads
-            if all(
-                len(part) % (size if i == 0 else size // copies) == 0
-                for i, part in enumerate(parts)
-            ):
-                own = Part((first,), partial(_share, dim=0, rank=rank, size=size))
-                shared = partial(_share, dim=0, rank=rank // copies, size=size // copies)
-                yield [own, *(Part((each,), shared) for each in rest)]
-        if not rest and parts[0].dim() > 1 and parts[0].shape[1] % size == 0:
+        own = Part((first,), partial(_share, dim=0, rank=rank, size=size))
+        for copies in range(1, size + 1):  # as many GPUs may share each key-value head
+            if size % copies:
+                continue
+            shares = size // copies
+            first_divides = len(parts[0]) % size == 0
+            rest_divides = all(len(part) % shares == 0 for part in parts[1:])
+            if first_divides and rest_divides:
+                shared = partial(_share, dim=0, rank=rank // copies, size=shares)
+                yield [own, *(Part((name_of_part,), shared) for name_of_part in rest)]
+        has_columns = not rest and parts[0].dim() > 1
+        if has_columns and parts[0].shape[1] % size == 0:
             yield [Part((first,), partial(_share, dim=1, rank=rank, size=size))]
-    yield [Part((each,), _whole) for each in names]
+    yield [Part((name_of_part,), _whole) for name_of_part in names]
 
 
-def _ways_of_experts(names: Sequence[str], each: int, rank: int, size: int) -> list[Describe]:
+def _ways_of_experts(
+    names: Sequence[str], parts_of_expert: int, rank: int, size: int
+) -> list[Describe]:
     """[experts, …]: this rank's rows (gate and up) or columns (down) of every expert.
 
     Some kernels put up before gate, and some transpose every matrix.
     """
-    experts = [names[i : i + each] for i in range(0, len(names), each)]
-    take = partial(_share, dim=0 if each == 2 else 1, rank=rank, size=size)
-    orders = (1, -1) if each == 2 else (1,)
-    return [
-        partial(build, experts, take, order) for build in (_stacked, _turned) for order in orders
+    experts = [
+        names[begin : begin + parts_of_expert] for begin in range(0, len(names), parts_of_expert)
     ]
+    has_gate = parts_of_expert == 2
+    take = partial(_share, dim=0 if has_gate else 1, rank=rank, size=size)
+    orders = (1, -1) if has_gate else (1,)
+    layouts: list[Describe] = []
+    for build in (_stacked, _turned):
+        layouts += [partial(build, experts, take, order) for order in orders]
+    return layouts
 
 
 def _stacked(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
-    return [Part((name,), take) for expert in experts for name in expert[::order]]
+    parts: list[Part] = []
+    for expert in experts:
+        parts += [Part((name,), take) for name in expert[::order]]
+    return parts
 
 
 def _turned(experts: Sequence[Sequence[str]], take: Callable[[Tensor], Tensor], order: int) -> Way:
@@ -155,8 +172,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _share(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:
-    each = -(-tensor.shape[dim] // size)
-    own = slice(rank * each, (rank + 1) * each)
+    length = -(-tensor.shape[dim] // size)
+    own = slice(rank * length, (rank + 1) * length)
     return tensor[own] if dim == 0 else tensor[:, own]
 
 
@@ -165,13 +182,17 @@ def _transposed(*tensors: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _vocabulary_share(tensor: Tensor, rank: int, size: int) -> Tensor:
-    multiple = _VOCABULARY_ROWS
-    if (
-        len(tensor) + -len(tensor) % multiple
-    ) % size:  # the rows do not divide evenly among the GPUs
-        multiple *= size
-    rows = (len(tensor) + -len(tensor) % multiple) // size
+    """Returns the rank's rows of a vocabulary that is padded with zeros."""
+    padded = _rounded_up(len(tensor), _VOCABULARY_ROWS)
+    if padded % size:  # the rows do not divide evenly among the GPUs
+        padded = _rounded_up(len(tensor), _VOCABULARY_ROWS * size)
+    rows = padded // size
     own = tensor[rank * rows : (rank + 1) * rows]
-    return (
-        torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])]) if len(own) < rows else own
-    )
+    if len(own) == rows:
+        return own
+    padding = own.new_zeros(rows - len(own), *own.shape[1:])
+    return torch.cat([own, padding])
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return number + -number % multiple

@@ -39,7 +39,9 @@ class ChecksumPlan:
         shapes = {name: tensor.to("meta") for name, tensor in tensors.items()}
         for key, way in ways.items():
             sizes = [part.of(shapes).nbytes for part in way]
-            if any(len(part.names) > 1 for part in way) or any(size % 4 for size in sizes[:-1]):
+            needs_several = any(len(part.names) > 1 for part in way)
+            ends_within_word = any(size % 4 for size in sizes[:-1])
+            if needs_several or ends_within_word:
                 continue
             self.sizes[key] = sum(sizes)
             for part, start in zip(way, accumulate(sizes, initial=0), strict=False):
@@ -86,7 +88,8 @@ def _joined(parts: list[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
     for start, part in parts:
         if start != end or start - begin >= _JOINED_BYTES:
             yield begin, _flat(held)
-            begin, held = start, []
+            begin = start
+            held = []
         held.append(part)
         end = start + part.nbytes
     yield begin, _flat(held)

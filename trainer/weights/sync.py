@@ -6,12 +6,12 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from learning.staging import Staging
-from trainer.observe.timing import PUBLISHING, StageClock
 from trainer.policy.policy import Policy
-from trainer.weights.publisher import Weights
-from trainer.weights.turns import Turns
+from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.gpu_lease import GpuLease
+from trainer.weights.versions import Weights
 
-_UNSHARED = Turns()
+_UNSHARED = GpuLease()
 _LAST_PUSH_S = 5.0
 """A failing run waits this long for the weights that it is publishing."""
 
@@ -29,8 +29,8 @@ class WeightSync:
     publishes.
     """
 
-    def __init__(self, turns: Turns = _UNSHARED) -> None:
-        self._turns = turns
+    def __init__(self, lease: GpuLease = _UNSHARED) -> None:
+        self._lease = lease
 
     def push(self, policy: Policy) -> "Future[None]":
         """Publishes the weights as version `policy.step`; the future is done when the engines serve
@@ -39,9 +39,9 @@ class WeightSync:
         A collective call. Raises PublishFailed, directly or through the future, when no engine
         serves them.
         """
-        deque(policy.weights(), maxlen=0)
-        self._turns.give()
-        return _served()
+        deque(policy.weights(), maxlen=0)  # gathers every tensor and keeps none
+        self._lease.release()
+        return _done()
 
     def wait(self) -> None:
         """Waits until the engines serve the newest version. Raises the error of the push."""
@@ -50,7 +50,7 @@ class WeightSync:
         """Waits a few seconds at most for a version in flight; raises nothing."""
 
 
-class PublishedWeights(WeightSync):
+class LeaderWeightSync(WeightSync):
     """Rank 0's weight sync; with `in_background` `push` returns before the engines serve the
     weights.
 
@@ -63,34 +63,47 @@ class PublishedWeights(WeightSync):
         publisher: WeightPublisher,
         clock: StageClock,
         in_background: bool,
-        turns: Turns = _UNSHARED,
+        lease: GpuLease = _UNSHARED,
     ) -> None:
-        super().__init__(turns)
-        self._publisher, self._clock, self._in_background = publisher, clock, in_background
+        super().__init__(lease)
+        self._publisher = publisher
+        self._clock = clock
+        self._in_background = in_background
         self._thread: threading.Thread | None = None
-        self._served = _served()
+        self._served = _done()
         self._staging: Staging | None = None
 
     def push(self, policy: Policy) -> "Future[None]":
         with self._clock.stage("publish"):
-            if not (self._in_background or self._turns.shared):
+            needs_copy = self._in_background or self._lease.shared
+            if not needs_copy:
                 self._publisher.publish(policy.weights(), policy.step)
                 return self._served
+
             self._served.result()
-            self._staging = self._staging or Staging(policy.ranks.device)
-            weights = [(name, self._staging.to_host(tensor)) for name, tensor in policy.weights()]
-            self._staging.wait()
-            self._turns.give()
+            weights = self._copy(policy)
+            self._lease.release()
             if not self._in_background:
                 self._publisher.publish(weights, policy.step)
                 return self._served
+
         self._served = Future()
-        arguments = (weights, policy.step, self._served)
         self._thread = threading.Thread(
-            target=self._publish, args=arguments, name="publisher", daemon=True
+            target=self._publish,
+            args=(weights, policy.step, self._served),
+            name="publisher",
+            daemon=True,
         )
         self._thread.start()
         return self._served
+
+    def _copy(self, policy: Policy) -> Weights:
+        """Returns a copy of the weights in host memory."""
+        if self._staging is None:
+            self._staging = Staging(policy.ranks.device)
+        weights = [(name, self._staging.to_host(tensor)) for name, tensor in policy.weights()]
+        self._staging.wait()
+        return weights
 
     def _publish(self, weights: Weights, version: int, served: "Future[None]") -> None:
         try:
@@ -110,7 +123,7 @@ class PublishedWeights(WeightSync):
             self._thread.join(_LAST_PUSH_S)
 
 
-def _served() -> "Future[None]":
-    served: Future[None] = Future()
-    served.set_result(None)
-    return served
+def _done() -> "Future[None]":
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -34,7 +34,8 @@ def write_tensors(tensors: dict[str, Tensor], stream: BinaryIO) -> str:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
+        begin = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),

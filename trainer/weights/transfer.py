@@ -51,7 +51,8 @@ class EngineGroup:
     ) -> None:
         self.name = f"weights-{secrets.token_hex(4)}"
         self.members = sorted(members, key=lambda worker: worker.name)
-        self.rendezvous, self.timeout_s = rendezvous, timeout_s
+        self.rendezvous = rendezvous
+        self.timeout_s = timeout_s
         self.world_size = 1 + sum(worker.tensor_parallel_size for worker in members)
         self._process_group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = dist.TCPStore(
@@ -67,15 +68,14 @@ class EngineGroup:
 
     def fits(self, members: Sequence[WorkerReport]) -> bool:
         """Whether the group consists of exactly these engines, none of them restarted since."""
-        return not self.closed and {(w.name, w.epoch) for w in members} == {
-            (w.name, w.epoch) for w in self.members
-        }
+        return not self.closed and _epochs(members) == _epochs(self.members)
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
         """Returns the message that tells the agents how to join and which buckets they will
         receive.
         """
-        ranks, next_rank = {}, 1
+        ranks: dict[str, int] = {}
+        next_rank = 1
         for worker in self.members:
             ranks[worker.name] = next_rank
             next_rank += worker.tensor_parallel_size
@@ -86,7 +86,7 @@ class EngineGroup:
             world_size=self.world_size,
             backend=self.rendezvous.backend,
             ranks=ranks,
-            epochs={worker.name: worker.epoch for worker in self.members},
+            epochs=_epochs(self.members),
             buckets=buckets,
         )
 
@@ -99,8 +99,15 @@ class EngineGroup:
         """
         if self._process_group is None:
             with _no_watchdog():
-                place = self.rendezvous.address, self.port, 0, self.world_size, self.name
-                self._process_group = join(*place, self.rendezvous.backend, self.timeout_s)
+                self._process_group = join(
+                    self.rendezvous.address,
+                    self.port,
+                    rank=0,
+                    world_size=self.world_size,
+                    name=self.name,
+                    backend=self.rendezvous.backend,
+                    timeout_s=self.timeout_s,
+                )
         if self._staging is None:  # one for all buckets: GPU memory is cached per stream
             self._staging = Staging(group_device(self.rendezvous.backend))
         there = self._staging.to_device(flat)
@@ -115,7 +122,8 @@ class EngineGroup:
 
     def close(self, stuck: bool = False) -> None:
         """Ends the rendezvous and the connections; `stuck`: aborts a broadcast in progress."""
-        self.closed, self._store = True, None
+        self.closed = True
+        self._store = None
         group = self._process_group
         if group is None:
             return
@@ -123,9 +131,14 @@ class EngineGroup:
             self._process_group = None
             dist.destroy_process_group(group)
         elif self.rendezvous.backend == "nccl":
-            # a broadcast by gloo ends by its own time limit; the transfer's thread then closes the
-            # group
+            # A broadcast by gloo ends by its own time limit; the transfer's thread then closes the
+            # group.
             group.abort()
+
+
+def _epochs(workers: Sequence[WorkerReport]) -> dict[str, str]:
+    """Returns the epoch of each worker's engine, new with each start, by the worker's name."""
+    return {worker.name: worker.epoch for worker in workers}
 
 
 @contextmanager
@@ -157,7 +170,10 @@ class Transfer:
     ) -> None:
         self.error: BaseException | None = None
         self.done = threading.Event()
-        self._group, self._buckets, self._flats, self._sent = group, buckets, flats, sent
+        self._group = group
+        self._buckets = buckets
+        self._flats = flats
+        self._sent = sent
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="broadcast", daemon=True).start()
 

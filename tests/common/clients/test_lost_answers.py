@@ -33,7 +33,7 @@ from services.reward.app import create_reward_app
 from services.rollout.weights.store import TrainerClient
 from tests.support.lossy_proxy import LossyProxy
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.board import WeightBoard
 
 _C = TypeVar("_C", bound=Client)
 

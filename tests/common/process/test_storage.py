@@ -32,7 +32,8 @@ from services.rollout.weights.store import TrainerClient, WeightStore
 from trainer.observe.run_dir import Recorder, read_lines
 from trainer.policy.checkpoint import CheckpointFailed, Checkpoints, RunState, newest
 from trainer.server import create_trainer_app
-from trainer.weights.publisher import WeightBoard, write_version
+from trainer.weights.board import WeightBoard
+from trainer.weights.versions import write_version
 
 pytestmark = [
     pytest.mark.integration,

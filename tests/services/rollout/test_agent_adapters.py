@@ -20,7 +20,9 @@ from tests.support.engines import expected_logprobs, write_adapter, write_model
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names, until
 from trainer.server import BackgroundServer, create_trainer_app
 from trainer.weights.adapters import AdapterPublisher
-from trainer.weights.publisher import Publisher, WeightBoard, write_version
+from trainer.weights.board import WeightBoard
+from trainer.weights.publisher import Publisher
+from trainer.weights.versions import write_version
 
 pytestmark = [
     pytest.mark.integration,

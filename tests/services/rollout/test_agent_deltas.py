@@ -20,8 +20,9 @@ from common.weights.deltas import BadDelta, apply_delta, write_delta
 from common.wire.schemas import WeightManifest
 from services.rollout.weights.store import TrainerClient, WeightStore
 from trainer.server import create_trainer_app
-from trainer.weights.publisher import WeightBoard, write_version
+from trainer.weights.board import WeightBoard
 from trainer.weights.tensor_file import write_tensors
+from trainer.weights.versions import write_version
 
 pytestmark = pytest.mark.integration
 

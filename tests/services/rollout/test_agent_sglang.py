@@ -25,8 +25,9 @@ from tests.support.engines import (
 )
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Node, names
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import Publisher, WeightBoard
+from trainer.weights.publisher import Publisher
 from trainer.weights.transfer import Rendezvous
 
 pytestmark = [

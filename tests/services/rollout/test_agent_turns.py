@@ -19,7 +19,7 @@ from services.rollout.engine_client import EngineClient
 from tests.support.processes import alive
 from tests.support.rollout_nodes import GROUP, TRAINER_PORT, Cluster, Node, generate, names, until
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.weights.publisher import PublishFailed, WeightBoard
+from trainer.weights.board import PublishFailed, WeightBoard
 
 pytestmark = [
     pytest.mark.integration,

@@ -21,7 +21,7 @@ from services.rollout.weights.store import (
     WeightStore,
 )
 from trainer.server import create_trainer_app
-from trainer.weights.publisher import WeightBoard
+from trainer.weights.board import WeightBoard
 
 
 def publish(

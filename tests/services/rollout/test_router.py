@@ -25,8 +25,8 @@ from tests.support.engines import ROUTERS, engine_process, routed, router_proces
 from tests.support.forks import Forked
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.recording_engines import recorders
+from trainer.evaluation.generation import GenerationSettings
 from trainer.evaluation.generators import ChatGenerator
-from trainer.rollouts.evaluation import GenerationSettings
 
 CONTROL = [
     *("pause_generation", "continue_generation", "abort_request", "weights_checker"),

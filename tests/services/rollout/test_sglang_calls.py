@@ -21,8 +21,8 @@ from services.rollout.weights.store import TrainerClient
 from tests.support.paths import ROOT
 from tests.support.strict_sglang import StrictSGLang
 from trainer.server import create_trainer_app
+from trainer.weights.board import WeightBoard
 from trainer.weights.broadcast import Broadcaster
-from trainer.weights.publisher import WeightBoard
 from trainer.weights.transfer import EngineGroup, Rendezvous
 
 GOLDEN = ROOT / "tests" / "golden" / "sglang_calls.json"

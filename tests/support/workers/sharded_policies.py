@@ -36,7 +36,7 @@ from trainer.policy import scorer
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_scorer
-from trainer.weights.turns import SharedTurns
+from trainer.weights.gpu_lease import SharedGpuLease
 
 _WHOLE = common.models.memory.WHOLE_GRADIENTS_BYTES
 
@@ -58,7 +58,7 @@ def learned(
     policy: Policy, updates: int, reference: Reference | None = None, parked: bool = False
 ) -> list[list[float]]:
     """Makes the updates and returns the loss, gradient norm and KL of each."""
-    turns = SharedTurns(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
+    lease = SharedGpuLease(policy.ranks, lambda: [policy.resident(), known(reference).resident()])
     found, reference = [], reference or Reference(policy)
     for _ in range(updates):
         metrics = policy.update(
@@ -67,7 +67,7 @@ def learned(
         reference.refresh(policy)
         found.append([metrics.loss, metrics.grad_norm, metrics.kl_reference])
         if parked:
-            turns.give()
+            lease.release()
             held = [
                 tensor
                 for tensor in policy.optimizer.state_dict().values()
@@ -79,7 +79,7 @@ def learned(
                 if local(tensor).untyped_storage().nbytes()
             ]
             assert held == [], f"{len(held)} tensors are not parked"
-            turns.take()
+            lease.acquire()
     return found
 
 

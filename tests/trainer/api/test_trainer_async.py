@@ -26,12 +26,12 @@ from tests.support.in_process import metrics
 from tests.support.paths import ROOT
 from trainer import train_in_process
 from trainer.algorithms.batch import Batch
-from trainer.observe.timing import PUBLISHING, StageClock
+from trainer.engines import DirectPublisher
 from trainer.policy import checkpoint
 from trainer.policy.policy import Policy
 from trainer.rollouts.collector import CollectFailed
-from trainer.rollouts.engines import DirectPublisher
-from trainer.weights.publisher import Weights
+from trainer.timing import PUBLISHING, StageClock
+from trainer.weights.versions import Weights
 
 pytestmark = pytest.mark.integration
 

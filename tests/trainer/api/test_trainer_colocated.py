@@ -13,6 +13,7 @@ from torch import nn
 
 from common.errors import ConfigError
 from common.settings.config import Config, load
+from learning.parking import Resident
 from learning.ranks import Ranks
 from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler
@@ -21,7 +22,7 @@ from trainer import train_in_process
 from trainer.algorithms.batch import Batch
 from trainer.observe.run_dir import read_lines
 from trainer.policy.policy import Policy, PolicyUpdate
-from trainer.weights.turns import Resident, SharedTurns
+from trainer.weights.gpu_lease import EngineMemory, SharedGpuLease
 
 Settings = Callable[..., Config]
 
@@ -94,16 +95,19 @@ class Watched:
         self.schedulers = list[Scheduler]()
         self.steps = self.updates = 0
         begin, build, update, step = (
-            SharedTurns.__init__,
+            SharedGpuLease.__init__,
             Engine.__init__,
             Policy.update,
             Scheduler.step,
         )
 
-        def watched_turns(
-            turns: SharedTurns, ranks: Ranks, resident: Callable[[], Sequence[Resident]]
+        def watched_lease(
+            lease: SharedGpuLease,
+            ranks: Ranks,
+            resident: Callable[[], Sequence[Resident]],
+            engines: EngineMemory | None,
         ) -> None:
-            begin(turns, ranks, lambda: self.resizable(resident()))
+            begin(lease, ranks, lambda: self.resizable(resident()), engines)
             self.resident = resident
 
         def watched_step(scheduler: Scheduler, admit: bool) -> None:
@@ -129,7 +133,7 @@ class Watched:
             )
             return update(policy, batch)
 
-        monkeypatch.setattr(SharedTurns, "__init__", watched_turns)
+        monkeypatch.setattr(SharedGpuLease, "__init__", watched_lease)
         monkeypatch.setattr(Engine, "__init__", watched_engine)
         monkeypatch.setattr(Scheduler, "step", watched_step)
         monkeypatch.setattr(Policy, "update", watched_update)

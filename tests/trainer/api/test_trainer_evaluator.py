@@ -24,7 +24,7 @@ from tests.support.engines import engine_process
 from tests.support.ports import free_port
 from trainer import MathRewardFunction, ModelEvaluator, RewardFunction, compare_evaluations
 from trainer.evaluation.results import normalised_answer
-from trainer.evaluation.statistics import maj_at_k
+from trainer.evaluation.uncertainty import maj_at_k
 
 pytestmark = pytest.mark.integration
 

@@ -102,8 +102,8 @@ def test_an_engine_beside_a_trainer_that_computes_records_no_steps(
     models: list[Model] = []
 
     class Recording(Model):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             self.graphs = StepGraphs(self._step, lambda step: step, self.device)
             models.append(self)
 

@@ -159,7 +159,7 @@ async def test_every_node_of_the_environment_server_is_shown_with_its_calls_that
     base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        EpisodeService, "_hung", lambda _: {"hung_calls": 3, "hung_calls_limit": 64}
+        EpisodeService, "_hung_calls", lambda _: {"hung_calls": 3, "hung_calls_limit": 64}
     )
     monkeypatch.setattr("trainer.dashboard.health._FRESH_S", 0.0)
     config = tiny(base_model, tmp_path, "--environment.name", INSISTS)

@@ -23,7 +23,8 @@ from tests.support.run_files import make_run
 from trainer.dashboard.health import Health
 from trainer.dashboard.live import LiveDashboard
 from trainer.server import BackgroundServer, create_trainer_app
-from trainer.weights.publisher import WeightBoard, write_version
+from trainer.weights.board import WeightBoard
+from trainer.weights.versions import write_version
 
 pytestmark = [
     pytest.mark.integration,

@@ -19,7 +19,7 @@ from common.process.logs import setup_logging
 from common.settings.config import Config
 from tests.support.groups import make_group
 from trainer.observe.run_dir import Recorder, StepRecord, read_lines, step_line
-from trainer.observe.timing import STAGES, WAITING
+from trainer.timing import STAGES, WAITING
 
 GROUP = make_group(np.random.default_rng(0), [1.0, 0.0])
 SECONDS = dict.fromkeys((*STAGES, WAITING), 0.0) | {

@@ -34,8 +34,9 @@ from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer
 from trainer.policy.scoring import score_batch
 from trainer.weights.adapters import AdapterPublisher, static_files
+from trainer.weights.board import PublishFailed
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import PublishFailed, Weights, write_version
+from trainer.weights.versions import Weights, write_version
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 IDS = torch.arange(3, 40)[None]

@@ -18,7 +18,7 @@ async def test_simultaneous_items_share_one_call_and_each_gets_its_result() -> N
         calls.append(items)
         return [2 * item for item in items]
 
-    batched = RequestBatcher(double, most=10)
+    batched = RequestBatcher(double, max_size=10)
     assert await asyncio.gather(*map(batched, range(4))) == [0, 2, 4, 6]
     assert await batched(7) == 14
     assert calls == [[0, 1, 2, 3], [7]]
@@ -44,7 +44,7 @@ async def test_calls_do_not_wait_for_each_other() -> None:
         await asyncio.gather(*(item.wait() for item in items))
         return [len(items)] * len(items)
 
-    batched = RequestBatcher(wait, most=1)
+    batched = RequestBatcher(wait, max_size=1)
     first = asyncio.create_task(batched(slow))
     set_already = asyncio.Event()
     set_already.set()
@@ -58,7 +58,7 @@ async def test_an_error_reaches_only_the_item_that_causes_it() -> None:
     async def invert(items: list[int]) -> list[float]:
         return [1 / item for item in items]
 
-    batched = RequestBatcher(invert, most=10)
+    batched = RequestBatcher(invert, max_size=10)
     results = await asyncio.gather(*map(batched, [1, 0, 2]), return_exceptions=True)
     assert [results[0], results[2]] == [1.0, 0.5]
     assert isinstance(results[1], ZeroDivisionError)
@@ -71,7 +71,7 @@ async def test_a_call_that_timed_out_is_not_repeated_for_each_item() -> None:
         calls.append(items)
         raise Unreachable("no answer within 600 s")
 
-    batched = RequestBatcher(unanswered, most=10)
+    batched = RequestBatcher(unanswered, max_size=10)
     results = await asyncio.gather(*map(batched, [1, 2, 3]), return_exceptions=True)
     assert calls == [[1, 2, 3]]
     assert all(isinstance(result, Unreachable) for result in results)
@@ -88,7 +88,7 @@ async def test_a_call_that_no_other_could_replace_fails_for_every_item(
         calls += 1
         raise error
 
-    batched = RequestBatcher(call, most=10)
+    batched = RequestBatcher(call, max_size=10)
     found = await asyncio.gather(batched(1), batched(2), return_exceptions=True)
     assert [type(each) for each in found] == [type(error)] * 2
     assert calls == 1
@@ -104,7 +104,7 @@ async def test_a_single_call_has_the_id_of_its_item_and_a_shared_one_logs_the_id
         return [1 / item for item in items]
 
     caplog.set_level(logging.DEBUG, "trainer.rollouts.request_batcher")
-    batched = RequestBatcher(invert, most=10)
+    batched = RequestBatcher(invert, max_size=10)
 
     async def of(item: int) -> float:
         with logs.request(f"item-{item}"):
@@ -124,7 +124,7 @@ async def test_a_cancelled_item_does_not_disturb_the_others() -> None:
     async def same(items: list[int]) -> list[int]:
         return items
 
-    batched = RequestBatcher(same, most=10)
+    batched = RequestBatcher(same, max_size=10)
     gone, stays = asyncio.create_task(batched(1)), asyncio.create_task(batched(2))
     await asyncio.sleep(0)
     gone.cancel()

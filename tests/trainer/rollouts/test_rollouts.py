@@ -7,7 +7,8 @@ from common.settings.sections import RewardSection
 from learning.ranks import Ranks
 from tests.support.groups import make_group
 from trainer.algorithms.batch import TrainingGroup
-from trainer.rollouts.rollouts import Rollouts, _decode, _encode, no_reward
+from trainer.rollouts.rollouts import Rollouts, _decode, _encode
+from trainer.rollouts.start import no_reward
 
 
 class Told(Ranks):

@@ -80,7 +80,7 @@ def test_a_slow_reward_server_that_refuses_slows_the_run_and_drops_nothing(
     transport = httpx.ASGITransport
     monkeypatch.setattr(httpx, "ASGITransport", lambda app: Counted(transport(app), counts))
     monkeypatch.setattr("services.reward.app.MAX_REQUESTS", 1)
-    monkeypatch.setattr("trainer.rollouts.collector._MAX_GRADE", SIZE)  # one call per group
+    monkeypatch.setattr("trainer.rollouts.group_maker._MAX_GRADE", SIZE)  # one call per group
     slow = Slow()
     train_in_process(config, Console(quiet=True), rewards=[slow])
     assert config.trainer.run_dir is not None

@@ -36,12 +36,12 @@ from services.reward.app import create_reward_app
 from services.reward.functions.base import Message, RewardFunction
 from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
-from trainer.observe.timing import StageClock
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.prompt_cursor import PromptProgress
-from trainer.rollouts.rollouts import ServedRollouts
+from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
+from trainer.timing import StageClock
 
 FRESH, SIZE, STALENESS = 4, 4, 1
 SHORT, LONG, SIGMA = 20, 120, 0.3
@@ -123,7 +123,7 @@ class Simulation:
     """A run with one value of `when_stale`."""
 
     def __init__(
-        self, config: Config, rollouts: ServedRollouts, loop: LoopThread, engine: Engine
+        self, config: Config, rollouts: LeaderRollouts, loop: LoopThread, engine: Engine
     ) -> None:
         self.config, self.rollouts, self.loop, self.engine = config, rollouts, loop, engine
         self.collector: Collector = rollouts._collector
@@ -168,12 +168,13 @@ class Simulation:
         when, oldest = self.config.trainer.when_stale, step - STALENESS
 
         async def look() -> bool:
-            turns, waiting = self.collector.turns, self.collector.waiting
+            is_stored = self.collector.is_stored
+            waiting = self.collector.waiting
             if when == "wait":
-                return all(list(turns.values())[:FRESH])
+                return all(list(is_stored.values())[:FRESH])
             young = [
                 p
-                for p, stored in turns.items()
+                for p, stored in is_stored.items()
                 if stored and (when == "train" or waiting[p][0].weight_version >= oldest)
             ]
             return len(young) >= FRESH
@@ -192,8 +193,8 @@ class Simulation:
         """Waits until every group in a slot is being generated or is stored."""
 
         async def settled() -> None:
-            turns = self.collector.turns
-            while len(turns) != open_slots or list(turns.values()).count(False) != len(  # noqa: ASYNC110
+            is_stored = self.collector.is_stored
+            while len(is_stored) != open_slots or list(is_stored.values()).count(False) != len(  # noqa: ASYNC110
                 self.engine.running
             ):
                 await asyncio.sleep(0.001)
@@ -249,7 +250,7 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
-        rollouts = ServedRollouts(
+        rollouts = LeaderRollouts(
             config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
         )
         rollouts.prepare(0, known=True)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from common.settings.config import Config
 from learning.ranks import Ranks
-from trainer.observe.timing import StageClock
 from trainer.policy.policy import Policy
+from trainer.timing import StageClock
 from trainer.weights import sync
-from trainer.weights.publisher import PublishFailed, Weights
-from trainer.weights.sync import PublishedWeights, WeightSync
+from trainer.weights.board import PublishFailed
+from trainer.weights.sync import LeaderWeightSync, WeightSync
+from trainer.weights.versions import Weights
 
 LIMIT_S = 400
 
@@ -57,7 +58,7 @@ def opened(bad: int | None = None) -> Engines:
 
 
 def test_with_staleness_0_push_returns_when_the_engines_serve_the_weights(policy: Policy) -> None:
-    weights = PublishedWeights(engines := opened(bad=2), StageClock(), in_background=False)
+    weights = LeaderWeightSync(engines := opened(bad=2), StageClock(), in_background=False)
     for policy.step in (0, 1):
         assert weights.push(policy).done()
         assert engines.served[-1] == policy.step
@@ -69,7 +70,7 @@ def test_with_staleness_0_push_returns_when_the_engines_serve_the_weights(policy
 
 
 def test_a_push_in_the_background_returns_early_and_takes_a_copy(policy: Policy) -> None:
-    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
     expected = {name: tensor.clone() for name, tensor in policy.weights()}
     served = weights.push(policy)
     assert not served.done()
@@ -84,7 +85,7 @@ def test_a_push_in_the_background_returns_early_and_takes_a_copy(policy: Policy)
 
 
 def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
-    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
     first = weights.push(policy)
     assert engines.started.wait(LIMIT_S)
 
@@ -106,7 +107,7 @@ def test_versions_are_served_in_order_one_at_a_time(policy: Policy) -> None:
 
 
 def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy) -> None:
-    weights = PublishedWeights(engines := opened(bad=0), StageClock(), in_background=True)
+    weights = LeaderWeightSync(engines := opened(bad=0), StageClock(), in_background=True)
     served = weights.push(policy)
     assert isinstance(served.exception(LIMIT_S), PublishFailed)
     policy.step = 1
@@ -121,7 +122,7 @@ def test_a_failure_reaches_the_future_the_next_push_and_the_wait(policy: Policy)
 def test_close_waits_for_a_pending_version_but_not_for_long(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = PublishedWeights(engines := Engines(), StageClock(), in_background=True)
+    weights = LeaderWeightSync(engines := Engines(), StageClock(), in_background=True)
     weights.close()
     weights.push(policy)
     monkeypatch.setattr(sync, "_LAST_PUSH_S", 0.01)

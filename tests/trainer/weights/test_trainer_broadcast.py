@@ -23,9 +23,9 @@ from common.wire.schemas import Bucket, WeightChecksums, WeightManifest, WorkerR
 from learning.weight_group import digest, views
 from services.http.app import Server
 from trainer.server import BackgroundServer, create_trainer_app
+from trainer.weights.board import PublishFailed, WeightBoard
 from trainer.weights.broadcast import Broadcaster
 from trainer.weights.host_copy import HostCopy
-from trainer.weights.publisher import PublishFailed, WeightBoard
 from trainer.weights.sent_sums import ChecksumPlan, SentSums
 from trainer.weights.tensor_hash import gpu_digest
 from trainer.weights.transfer import EngineGroup, Rendezvous, Transfer

@@ -28,8 +28,10 @@ class StageClock:
         self._lock = threading.Lock()
         self._active = dict.fromkeys((*STAGES, PUBLISHING), 0)
         self._seconds = dict.fromkeys((*STAGES, WAITING), 0.0)
-        self._since = self._lap_since = time.perf_counter()
-        self._generating = self._groups_seconds = 0.0
+        self._since = time.perf_counter()
+        self._lap_since = self._since
+        self._generating = 0.0
+        self._groups_seconds = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -49,16 +51,15 @@ class StageClock:
     def active(self) -> str:
         """Returns the stages that are active now as text, such as `generation 12, reward 1`."""
         with self._lock:
-            return (
-                ", ".join(f"{name} {count}" for name, count in self._active.items() if count)
-                or "nothing"
-            )
+            counts = [f"{name} {count}" for name, count in self._active.items() if count]
+        return ", ".join(counts) or "nothing"
 
     def lap(self) -> dict[str, float]:
         """Returns the seconds by stage since the last lap."""
         with self._lock:
             self._attribute()
-            seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+            seconds = self._seconds
+            self._seconds = dict.fromkeys(seconds, 0.0)
             return seconds
 
     def generating(self) -> tuple[float, float]:
@@ -68,17 +69,23 @@ class StageClock:
         with self._lock:
             self._attribute()
             wall = max(1e-9, self._since - self._lap_since)
-            share, mean = self._generating / wall, self._groups_seconds / wall
-            self._generating, self._groups_seconds, self._lap_since = 0.0, 0.0, self._since
-            return share, mean
+            share = self._generating / wall
+            mean_groups = self._groups_seconds / wall
+            self._generating = 0.0
+            self._groups_seconds = 0.0
+            self._lap_since = self._since
+            return share, mean_groups
 
     def _attribute(self) -> None:
+        """Counts the time since the last call for the first stage that was active."""
         now = time.perf_counter()
-        if groups := self._active["generation"]:
-            self._generating += now - self._since
-            self._groups_seconds += groups * (now - self._since)
+        seconds = now - self._since
+        groups = self._active["generation"]
+        if groups:
+            self._generating += seconds
+            self._groups_seconds += groups * seconds
         stage = next((name for name, count in self._active.items() if count), WAITING)
-        self._seconds["publish" if stage == PUBLISHING else stage] += now - self._since
+        self._seconds["publish" if stage == PUBLISHING else stage] += seconds
         self._since = now
 
 
@@ -100,5 +107,6 @@ class CpuClock:
 
     def lap(self) -> float:
         """Returns the seconds since the last lap."""
-        since, self._since = self._since, self._read()
+        since = self._since
+        self._since = self._read()
         return self._since - since

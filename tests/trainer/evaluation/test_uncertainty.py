@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.evaluation.statistics import (
+from trainer.evaluation.uncertainty import (
     Lengths,
     avg_at_k,
     maj_at_k,

@@ -30,8 +30,8 @@ from services.rollout.engine_client import (
     released_memory,
 )
 from services.rollout.process import Supervised, Timing
-from trainer.run import Opening
-from trainer.weights.publisher import Weights, version_name, write_version
+from trainer.backend import BackendContext
+from trainer.weights.versions import Weights, version_name, write_version
 
 _STARTUP_S = 3600.0
 """Time to load a large model and to compile its kernels."""
@@ -70,14 +70,14 @@ class ServersClient(RolloutClient):
 
     async def unhealthy_reason(self) -> str | None:
         """See `Client`: every server has to be healthy."""
-        reasons = await asyncio.gather(
-            *(server.client.unhealthy_reason() for server in self._servers)
-        )
-        named = zip(self._servers, reasons, strict=True)
-        return (
-            "; ".join(f"{server.client.base_url}: {reason}" for server, reason in named if reason)
-            or None
-        )
+        clients = [server.client for server in self._servers]
+        reasons = await asyncio.gather(*(client.unhealthy_reason() for client in clients))
+        named = [
+            f"{client.base_url}: {reason}"
+            for client, reason in zip(clients, reasons, strict=True)
+            if reason
+        ]
+        return "; ".join(named) or None
 
     async def _exchange(
         self, method: str, path: str, timeout: httpx.Timeout, arguments: dict[str, Any]
@@ -118,15 +118,15 @@ class OwnSGLang:
     def __init__(self, config: Config, publisher: "DirectPublisher") -> None:
         with listen("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
-        rollout, self._topology = (
-            config.rollout.model_copy(update={"engine_port": port}),
-            Topology(),
-        )
-        self._config, self._publisher = config.model_copy(update={"rollout": rollout}), publisher
+        rollout = config.rollout.model_copy(update={"engine_port": port})
+        self._config = config.model_copy(update={"rollout": rollout})
+        self._publisher = publisher
+        self._topology = Topology()
         self.url = self._topology.url(ROLLOUT, port)
         self.log_file = config.state_dir / "logs" / "engine.log"
         self._lost: str | None = None
-        self._up, self._api = asyncio.Event(), EngineClient("engine", self.url)
+        self._up = asyncio.Event()
+        self._api = EngineClient("engine", self.url)
         self._child = Supervised(
             "engine",
             self._launch,
@@ -159,15 +159,20 @@ class OwnSGLang:
     def check_alive(self) -> None:
         """Raises ServiceLost when it will not be restarted."""
         if self._lost is not None:
-            remedy = f"look at {self.log_file}, then start again"
-            raise ServiceLost(self._lost, field="engine", value=self.url, remedy=remedy)
+            raise ServiceLost(
+                self._lost,
+                field="engine",
+                value=self.url,
+                remedy=f"look at {self.log_file}, then start again",
+            )
 
     async def start(self, stack: AsyncExitStack) -> None:
         """Returns once it answers; `stack` stops it. Raises ServiceError with the end of its output
         if it fails.
         """
         stack.push_async_callback(self._api.close)
-        run, up = asyncio.create_task(self._child.run()), asyncio.create_task(self._up.wait())
+        run = asyncio.create_task(self._child.run())
+        up = asyncio.create_task(self._up.wait())
         stack.push_async_callback(_ended, run)
         await asyncio.wait({run, up}, return_when=asyncio.FIRST_COMPLETED)
         up.cancel()
@@ -190,32 +195,36 @@ class DirectPublisher:
     a download.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, context: BackendContext) -> None:
         self.engines: list[EngineClient] = []
-        self._opening = opening
-        self._timeout_s = opening.config.trainer.publish_timeout_s
+        self._context = context
+        self._timeout_s = context.config.trainer.publish_timeout_s
         self._base: Path | None = None
         self._newest: tuple[WeightManifest, Path] | None = None
-        if opening.config.lora.publishes_adapter:
-            self._base = Pretrained(AutoModelForCausalLM, opening.config.model.name).files(
-                opening.policy.ranks
-            )
+        if context.config.lora.publishes_adapter:
+            base = Pretrained(AutoModelForCausalLM, context.config.model.name)
+            self._base = base.files(context.policy.ranks)
         else:
-            self.write(opening.policy.weights(), opening.policy.step)
+            self.write(context.policy.weights(), context.policy.step)
 
     def starts_with(self) -> tuple[Path, str]:
         """Returns the directory and the label of the weights that an engine starts with."""
         if self._base is not None:
             return self._base, BASE_VERSION
         assert self._newest is not None
-        return self._newest[1], str(self._newest[0].version)
+        manifest, directory = self._newest
+        return directory, str(manifest.version)
 
     def write(self, weights: Weights, version: int) -> tuple[WeightManifest, Path]:
         """Writes a version and removes the others; returns its manifest and directory."""
-        directory = self._opening.run_dir / "weights"
+        directory = self._context.run_dir / "weights"
         shutil.rmtree(directory, ignore_errors=True)
         manifest = write_version(
-            weights, self._opening.static_files, directory, self._opening.run_id, version
+            weights,
+            self._context.static_files,
+            directory,
+            run_id=self._context.run_id,
+            version=version,
         )
         self._newest = manifest, directory / version_name(version)
         return self._newest
@@ -228,15 +237,15 @@ class DirectPublisher:
         self.wake()
 
     def sleep(self) -> None:
-        """See `Sleepers`."""
-        memory = released_memory(self._opening.config)
-        self._opening.loop.call(
+        """See `EngineMemory`."""
+        memory = released_memory(self._context.config)
+        self._context.loop.call(
             _together(engine.sleep(memory, self._timeout_s) for engine in self.engines)
         )
 
     def wake(self) -> None:
-        """See `Sleepers`."""
-        self._opening.loop.call(self.reload())
+        """See `EngineMemory`."""
+        self._context.loop.call(self.reload())
 
     async def reload(self) -> None:
         """Tells the engines to load the newest version, if there is one."""
@@ -244,7 +253,7 @@ class DirectPublisher:
             return
         manifest, path = self._newest
         if manifest.kind == "adapter":
-            kept = adapters_kept(self._opening.config)
+            kept = adapters_kept(self._context.config)
             await _together(
                 engine.load_adapter(path, manifest, kept, self._timeout_s)
                 for engine in self.engines

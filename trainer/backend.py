@@ -1,0 +1,64 @@
+"""What a run needs from its surroundings: the services, and the path of weights to the engines.
+
+`trainer/process.py` has the backend of a job group, `trainer/in_process.py` that of one process.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from common.clients.base import Client
+from common.process.loop_thread import LoopThread
+from common.process.metrics import Metrics
+from common.settings.config import Config
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.policy.policy import Policy
+from trainer.rollouts.services import Services
+from trainer.weights.sync import WeightPublisher
+
+
+@dataclass
+class BackendContext:
+    """The parts of rank 0 that a backend needs to start the services."""
+
+    config: Config
+    run_dir: Path
+    run_id: str
+    """Names this attempt, so that weights of an earlier attempt are not mistaken for its own."""
+    policy: Policy
+    tokenizer: Any
+    static_files: list[Path]
+    """Config and tokenizer files that make published weights a complete version."""
+    say: Callable[[str], None]
+    """Shows a line to the user."""
+    metrics: TrainerMetrics
+    registry: Metrics
+    """The trainer's `/metrics` page."""
+    loop: LoopThread
+    """Runs the clients."""
+    stack: ExitStack
+    """Closes everything that the backend starts."""
+
+
+class Backend(Protocol):
+    """The services of a run and the path of weights to the engines. Only rank 0 uses it."""
+
+    console: Console
+    """For progress and results."""
+
+    def start(self, context: BackendContext) -> tuple[Services, WeightPublisher]:
+        """Starts the services, or connects to them; returns their clients and the weight
+        publisher.
+        """
+
+    def agents(self) -> list[Client]:
+        """Returns clients of the rollout nodes' agents, which are flushed at the end."""
+
+    def engine_gpus(self) -> int | None:
+        """Returns the number of GPUs that engines hold now, except those shared with the trainer;
+        None when unknown.
+        """

@@ -1,0 +1,343 @@
+"""Composes the run of a rank. Rank 0 leads: it has the services, the log and the evaluator.
+
+`build_run` is a collective call: both builders load the models, restore the critic, learn the
+number of steps and publish the first weights, in this order.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from common.clients.base import wait_healthy
+from common.process import watchdog
+from common.process.logs import set_run
+from common.process.loop_thread import LoopThread
+from common.process.metrics import Metrics
+from common.process.run_lock import RunLock
+from common.process.topology import TRAINER
+from common.prompts.prompter import Prompter, PromptStyle
+from common.settings.config import Config
+from learning.parking import Resident
+from learning.ranks import Ranks
+from trainer.backend import Backend, BackendContext
+from trainer.evaluation.evaluator import LeaderEvaluator
+from trainer.observe.prometheus import TrainerMetrics
+from trainer.observe.run_dir import Recorder, tell
+from trainer.observe.run_log import LeaderRunLog
+from trainer.policy.checkpoint import Checkpoints, RunState, tokenizer_files
+from trainer.policy.critic import ValueFunction, value_function
+from trainer.policy.identity import identity
+from trainer.policy.policy import Policy
+from trainer.policy.reference import Reference
+from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.prompt_cursor import PromptProgress
+from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
+from trainer.rollouts.services import Services, flush_all
+from trainer.rollouts.teacher import Teacher
+from trainer.run import Listener, Run
+from trainer.timing import StageClock
+from trainer.trackers.base import check
+from trainer.weights.adapters import static_files
+from trainer.weights.gpu_lease import EngineMemory, GpuLease, SharedGpuLease
+from trainer.weights.sync import LeaderWeightSync, WeightSync
+
+_WAITING = "waiting for the services and the first publishing"
+
+
+def build_run(
+    config: Config,
+    ranks: Ranks,
+    run_dir: Path,
+    lock: RunLock | None,
+    backend: Backend,
+    stack: ExitStack,
+    listener: Listener | None = None,
+) -> Run:
+    """Loads or resumes the models, starts the services and publishes the weights. A collective.
+
+    Args:
+        config: the settings of the run.
+        ranks: this rank among the trainer's.
+        run_dir: the run directory.
+        lock: the lock on `run_dir`, which names the run; None on ranks above 0.
+        backend: starts the services; used on rank 0 only.
+        stack: closes everything that is opened here.
+        listener: receives the events of the run; used on rank 0 only.
+
+    Raises ConfigError or another ServiceError when the run cannot begin.
+    """
+    if ranks.is_rank_zero:
+        assert lock is not None, "rank 0 holds the lock"
+        run = _build_leader(
+            config,
+            ranks,
+            run_dir,
+            lock=lock,
+            backend=backend,
+            stack=stack,
+            listener=listener or Listener(),
+        )
+    else:
+        run = _build_worker(config, ranks, run_dir)
+    run.publish_first()
+    return run
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The models of a run, from the newest checkpoint in the run directory if there is one."""
+
+    policy: Policy
+    reference: Reference
+    checkpoints: Checkpoints
+    state: RunState | None
+    """The state of that checkpoint; None for a new run."""
+    saved: Path | None
+    """The directory of that checkpoint."""
+    continues: bool
+    """Whether the experience in the replay buffer belongs to this run, from an earlier attempt."""
+
+
+def _load_models(config: Config, ranks: Ranks, run_dir: Path) -> _Models:
+    """Loads policy and reference. A collective."""
+    watchdog.at("loading the model")
+    policy, state, saved = Policy.resume(config, ranks, run_dir)
+    reference = Reference(policy, saved)
+    checkpoints = Checkpoints(
+        run_dir / "checkpoints",
+        ranks,
+        config.trainer.keep_checkpoints,
+        static=lambda: tokenizer_files(run_dir / "model"),
+    )
+    attempted = config.trainer.resume and checkpoints.directory.is_dir()
+    return _Models(
+        policy=policy,
+        reference=reference,
+        checkpoints=checkpoints,
+        state=state,
+        saved=saved,
+        continues=policy.step > 0 or attempted,
+    )
+
+
+def _gpu_lease(
+    config: Config,
+    models: _Models,
+    critic: ValueFunction,
+    engines: EngineMemory | None,
+) -> GpuLease:
+    """Returns the lease of the GPUs; `engines` is None on ranks above 0."""
+    if not config.rollout.colocate:
+        return GpuLease()
+
+    def resident() -> list[Resident]:
+        return [
+            models.policy.resident(),
+            models.reference.resident(),
+            critic.resident(),
+        ]
+
+    return SharedGpuLease(models.policy.ranks, resident, engines)
+
+
+def _build_worker(config: Config, ranks: Ranks, run_dir: Path) -> Run:
+    """Returns the run of a rank above 0, which takes part in rank 0's collective calls."""
+    models = _load_models(config, ranks, run_dir)
+    policy = models.policy
+    critic = value_function(config, ranks)
+    lease = _gpu_lease(config, models, critic, engines=None)
+    rollouts = Rollouts(ranks)
+
+    watchdog.at(_WAITING)
+    critic.restore(models.saved)
+    policy.total_steps = rollouts.prepare(policy.step, models.continues)
+
+    return Run(
+        config=config,
+        ranks=ranks,
+        policy=policy,
+        reference=models.reference,
+        critic=critic,
+        checkpoints=models.checkpoints,
+        rollouts=rollouts,
+        weights=WeightSync(lease),
+        lease=lease,
+        total_steps=policy.total_steps,
+    )
+
+
+def _build_leader(
+    config: Config,
+    ranks: Ranks,
+    run_dir: Path,
+    *,
+    lock: RunLock,
+    backend: Backend,
+    stack: ExitStack,
+    listener: Listener,
+) -> Run:
+    """Returns the run of rank 0, with the services started and ready."""
+    check(config.trackers)
+    tokenizer = load_tokenizer(config.model)
+    PromptStyle.of(config).check(tokenizer)
+    models = _load_models(config, ranks, run_dir)
+    policy = models.policy
+    run_id = lock.run
+
+    watchdog.at(_WAITING)
+    set_run(run_id)
+    say = partial(tell, backend.console)
+    caution = config.algorithm.caution
+    if caution:
+        say(f"warning: {caution}", level=logging.WARNING)
+    continuing = f", continuing after step {policy.step}" if policy.step else ""
+    say(f"run directory {run_dir}{continuing}")
+
+    registry = Metrics(TRAINER)
+    metrics = TrainerMetrics(registry)
+    clock = StageClock(metrics.took)
+    loop = stack.enter_context(LoopThread())
+    context = BackendContext(
+        config=config,
+        run_dir=run_dir,
+        run_id=run_id,
+        policy=policy,
+        tokenizer=tokenizer,
+        static_files=static_files(config, policy.model, tokenizer, run_dir / "model"),
+        say=say,
+        metrics=metrics,
+        registry=registry,
+        loop=loop,
+        stack=stack,
+    )
+    services, publisher = backend.start(context)
+    # A wait is told even when the console is quiet: the log shows warnings.
+    say_waiting = partial(say, level=logging.WARNING) if backend.console.quiet else say
+    _wait_ready(services, context, say_waiting)
+
+    critic = value_function(config, ranks, services.critic, loop=loop, run_id=run_id)
+    engines = publisher if isinstance(publisher, EngineMemory) else None
+    assert engines or not config.rollout.colocate, "backends with GPUs to share have one"
+    lease = _gpu_lease(config, models, critic, engines)
+
+    prompter = Prompter(
+        tokenizer,
+        PromptStyle.of(config),
+        stop_token_ids(policy.model, tokenizer, config.sampling.stop_token_ids),
+    )
+    state = models.state
+    progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
+    rollouts = LeaderRollouts(
+        config,
+        ranks,
+        services,
+        prompter=prompter,
+        clock=clock,
+        loop=loop,
+        run_id=run_id,
+        progress=progress,
+        vocabulary=policy.model.get_input_embeddings().num_embeddings,
+    )
+    critic.restore(models.saved)
+    policy.total_steps = rollouts.prepare(policy.step, models.continues)
+
+    # All checks have passed: only now may the recorder remove the lines of lost steps.
+    recorder = stack.enter_context(
+        Recorder(
+            run_dir,
+            config,
+            backend.console,
+            step=policy.step,
+            tracked=metrics.tracked,
+            run_id=run_id,
+        )
+    )
+    log = LeaderRunLog(
+        config,
+        recorder,
+        metrics,
+        clock=clock,
+        step=policy.step,
+        measured=listener.measured,
+        gpus=_gpu_counter(ranks, backend),
+        collecting_cpu=loop.cpu_seconds,
+        dropout=policy.scorer.dropout,
+    )
+    if policy.step >= policy.total_steps:
+        recorder.say(_already_finished(config, policy.total_steps))
+    # Tells the next attempt that the stored experience is its own.
+    models.checkpoints.directory.mkdir(exist_ok=True)
+
+    return Run(
+        config=config,
+        ranks=ranks,
+        policy=policy,
+        reference=models.reference,
+        critic=critic,
+        checkpoints=models.checkpoints,
+        rollouts=rollouts,
+        weights=LeaderWeightSync(
+            publisher, clock, in_background=config.trainer.max_staleness > 0, lease=lease
+        ),
+        lease=lease,
+        evaluator=LeaderEvaluator(config, services, prompter, loop=loop),
+        log=log,
+        clock=clock,
+        run_id=run_id,
+        lock=lock,
+        identity=identity(config),
+        total_steps=policy.total_steps,
+        listener=listener,
+        tokenizer=tokenizer,
+        flush=_flusher(services, backend, loop),
+    )
+
+
+def _wait_ready(services: Services, context: BackendContext, say: Callable[[str], None]) -> None:
+    """Waits until all services are healthy, and the teacher answers if there is one."""
+    config = context.config
+    loop = context.loop
+    if config.teacher.url:
+        teacher = Teacher(config.teacher)
+        services.teacher = teacher
+        context.stack.callback(lambda: loop.call(teacher.close()))
+
+    loop.call(wait_healthy(services.all(), config.trainer.wait_timeout_s, say))
+    if services.teacher is not None:
+        loop.call(services.teacher.check(context.tokenizer, config.trainer.wait_timeout_s))
+
+
+def _gpu_counter(ranks: Ranks, backend: Backend) -> Callable[[], int | None]:
+    """Returns a function that counts the GPUs of trainer and engines; its result is None when
+    unknown.
+    """
+    own = ranks.world_size if ranks.on_gpu else 0
+
+    def gpus() -> int | None:
+        engines = backend.engine_gpus()
+        return None if engines is None else own + engines
+
+    return gpus
+
+
+def _already_finished(config: Config, total_steps: int) -> str:
+    limit = "trainer.num_epochs" if config.trainer.max_steps is None else "trainer.max_steps"
+    return (
+        f"already finished: all {total_steps} steps were trained before, and their result is "
+        f"below; name another RUN_DIR for a new run, or raise {limit} to continue"
+    )
+
+
+def _flusher(services: Services, backend: Backend, loop: LoopThread) -> Callable[[], None]:
+    """Returns the function that flushes the services and the rollout nodes' agents."""
+
+    def flush() -> None:
+        agents = backend.agents()
+        loop.call(flush_all((*services.stateful(), *agents)))
+        for client in agents:
+            loop.call(client.close())
+
+    return flush

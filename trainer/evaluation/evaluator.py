@@ -1,0 +1,306 @@
+"""Evaluates the weights that the engines serve, on held-out problems."""
+
+import math
+import secrets
+from collections.abc import Sequence
+from itertools import chain
+from statistics import mean, pstdev
+
+from common.clients.reward import RewardClient
+from common.clients.rollout import GenerationFailed
+from common.errors import InvalidInput
+from common.process.loop_thread import LoopThread
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
+from common.wire.schemas import Episode, Prompt, RewardResult
+from trainer.evaluation.evaluation import Answer, Evaluation, pass_at_k
+from trainer.evaluation.generation import (
+    SEED_OFFSET,
+    GenerationSettings,
+    Generator,
+    TokenGenerator,
+    together,
+)
+from trainer.rollouts.episodes import answer_of, episode_request, play
+from trainer.rollouts.requests import GeneratedAnswer, reward_items
+from trainer.rollouts.services import Services
+
+_Graded = list[tuple[GeneratedAnswer, RewardResult]]
+
+
+class Evaluator:
+    """The evaluator of a rank above 0, which does nothing: rank 0 evaluates."""
+
+    last: Evaluation | None = None
+    has_problems = False
+    """Whether there are held-out problems, so that `evaluate` evaluates."""
+
+    def prepare(self) -> None:
+        """Fetches the held-out problems."""
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """Evaluates the weights after `step` steps, which the engines serve.
+
+        pass@k is measured on the first `pass_samples` problems. None on ranks above 0 and without
+        held-out problems.
+        """
+        return None
+
+
+class LeaderEvaluator(Evaluator):
+    """Rank 0's evaluator, which uses the services of training."""
+
+    def __init__(
+        self, config: Config, services: Services, prompter: Prompter, loop: LoopThread
+    ) -> None:
+        self._config = config
+        self._services = services
+        self._prompter = prompter
+        self._loop = loop
+        self._held_out: list[Prompt] = []
+
+    def prepare(self) -> None:
+        count = self._config.trainer.eval_samples
+        if count:
+            self._held_out = self._loop.call(self._services.data.eval_prompts(count))
+        self.has_problems = bool(self._held_out)
+
+    def evaluate(self, step: int, pass_samples: int) -> Evaluation | None:
+        """See `Evaluator`. Raises ServiceError when an answer or a grade is missing."""
+        if not self._held_out:
+            return None
+        self.last = self._loop.call(
+            evaluate(
+                self._config,
+                self._services,
+                self._prompter,
+                prompts=self._held_out,
+                step=step,
+                pass_samples=pass_samples,
+            )
+        )
+        return self.last
+
+
+async def evaluate(
+    config: Config,
+    services: Services,
+    prompter: Prompter,
+    prompts: Sequence[Prompt],
+    step: int,
+    pass_samples: int,
+) -> Evaluation:
+    """Measures accuracy on `prompts` with `config.evaluation`, and pass@k on the first
+    `pass_samples` of them.
+
+    Raises ServiceError when an answer or a grade is missing: an evaluation is complete or it fails.
+    """
+    if not prompts:
+        raise InvalidInput(
+            "there is nothing to evaluate on",
+            field="trainer.eval_samples",
+            remedy="give the data set a held-out split",
+        )
+    own = config.evaluation
+    k = config.trainer.eval_k
+    graded = await _graded_problems(
+        config, services, prompter, prompts=prompts, pass_samples=pass_samples
+    )
+
+    # The first n answers to a problem count for the accuracy, k more for pass@k.
+    counted = [answers[: own.n] for answers in graded]
+    verified = all(result.verified for _, result in chain.from_iterable(graded))
+    shares = [_share_correct(answers) for answers in counted]
+    rewards = [result.reward or 0.0 for _, result in chain.from_iterable(counted)]
+    passed = [_pass_at_k(answers[own.n :], k) for answers in graded[:pass_samples]]
+    return Evaluation(
+        step=step,
+        accuracy=mean(shares) if verified else None,
+        standard_error=pstdev(shares) / math.sqrt(len(shares)) if verified else None,
+        num_samples=len(prompts),
+        pass_at_k=sum(passed) / len(passed) if passed and verified else None,
+        k=k,
+        answers=[
+            _first_answer(prompt, answers, verified)
+            for prompt, answers in zip(prompts, graded, strict=True)
+        ],
+        mean_reward=mean(rewards),
+        verified=verified,
+        n=own.n,
+        temperature=own.temperature,
+    )
+
+
+def _first_answer(prompt: Prompt, graded: _Graded, verified: bool) -> Answer:
+    answer, result = graded[0]
+    return Answer(
+        prompt_id=prompt.id,
+        prompt=prompt.prompt,
+        ground_truth=prompt.ground_truth,
+        response=answer.text,
+        correct=result.correct if verified else None,
+        reward=result.reward or 0.0,
+    )
+
+
+def _share_correct(graded: _Graded) -> float:
+    return mean(result.correct for _, result in graded)
+
+
+def _pass_at_k(graded: _Graded, k: int) -> float:
+    """Returns pass@k of one problem with k sampled answers."""
+    correct = sum(result.correct for _, result in graded)
+    return pass_at_k(k, correct, k)
+
+
+async def _graded_problems(
+    config: Config,
+    services: Services,
+    prompter: Prompter,
+    prompts: Sequence[Prompt],
+    pass_samples: int,
+) -> list[_Graded]:
+    """Returns the graded answers to every problem, in order.
+
+    Raises GenerationFailed when a grade is missing.
+    """
+    own = config.evaluation
+    sampling = config.sampling
+    greedy = own.temperature == 0
+    settings = GenerationSettings(
+        style=prompter.style,
+        max_new_tokens=own.max_new_tokens or sampling.max_new_tokens,
+        temperature=own.temperature or sampling.temperature,
+        seed=config.seed,
+        timeout_s=sampling.request_timeout_s,
+        cuts=own.truncation(),
+        sampling=sampling,
+    )
+    generator = TokenGenerator(services.rollout, prompter, settings, context=None)
+
+    work = []
+    for index, prompt in enumerate(prompts):
+        samples = 0 if greedy else own.n
+        if index < pass_samples:
+            samples += config.trainer.eval_k
+        if services.environment is None:
+            answers = graded_answers(
+                generator,
+                services.reward,
+                prompt,
+                index=index,
+                samples=samples,
+                greedy=greedy,
+            )
+        else:
+            answers = _graded_episodes(
+                config,
+                services,
+                settings,
+                prompt=prompt,
+                index=index,
+                samples=samples,
+                greedy=greedy,
+            )
+        work.append(answers)
+    graded = await together(work)
+
+    for prompt, of_prompt in zip(prompts, graded, strict=True):
+        for _, result in of_prompt:
+            if result.reward is None:
+                raise GenerationFailed(
+                    f"an answer could not be graded: {result.reason or result.status}",
+                    field="prompt_id",
+                    value=prompt.id,
+                    remedy="look at the log of reward-server",
+                    code="not_graded",
+                )
+    return graded
+
+
+async def graded_answers(
+    generator: Generator,
+    reward: RewardClient,
+    prompt: Prompt,
+    index: int,
+    samples: int,
+    greedy: bool = True,
+) -> _Graded:
+    """Returns a greedy answer to a problem, if `greedy`, and `samples` sampled ones, with their
+    grades.
+    """
+    requests = []
+    if greedy:
+        requests.append(generator.generate(prompt, index, 1, greedy=True))
+    if samples:
+        requests.append(generator.generate(prompt, index, samples, greedy=False))
+    answers = list(chain.from_iterable(await together(requests)))
+    graded = await reward.batch_reward(reward_items(prompt, answers, reward.gets_tokens))
+    return list(zip(answers, graded.rewards, strict=True))
+
+
+async def _graded_episodes(
+    config: Config,
+    services: Services,
+    settings: GenerationSettings,
+    prompt: Prompt,
+    index: int,
+    samples: int,
+    greedy: bool,
+) -> _Graded:
+    """Returns a greedy episode of a problem, if `greedy`, and `samples` sampled ones, as answers
+    with grades.
+    """
+    graded: _Graded = []
+    for n, temperature in ((int(greedy), 0.0), (samples, settings.temperature)):
+        if n == 0:
+            continue
+        request = episode_request(
+            config,
+            prompt,
+            request_id=f"evaluation-{secrets.token_hex(8)}",
+            n=n,
+            position=SEED_OFFSET + index,
+            temperature=temperature,
+        )
+        request.sampling.max_new_tokens = settings.max_new_tokens
+        for episode in await play(services, request):
+            graded.append(await _graded_episode(services.reward, prompt, episode))
+    return graded
+
+
+async def _graded_episode(
+    reward: RewardClient, prompt: Prompt, episode: Episode
+) -> tuple[GeneratedAnswer, RewardResult]:
+    """Returns the last answer of an episode with its grade, from the environment or, if that gave
+    none, from the reward-server. Raises GenerationFailed for a failed episode.
+    """
+    if episode.status != "ok":
+        raise GenerationFailed(
+            f"an episode ended with {episode.status}: {episode.detail or episode.stop_reason}",
+            field="prompt_id",
+            value=prompt.id,
+            remedy="look at the log of environment-server",
+            code="episode_failed",
+        )
+    completion = answer_of(episode)
+    answer = GeneratedAnswer(
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        tokens=len(completion.token_ids),
+        token_ids=completion.token_ids.tolist(),
+    )
+    if episode.reward is None:
+        items = reward_items(prompt, [answer], reward.gets_tokens)
+        graded = await reward.batch_reward(items)
+        return answer, graded.rewards[0]
+    result = RewardResult(
+        reward=completion.reward,
+        extracted_answer=completion.extracted_answer,
+        ground_truth=prompt.ground_truth,
+        correct=completion.correct,
+        status="ok",
+        components=completion.components,
+        verified=completion.verified,
+    )
+    return answer, result

@@ -1,0 +1,50 @@
+"""Groups that are not trained on, and why."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from common.wire.schemas import Group
+
+_MAX_REMEMBERED = 1024
+"""Maximum number of dropped groups that wait to be logged."""
+
+
+class GroupFailed(Exception):
+    """This group cannot be trained on."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        self.detail = detail
+        super().__init__(f"{reason}: {detail}")
+
+
+class DroppedGroup(NamedTuple):
+    """A group that is not trained on, and why. It may lack completions, and its rewards may be
+    NaN.
+    """
+
+    group: Group
+    reason: str
+    detail: str
+
+
+@dataclass
+class Drops:
+    """The groups that were dropped."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    """Groups dropped since the run began, by reason."""
+    in_a_row: int = 0
+    """Failures since the last group that succeeded."""
+    _recent: deque[DroppedGroup] = field(default_factory=lambda: deque(maxlen=_MAX_REMEMBERED))
+
+    def add(self, groups: Sequence[Group], reason: str, detail: str) -> None:
+        """Counts groups and remembers them for the log."""
+        self.counts[reason] += len(groups)
+        self._recent += [DroppedGroup(group, reason, detail) for group in groups]
+
+    def recent(self) -> list[DroppedGroup]:
+        """Returns the groups dropped since the last call."""
+        return [self._recent.popleft() for _ in range(len(self._recent))]

@@ -1,0 +1,167 @@
+"""Makes a graded group of a prompt: completions or episodes, rewards, the teacher's scores."""
+
+import math
+import time
+
+import numpy as np
+
+from common.errors import ServiceError, ServiceLost
+from common.prompts.prompter import Prompter
+from common.settings.config import Config
+from common.wire.schemas import Completion, Group, Prompt
+from trainer.rollouts.drops import GroupFailed
+from trainer.rollouts.episodes import answer_of, completions_of, episode_request, play
+from trainer.rollouts.prompt_cursor import Drawn
+from trainer.rollouts.request_batcher import RequestBatcher
+from trainer.rollouts.requests import reward_items, sampling_seed
+from trainer.rollouts.services import Services
+from trainer.timing import StageClock
+
+_MAX_GRADE = 1024
+"""Maximum number of answers in one call to the reward-server, unless one group has more: JSON
+bodies are limited."""
+
+
+class GroupMaker:
+    """Makes groups, any number at once, in the event loop of the clients."""
+
+    def __init__(
+        self, config: Config, services: Services, prompter: Prompter, clock: StageClock
+    ) -> None:
+        self._config = config
+        self._services = services
+        self._prompter = prompter
+        self._clock = clock
+        self._grade_batched = RequestBatcher(services.reward.grade_all, _MAX_GRADE, len)
+
+    def empty(self, drawn: Drawn, prompt_ids: list[int], group_id: str) -> Group:
+        """Returns the group of a prompt before it has completions."""
+        prompt = drawn.prompt
+        group = Group(
+            id=group_id,
+            prompt_id=prompt.id,
+            prompt=prompt.prompt,
+            ground_truth=prompt.ground_truth,
+            prompt_token_ids=np.array(prompt_ids, np.int32),
+            completions=[],
+            epoch=drawn.epoch,
+            position=drawn.position,
+        )
+        sampling = self._config.sampling
+        if sampling.min_new_tokens and not sampling.truncation():
+            group.min_new_tokens = sampling.min_new_tokens
+            group.barred = np.array(self._prompter.stop_token_ids, np.int32)
+        return group
+
+    async def fill(self, group: Group, prompt: Prompt) -> None:
+        """Fills a group with graded completions.
+
+        Raises GroupFailed when one is missing or has no reward, ServiceLost when a service will
+        never answer again.
+        """
+        if self._services.environment is None:
+            prompt_ids = group.prompt_token_ids.tolist()
+            group.completions = await self._generate(prompt_ids, group.position)
+            for completion in group.completions:
+                completion.text = self._prompter.style.prefill + completion.text
+            await self._grade(prompt, group.completions)
+            await self._ask_teacher(group)
+        else:
+            await self._play(prompt, group)
+        group.created_at = time.time()
+
+    async def _generate(self, prompt_ids: list[int], position: int) -> list[Completion]:
+        sampling = self._config.sampling
+        try:
+            with self._clock.stage("generation"):
+                return await self._services.rollout.generate(
+                    prompt_ids,
+                    n=sampling.group_size,
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    stop_token_ids=self._prompter.stop_token_ids,
+                    sampling_seed=sampling_seed(self._config.seed, position),
+                    parameters=sampling.training_truncation() | sampling.stop_conditions(),
+                    request_limits=self._prompter.request_limits(sampling),
+                    deadline_s=sampling.request_timeout_s,
+                )
+        except ServiceLost:
+            raise
+        except ServiceError as error:
+            raise GroupFailed("generation", str(error)) from error
+
+    async def _play(self, prompt: Prompt, group: Group) -> None:
+        """Fills a group with the episodes of its prompt. A lost or failed episode has no reward, so
+        the group fails.
+        """
+        request = episode_request(
+            self._config,
+            prompt,
+            request_id=group.id,
+            n=self._config.sampling.group_size,
+            position=group.position,
+        )
+        try:
+            with self._clock.stage("generation"):
+                episodes = await play(self._services, request)
+        except ServiceLost:
+            raise
+        except ServiceError as error:
+            raise GroupFailed("generation", str(error)) from error
+
+        for episode in episodes:
+            if episode.status != "ok":
+                detail = episode.detail or episode.stop_reason
+                raise GroupFailed("episode", f"{episode.status}: {detail}")
+
+        answers = [answer_of(episode) for episode in episodes]
+        ungraded = [
+            answer
+            for answer, episode in zip(answers, episodes, strict=True)
+            if episode.reward is None
+        ]
+        await self._grade(prompt, ungraded)
+
+        group.prompt_token_ids = episodes[0].sequences[0].prompt_ids
+        for number, (episode, answer) in enumerate(zip(episodes, answers, strict=True)):
+            group.completions += completions_of(episode, answer, number)
+
+    async def _grade(self, prompt: Prompt, completions: list[Completion]) -> None:
+        if not completions:
+            return
+        items = reward_items(prompt, completions, self._services.reward.gets_tokens)
+        try:
+            with self._clock.stage("reward"):
+                results = await self._grade_batched(items)
+        except ServiceLost:
+            raise
+        except ServiceError as error:
+            for completion in completions:
+                completion.reward = math.nan
+            raise GroupFailed("reward", str(error)) from error
+
+        for completion, result in zip(completions, results, strict=True):
+            completion.reward = math.nan if result.reward is None else result.reward
+            completion.correct = result.correct
+            completion.status = result.status
+            completion.extracted_answer = result.extracted_answer
+            completion.verified = result.verified
+            completion.components = result.components
+
+        for result in results:
+            if result.reward is None:
+                reason = result.reason or result.status
+                raise GroupFailed("reward", f"an answer could not be graded: {reason}")
+
+    async def _ask_teacher(self, group: Group) -> None:
+        teacher = self._services.teacher
+        if teacher is None:
+            return
+        tokens = [completion.token_ids for completion in group.completions]
+        try:
+            with self._clock.stage("reward"):
+                scores = await teacher.score(group.prompt_token_ids.tolist(), tokens)
+        except ServiceError as error:
+            raise GroupFailed("teacher", str(error)) from error
+        for completion, logprobs in zip(group.completions, scores, strict=True):
+            completion.teacher_logprobs = logprobs

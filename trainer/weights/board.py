@@ -1,0 +1,385 @@
+"""The newest weight version, and what the rollout nodes report about it.
+
+The trainer announces a version here; every rollout node's agent, the other end, pulls it
+(`services/rollout`), loads it and reports. With `trainer.weight_sync` distributed a version is
+broadcast into the engines (`broadcast.py`); its files are then written only when a node asks for
+them.
+"""
+
+import asyncio
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from common.errors import NotFound, ServiceError, TooLarge
+from common.process import watchdog
+from common.weights import spares
+from common.wire.schemas import (
+    WeightChecksums,
+    WeightManifest,
+    WeightVerdict,
+    WorkerReport,
+    WorkerState,
+)
+from trainer.weights.versions import version_name
+
+log = logging.getLogger(__name__)
+_KEEP = 3
+"""Versions that stay on disk: a slow node may still download the one before the newest."""
+_SILENT_S = 30.0
+"""A worker that has not reported for this long counts as gone."""
+_FORGOTTEN_S = 600.0
+_MAX_WORKERS = 1000
+
+
+class PublishFailed(ServiceError):
+    """No rollout node serves the new weights: going on would silently train on off-policy
+    samples.
+    """
+
+    code = "publish_failed"
+
+
+class VersionSource(Protocol):
+    """Holds the tensors of a version that was announced without files."""
+
+    def write(self, version: int) -> WeightManifest:
+        """Writes the files of the newest version. Raises NotFound when it is not `version`."""
+
+    async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
+        """Compares the weights that an engine has received with those that were sent."""
+
+
+class WeightBoard:
+    """The newest weight version and the rollout nodes' reports, for the HTTP thread and the
+    training loop.
+
+    Removes the versions that an earlier attempt left in `directory`: they belong to another run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        shutil.rmtree(directory, ignore_errors=True)
+        self._closed = False
+        self._unserved = False  # whether nobody can fetch or report any more
+        self._lock = threading.Condition()
+        self._latest: WeightManifest | None = None
+        self._workers: dict[str, tuple[WorkerReport, float]] = {}
+        self._complete = False  # whether all rollout nodes were there once
+        self._excluded: set[str] = set()  # nodes that `wait_confirmed` does not wait for
+        self._writing = threading.Lock()
+        self._waiting: dict[asyncio.Event, asyncio.AbstractEventLoop] = {}
+        self.source: VersionSource | None = None
+        """Holds the tensors of versions that are announced without files."""
+
+    def announce(self, manifest: WeightManifest) -> None:
+        """Makes `manifest` the latest version and removes old ones from disk."""
+        with self._lock:
+            self._latest = manifest
+            self._lock.notify_all()
+        self._wake()
+        self._remove_old()
+
+    def _wake(self) -> None:
+        """Wakes the calls that wait for a new version."""
+        for event, loop in list(self._waiting.items()):
+            with suppress(RuntimeError):  # that loop has ended
+                loop.call_soon_threadsafe(event.set)
+
+    def _remove_old(self) -> None:
+        is_shared = self._latest is not None and self._latest.directory
+        for old in sorted(self.directory.glob("v*"))[:-_KEEP]:
+            if is_shared:
+                # Not to be overwritten: the engine of a slow node may still read it here.
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                spares.discard(old)
+
+    def withdraw(self, manifest: WeightManifest) -> WeightManifest:
+        """Withdraws the broadcast of the latest version, which nodes then get as files; returns its
+        manifest.
+        """
+        with self._lock:
+            latest = self._latest or manifest
+            withdrawn = latest.model_copy(update={"broadcast": None})
+            self._latest = withdrawn
+        self._wake()
+        return withdrawn
+
+    async def with_files(self, manifest: WeightManifest) -> WeightManifest:
+        """Returns the manifest with files, after writing them if needed. Raises NotFound when the
+        version is gone.
+        """
+        if manifest.files or self.source is None:
+            return manifest
+        return await asyncio.to_thread(self._write, self.source, manifest)
+
+    def _write(self, source: VersionSource, manifest: WeightManifest) -> WeightManifest:
+        with self._writing:
+            latest = self._latest
+            if latest is not None and latest.version == manifest.version and latest.files:
+                return latest
+            log.info(
+                "writing the files of weights %d, because a node asks for them", manifest.version
+            )
+            written = source.write(manifest.version)
+            with self._lock:
+                if self._latest is not None and self._latest.version == written.version:
+                    # The manifest keeps its broadcast: the nodes that take part must not see it
+                    # withdrawn.
+                    self._latest = self._latest.model_copy(update={"files": written.files})
+            self._remove_old()
+            return written
+
+    async def verify(self, version: int, sums: WeightChecksums) -> WeightVerdict:
+        """Returns the verdict on an engine's checksums. Raises Conflict if they differ, NotFound if
+        not broadcast.
+        """
+        if self.source is None:
+            raise NotFound("no weights were broadcast", field="version", value=version)
+        return await self.source.verify(version, sums)
+
+    def sleep(self, timeout_s: float) -> None:
+        """Tells the nodes to put their engines to sleep; waits for all. Raises PublishFailed after
+        `timeout_s`.
+        """
+        start = time.monotonic()
+        with self._lock:
+            assert self._latest is not None, "engines sleep between two versions"
+            self._latest = self._latest.model_copy(update={"asleep": True})
+        self._wake()
+        while True:
+            self._check_served()
+            with self._lock:
+                now = time.monotonic()
+                alive = [entry for entry in self._workers.values() if now - entry[1] < _SILENT_S]
+                # A report from before `start` may be out of date.
+                awake = [report for report, at in alive if report.state != "asleep" or at < start]
+                if alive and not awake:
+                    return
+                if now - start > timeout_s:
+                    states = [
+                        f"{report.name} ({report.state}) {report.detail}".strip()
+                        for report in awake
+                    ]
+                    raise PublishFailed(
+                        f"after {timeout_s:.0f} s these engines have not released their memory for "
+                        f"the update: {', '.join(states) or 'no report'}",
+                        field="trainer.publish_timeout_s",
+                        value=timeout_s,
+                        remedy="look at the log of rollout-server",
+                    )
+                self._lock.wait(timeout=0.2)
+
+    def close(self) -> None:
+        """Ends the calls that wait for a new version, so that the HTTP server can end."""
+        self._closed = True
+        self._wake()
+
+    def server_died(self) -> None:
+        """Ends the calls that wait for nodes: these can no longer fetch versions and report."""
+        with self._lock:
+            self._unserved = True
+            self._lock.notify_all()
+
+    def _check_served(self) -> None:
+        """Raises PublishFailed when the server of this board has died."""
+        if self._unserved:
+            raise PublishFailed(
+                "the trainer's HTTP server, from which the rollout nodes get their weights, has "
+                "died",
+                field="trainer.port",
+                remedy="see the log above, and start the trainer again",
+            )
+
+    def latest(self) -> WeightManifest | None:
+        return self._latest
+
+    def latest_version(self) -> int | None:
+        """Returns the number of the latest version; None before the first."""
+        latest = self._latest
+        return latest.version if latest else None
+
+    async def latest_after(
+        self, run_id: str, version: int, wait_s: float, asleep: bool = False
+    ) -> WeightManifest:
+        """Returns the latest version as soon as it differs from the arguments, or after `wait_s`
+        seconds.
+
+        Raises NotFound when there is none by then.
+        """
+
+        def changed() -> bool:
+            latest = self._latest
+            if latest is None:
+                return False
+            return (latest.run_id, latest.version, latest.asleep) != (run_id, version, asleep)
+
+        event = asyncio.Event()
+        self._waiting[event] = asyncio.get_running_loop()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    while not (changed() or self._closed):
+                        await event.wait()
+                        event.clear()
+        finally:
+            del self._waiting[event]
+        latest = self._latest
+        if latest is None:
+            raise NotFound(
+                "no weight version has been published yet",
+                remedy="ask again; the trainer is starting",
+            )
+        return latest
+
+    def file(self, version: int, name: str) -> Path:
+        """Returns the path of one file of a version. Raises NotFound when there is no such version
+        or file.
+        """
+        path = self.directory / version_name(version) / name
+        try:
+            found = "/" not in name and not name.startswith(".") and path.is_file()
+        except OSError:  # a name that is too long for the file system
+            found = False
+        if not found:
+            raise NotFound(
+                "no such weight file",
+                field="name",
+                value=f"{version}/{name}",
+                remedy="ask /weights/latest again",
+            )
+        return path
+
+    def report(self, report: WorkerReport) -> None:
+        """Records an agent's report on its engine."""
+        with self._lock:
+            previous = self._workers.get(report.name)
+            now = time.monotonic()
+            alive = {
+                name: entry
+                for name, entry in self._workers.items()
+                if now - entry[1] < _FORGOTTEN_S
+            }
+            if len(alive) >= _MAX_WORKERS and report.name not in alive:
+                raise TooLarge(
+                    "too many workers report",
+                    field="name",
+                    value=report.name,
+                    remedy=f"run at most {_MAX_WORKERS} workers",
+                )
+            self._workers = alive | {report.name: (report, now)}
+            self._lock.notify_all()
+        is_new_state = previous is None or previous[0].state != report.state
+        if report.state in ("stale", "failed") and is_new_state:
+            log.warning(
+                "%s is %s (weights %s): %s",
+                report.name,
+                report.state,
+                report.version,
+                report.detail,
+            )
+
+    def workers(self) -> list[WorkerReport]:
+        """The reports of the workers that are alive."""
+        now = time.monotonic()
+        with self._lock:
+            return [report for report, at in self._workers.values() if now - at < _SILENT_S]
+
+    def num_nodes(self) -> int:
+        """The number of rollout nodes in the job group, from the agents' reports; 1 before the
+        first report.
+        """
+        with self._lock:
+            return max((report.num_nodes for report, _ in self._workers.values()), default=1)
+
+    def count(self, state: WorkerState) -> int:
+        """The number of workers that are alive and in this state."""
+        return sum(worker.state == state for worker in self.workers())
+
+    def _silent(self) -> list[WorkerReport]:
+        """The last reports of the workers that fell silent and are not excluded yet."""
+        known = {worker.name for worker in self.workers()} | self._excluded
+        with self._lock:
+            return [report for name, (report, _) in self._workers.items() if name not in known]
+
+    def _exclude(self, workers: list[WorkerReport]) -> list[WorkerReport]:
+        self._complete = True
+        self._excluded.update(worker.name for worker in workers)
+        return workers
+
+    def wait_confirmed(
+        self, manifest: WeightManifest, timeout_s: float, say: Callable[[str], None]
+    ) -> list[WorkerReport]:
+        """Waits until the rollout nodes serve `manifest`; returns the ones that do not after
+        `timeout_s` seconds.
+
+        The first call waits for as many nodes as the agents report. Later calls do not wait for a
+        node that was returned before until it has caught up by itself. A node that has fallen
+        silent is returned at once: its engine may still run with old weights. Raises PublishFailed
+        when no node serves the manifest.
+        """
+        start = time.monotonic()
+        told = start
+        tell_after_s = 10.0
+        while True:
+            self._check_served()
+            workers = self.workers()
+            serving = {worker.name for worker in workers if _serves(worker, manifest)}
+            self._excluded -= serving
+            missing = [
+                worker
+                for worker in workers
+                if worker.name not in serving and worker.name not in self._excluded
+            ]
+            expected = max((worker.num_nodes for worker in workers), default=1)
+            all_there = self._complete or len(workers) >= expected
+            if serving and not missing and all_there:
+                return self._exclude(self._silent())
+
+            now = time.monotonic()
+            waited = _progress(manifest, len(serving), expected, missing)
+            if now - start > timeout_s:
+                watchdog.deadline_passed(f"after {timeout_s:.0f} s {waited}")
+                if not serving:
+                    raise PublishFailed(
+                        f"after {timeout_s:.0f} s {waited}",
+                        field="trainer.publish_timeout_s",
+                        value=timeout_s,
+                        remedy="look at the log of rollout-server",
+                    )
+                log.error(
+                    "after %.0f s %s; training continues without them until they catch up",
+                    timeout_s,
+                    waited,
+                )
+                return self._exclude([*missing, *self._silent()])
+            if now - told > tell_after_s:
+                say(f"waited {now - start:.0f} s so far: {waited}")
+                told = now
+                tell_after_s = min(60.0, 2 * tell_after_s)
+            with self._lock:
+                self._lock.wait(timeout=0.2)
+
+
+def _serves(worker: WorkerReport, manifest: WeightManifest) -> bool:
+    """Whether a worker generates with exactly this version."""
+    is_current = worker.run_id == manifest.run_id and worker.version == manifest.version
+    return is_current and worker.state == "ready"
+
+
+def _progress(
+    manifest: WeightManifest, serving: int, expected: int, missing: list[WorkerReport]
+) -> str:
+    """Returns how many nodes serve a version, and the states of those that do not."""
+    states = [
+        f"{worker.name} ({worker.state}, weights {worker.version}) {worker.detail}".strip()
+        for worker in missing
+    ]
+    served = f"{serving} of {expected} rollout nodes serve weights {manifest.version}"
+    return f"{served}; missing: {', '.join(states) or 'no report'}"

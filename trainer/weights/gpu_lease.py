@@ -1,0 +1,120 @@
+"""The lease of the GPUs that the trainer shares with the engines (`rollout.colocate`).
+
+| who holds it | trainer | engines |
+|---|---|---|
+| the engines, which generate | models and optimizers are parked in host memory | in use |
+| the trainer, which updates | in use | asleep: paused, their memory released |
+
+To publish, the trainer copies the weights to host memory and then parks; the engines wake up with
+them. Either side begins only once the other has reported that its memory is free.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from learning.parking import Parking, Resident
+from learning.ranks import Ranks
+from learning.sharding import reshard
+
+
+@runtime_checkable
+class EngineMemory(Protocol):
+    """The GPU memory of the engines, as rank 0 controls it."""
+
+    def sleep(self) -> None:
+        """Returns when no engine holds GPU memory. Raises ServiceError when one does not release
+        it.
+        """
+
+    def wake(self) -> None:
+        """Returns when the engines generate again, with the newest weights published."""
+
+
+class GpuLease:
+    """The lease of a trainer that shares no GPU: every method does nothing."""
+
+    shared = False
+    """Whether the GPUs are shared."""
+
+    def acquire(self) -> None:
+        """Puts the engines to sleep and restores the trainer's states, unless it holds the lease
+        already. A collective call.
+        """
+
+    def release(self) -> None:
+        """Parks the trainer's states, on every rank, before the engines wake up. A collective
+        call.
+        """
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lease inside the block; the engines have it again after it if they had it
+        before. A collective call.
+        """
+        yield
+
+
+class SharedGpuLease(GpuLease):
+    """The lease with `rollout.colocate`.
+
+    Args:
+        ranks: the trainer's ranks.
+        resident: returns what to park.
+        engines: the memory of the engines; None on ranks above 0.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        resident: Callable[[], Sequence[Resident]],
+        engines: EngineMemory | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._resident = resident
+        self._engines = engines
+        self._parking = Parking(ranks.device)
+        self._released = False
+
+    def acquire(self) -> None:
+        if not self._released:
+            return
+        if self._engines is not None:
+            self._engines.sleep()
+        self._ranks.barrier()
+        self._parking.restore()
+        self._released = False
+
+    def release(self) -> None:
+        self._parking.park(_tensors(self._resident()))
+        self._ranks.barrier()
+        self._released = True
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        was_released = self._released
+        self.acquire()
+        yield
+        if was_released:
+            self.release()
+            if self._engines is not None:
+                self._engines.wake()
+
+
+def _tensors(resident: Sequence[Resident]) -> Iterator[Tensor]:
+    """Yields the tensors to park: parameters, buffers and optimizer states."""
+    for modules, optimizers in resident:
+        for optimizer in optimizers:
+            optimizer.zero_grad()  # the next update starts with this anyway
+
+        for module in modules:
+            reshard(module)
+            yield from module.parameters()
+            yield from module.buffers()
+
+        for optimizer in optimizers:
+            yield from optimizer.state_dict().values()
