@@ -12,7 +12,7 @@ from common.process.logs import log_exit_reason, wants_json
 from common.process.storage import make_directory
 from common.process.topology import Topology, setting_status
 from common.settings.config import load
-from trainer.trackers.thread import prompt_exit
+from trainer.trackers.thread import exit_despite_hung_tracker
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with prompt_exit():
+    with exit_despite_hung_tracker():
         main()
     from learning.ranks import end
 

@@ -118,7 +118,7 @@ def data_section(source: str, settings: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
-def own_words(flags: Mapping[str, str]) -> Iterator[None]:
+def argument_names(flags: Mapping[str, str]) -> Iterator[None]:
     """Replaces names of settings, fields and parameters in an error by the command's arguments.
 
     Args:

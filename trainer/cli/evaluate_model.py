@@ -14,7 +14,7 @@ from common.process.imports import heavy_imports
 from common.process.storage import make_directory
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
-from trainer.cli.commands import DATASETS, data_section, own_words, problems, setting
+from trainer.cli.commands import DATASETS, argument_names, data_section, problems, setting
 
 if TYPE_CHECKING:
     from trainer.evaluation.results import EvaluationResults
@@ -158,7 +158,7 @@ def parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     """Evaluates, compares and prints. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
-    with own_words(_ARGUMENTS):
+    with argument_names(_ARGUMENTS):
         _compare(arguments)
 
 

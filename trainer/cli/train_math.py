@@ -12,8 +12,15 @@ from common.process.storage import make_directory
 from trainer.api.output import check_output
 from trainer.api.presets import PRESETS
 from trainer.api.settings import TrainerConfig
-from trainer.cli.commands import DATASETS, add_fields, data_section, own_words, problems, setting
-from trainer.trackers.thread import prompt_exit
+from trainer.cli.commands import (
+    DATASETS,
+    add_fields,
+    argument_names,
+    data_section,
+    problems,
+    setting,
+)
+from trainer.trackers.thread import exit_despite_hung_tracker
 
 _EPILOG = """\
 examples:
@@ -120,7 +127,7 @@ def parser() -> CommandParser:
 def main(argv: list[str] | None = None) -> None:
     """Trains and saves a model. Raises ServiceError when that fails."""
     arguments = vars(parser().parse_args(argv))
-    with own_words(_ARGUMENTS):
+    with argument_names(_ARGUMENTS):
         _train(arguments)
 
 
@@ -183,7 +190,7 @@ def _train(arguments: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    with prompt_exit():
+    with exit_despite_hung_tracker():
         run(
             main,
             "; the same command with --resume and --output-dir continues from the newest "

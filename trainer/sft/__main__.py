@@ -15,7 +15,7 @@ from common.process.storage import make_directory
 from common.process.topology import Topology, setting_status
 from common.settings.config import load
 from trainer.sft.settings import SFT_SETTINGS
-from trainer.trackers.thread import prompt_exit
+from trainer.trackers.thread import exit_despite_hung_tracker
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with prompt_exit():
+    with exit_despite_hung_tracker():
         main()
     from learning.ranks import end
 

@@ -133,7 +133,7 @@ class TrackerThread:
 
 
 @contextmanager
-def prompt_exit() -> Iterator[None]:
+def exit_despite_hung_tracker() -> Iterator[None]:
     """Ends the process at once, with its exit status, if a tracker was abandoned.
 
     Exit hooks of its library may block forever: wandb's waits until everything is sent.
