@@ -2,10 +2,10 @@
 
 The rooms, each of which imports only those below it (a contract in `pyproject.toml`):
 
-    prompts · models        a row of data as the text and tokens of a prompt; sizes and names of models
-    clients · settings      one client per service; every setting once
+    prompts · models            a row of data as a prompt's text and tokens; what is known of a model
+    clients · settings          one client per service; every setting once
     wire · process · weights    what is sent; what every process needs; files of weights
-    errors                  the error type of the system
+    errors                      the error type of the system
 """
 
 VERSION = "0.1.0"

@@ -1,4 +1,6 @@
-"""Disk errors, named: a full or broken disk, a folder that is not writable, a damaged SQLite file."""
+"""Disk errors by name: a full or broken disk, a directory that is not writable, a damaged SQLite
+file.
+"""
 
 import errno
 import sqlite3

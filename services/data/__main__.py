@@ -29,9 +29,8 @@ def run(config: Config) -> None:
         f"source={config.data.source} curriculum={config.data.curriculum} "
         f"state_dir={config.state_dir}"
     )
-    serve(
-        create_data_app(config, train, evaluation), *topology.bind(DATA, config.data.port), settings
-    )
+    host, port = topology.bind(DATA, config.data.port)
+    serve(create_data_app(config, train, evaluation), host, port, settings)
 
 
 if __name__ == "__main__":

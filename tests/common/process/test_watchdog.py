@@ -20,7 +20,7 @@ HANGS = """
 import sys, threading
 from common.process import watchdog
 from common.clients.data import DataClient
-from common.process.metrics import setup_logging
+from common.process.logs import setup_logging
 from common.process.loop_thread import LoopThread
 
 setup_logging("hangs")
