@@ -441,7 +441,7 @@ def _pinned(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class EngineMemory:
+class EngineMemoryEstimate:
     """Memory in bytes of each of the `rollout.tensor_parallel_size` GPUs of an engine, which hold
     equal shares.
     """
@@ -454,7 +454,7 @@ class EngineMemory:
 
 def engine_memory(
     shape: ModelShape, config: Config, gpu_bytes: int, static_share: float = 0.85
-) -> EngineMemory:
+) -> EngineMemoryEstimate:
     """Estimates SGLang's KV cache on a GPU of which it takes `static_share`
     (`--mem-fraction-static`).
 
@@ -473,4 +473,6 @@ def engine_memory(
     kv_heads = max(1, shape.kv_heads // size)  # a KV head cannot be split
     per_token = 2 * width * shape.layers * shape.head_dim * kv_heads
     room = max(0, int(static_share * gpu_bytes) - weights)
-    return EngineMemory(weights=weights, kv_bytes_per_token=per_token, kv_tokens=room // per_token)
+    return EngineMemoryEstimate(
+        weights=weights, kv_bytes_per_token=per_token, kv_tokens=room // per_token
+    )
