@@ -84,7 +84,7 @@ def train_in_process(
 
     Args:
         config: as for the job group; ports, replicas, `rollout.engine` and `trainer.weight_sync`
-        have no effect.
+            have no effect.
         console: for progress and results; standard output when None.
         rollout_transport: creates the transport to the engine's app; a test may pass one that fails
             now and then.

@@ -24,10 +24,10 @@ class Loader(ABC):
 
     Args:
         source: a file, a directory with a file per split, or `org/name` on the hub where no such
-        path exists.
+            path exists.
         hub_config: configuration of a hub data set that has several; empty for the default one.
         name: first part of generated ids, before the split, for rows without an `id`; empty for the
-        name of the source.
+            name of the source.
         task: task of the prompts, which selects their reward functions; empty for the default ones.
     """
 

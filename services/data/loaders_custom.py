@@ -31,7 +31,7 @@ class CustomDatasetLoader(RowLoader):
 
     Args:
         source: a file (.jsonl, .json, .csv, .parquet), a directory with a file per split, or
-        `org/name` on the hub.
+            `org/name` on the hub.
         prompt_field: column of the problem.
         answer_field: column of the answer; from a text with `#### N`, only N is kept.
         messages_field: column of a chat, instead of `prompt_field`: system messages (they precede
@@ -40,7 +40,7 @@ class CustomDatasetLoader(RowLoader):
             ground truth.
         task: task of the prompts, which selects their reward functions; empty for the default ones.
         task_field: column with the task of each row, if a data set mixes tasks; empty: `task` for
-        all.
+            all.
         columns: names of further columns to keep; all when None.
         map: function that transforms every row before it is read, or skips it by returning None.
         hub_config: configuration of a hub data set that has several; empty for the default one.

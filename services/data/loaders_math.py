@@ -60,7 +60,7 @@ class MATHLoader(RowLoader):
     Args:
         levels: keep problems of these levels: 1 to 5, as 5, "5" or "Level 5"; all when None.
         subjects: keep problems of these subjects, such as `Algebra` or `counting_and_probability`;
-        all when None.
+            all when None.
         source: `org/name` on the hub, or a file or directory with the same columns.
         hub_config: configuration of a hub data set that has several; empty for the default one.
         task: task of the prompts, which selects their reward functions; empty for the default ones.

@@ -49,7 +49,7 @@ class Template:
 
     Raises:
         ConfigError: the model has no chat template, or one that cannot continue a conversation
-        token by token.
+            token by token.
     """
 
     def __init__(self, tokenizer: Any, stop_token_ids: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class Template:
             new: the messages after it.
             tools: the functions offered.
             ended: whether the answer's sampled tokens end with a stop token; else the template's
-            own is added first.
+                own is added first.
         """
         # Where the tools do not change the text, one short tool renders faster than the real ones.
         rendered_tools = tools if self._repeats_tools or not tools else [_TOOL]

@@ -86,7 +86,7 @@ def create_app(
         open_paths: paths whose GET needs no token, like `/health`: files without data of a run.
         access_level: log level of successful requests.
         keyed_path: paths with this prefix need no token: their handlers check a key before they
-        read a body.
+            read a body.
     """
     metrics = metrics or Metrics(name)
     load = Load(max_requests, BODIES_AT_ONCE * max_body_bytes)

@@ -28,7 +28,7 @@ class RewardModelFunction(DetailedRewardFunction):
 
     Raises:
         ConfigError: the model cannot be loaded or has more than two outputs, or no GPU is usable
-        (`choose_device`).
+            (`choose_device`).
     """
 
     name = "reward_model"

@@ -74,7 +74,7 @@ class Sandbox:
 
     Raises:
         ConfigError: the sandbox, which is tested with programs that try to break out, does not work
-        here.
+            here.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class PaperUpdate:
     Args:
         model, reference: the policy before the update, and the reference model.
         weights: the importance weight of each group; `reused` tells whether it was trained on
-        before.
+            before.
         values: the critic's values [L] for every completion.
         kl_coef: the KL coefficient, as adapted so far.
         step: the weight version of the policy.

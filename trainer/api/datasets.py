@@ -178,7 +178,7 @@ def as_rewards(reward_fn: Any, log: FunctionLog | None = None) -> list[RewardFun
 
     Args:
         reward_fn: a RewardFunction, a plain function, the name of a reward model on the hub or its
-        directory, or a list.
+            directory, or a list.
         log: the run's log for plain functions.
 
     Raises:

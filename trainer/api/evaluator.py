@@ -44,14 +44,14 @@ class ModelEvaluator:
         system_prompt: system message before every problem.
         max_new_tokens: limit of an answer; the context of a local model may allow less.
         temperature: temperature of the k samples (`evaluate(…, k=8)`); the first answer to every
-        problem is greedy.
+            problem is greedy.
         seed: seed of the samples.
         concurrency: requests in flight.
         timeout_s: limit of one request in seconds, retries included.
         device: of a local model; `auto` uses a GPU if there is one.
         dtype: precision of a local model on a GPU; a CPU computes in float32.
         tokenizer: tokenizer of the served model, a directory or a name on the hub; selects SGLang's
-        native call.
+            native call.
         model_id: name of the model, on a server with several.
         api_key: bearer token for the server.
         progress: show a progress bar on the terminal.

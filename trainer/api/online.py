@@ -84,14 +84,14 @@ class OnlineRLTrainer:
         peft_config: PEFT's `LoraConfig`.
         callbacks: objects with the hooks of `TrainerCallback`.
         optimizers: an AdamW, whose learning rate, betas and weight decay are used, and no
-        scheduler.
+            scheduler.
         engine: generates the answers: `embedded`; `sglang`, which is started and stopped here; or
             one or several URLs of SGLang servers that have the model and see this disk.
         environment_factory: an environment class, or a function that makes an environment: episodes
             of several turns instead of single answers (docs/how-to/agents.md). Its `get_reward`, if
             it has one, replaces `reward_fn`.
         tools: functions that the model may call, each with types and a docstring; `reward_fn`
-        grades its last answer.
+            grades its last answer.
 
     Raises ConfigError for conflicting settings and data, before a model is loaded.
     """
@@ -180,7 +180,7 @@ class OnlineRLTrainer:
 
         Args:
             resume_from_checkpoint: continue the run in `output_dir` from its newest checkpoint, if
-            there is one.
+                there is one.
 
         Raises ConfigError when `output_dir` holds another run and neither this nor
         `overwrite_output_dir` is set, and ServiceError when training fails.
@@ -279,7 +279,7 @@ class OnlineRLTrainer:
 
         Args:
             repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the
-            config when None.
+                config when None.
 
         Returns the model's URL there; if the hub cannot be reached, prints the reason and returns
         None: the directory is complete. Raises ConfigError before `train`, and when the hub refuses

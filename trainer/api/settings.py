@@ -275,7 +275,7 @@ class TrainerConfig(BaseModel):
             problems, held_out: number of training and of evaluation problems.
             output_dir: directory of the run.
             rounds: number of calls of `train`, including this one; each adds the steps of a whole
-            run.
+                run.
             engine: as returned by `choose_engine`.
 
         Raises ConfigError when `settings` are invalid.

@@ -73,9 +73,9 @@ class Checkpoints:
 
     Args:
         directory: only rank 0's argument counts. If other ranks do not see it, rank 0 writes
-        everything.
+            everything.
         keep: how many of the newest to keep; the one with the best accuracy, or else mean reward,
-        is kept too.
+            is kept too.
         static: returns files to copy into every checkpoint, such as the tokenizer's.
     """
 

@@ -350,7 +350,7 @@ class Scorer(nn.Module):  # type: ignore[misc]  # torch is not typed for mypy he
             temperature: the sampling temperature.
             entropy_gradient: for an entropy bonus; costs memory.
             support: the tokens that each target was sampled from; the distribution is restricted to
-            them.
+                them.
         """
         hidden = rows.hidden(self.model.get_decoder())
         head = self.model.get_output_embeddings()

@@ -48,15 +48,15 @@ class CodeRewardFunction(DetailedRewardFunction):
 
     Args:
         timeout: seconds of computing or waiting for one case; all cases of a program share five
-        times as much.
+            times as much.
         partial_credit: reward the share of the cases that pass; every case then runs.
         slots: maximum concurrent programs; the number of processors when None.
         memory_mb: address space of a program.
         output_kb: standard output of one case, or the value it returns.
         python: interpreter for programs, with its packages; when empty, one is found and used
-        without packages.
+            without packages.
         sandbox: `none` runs programs as this user without protection: only for programs that you
-        trust.
+            trust.
 
     Raises:
         ConfigError: the sandbox, which is tested when this object is created, does not work.
