@@ -4,7 +4,6 @@ metrics.
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -15,6 +14,7 @@ from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
 
 from common.errors import ConfigError, InvalidInput
+from common.process.loop_thread import LoopThread
 from common.process.metrics import Metrics
 from common.wire.schemas import (
     WeightChecksums,
@@ -147,30 +147,32 @@ class BackgroundServer:
         self._server = Server(app, host, port)
         self._died = died
         self.url = self._server.url
-        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+        self._loop = LoopThread("http")
 
-    def _run(self) -> None:
+    async def _serve(self) -> None:
         try:
-            asyncio.run(self._server.serve(sockets=[self._socket]))
-        except BaseException:
+            await self._server.serve(sockets=[self._socket])
+        except (Exception, SystemExit):
             log.critical("the thread of the trainer's HTTP server died", exc_info=True)
         if not self._server.should_exit:
             self._died()
 
     def __enter__(self) -> "BackgroundServer":
-        self._thread.start()
+        self._loop.open()
+        self._task = self._loop.start(self._serve())
         while not self._server.started:
-            if not self._thread.is_alive():
+            if self._task.done():
                 raise ConfigError(
                     "the trainer's HTTP server did not start",
                     field="trainer.port",
                     value=self.port,
                     remedy="look at the log above, or set another trainer.port",
                 )
-            self._thread.join(0.01)
+            self._loop.call(asyncio.wait({self._task}, timeout=0.01))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
-        self._thread.join(timeout=10)
+        self._loop.call(asyncio.wait({self._task}, timeout=10))
+        self._loop.close()
         self._socket.close()  # a server that died left it open

@@ -132,16 +132,15 @@ def gradient(
     logits: "Tensor",
     targets: "Tensor",
     *,
-    normalisers: "Tensor",
-    entropies: "Tensor",
+    statistics: "Tensor",
     by_logprob: "Tensor",
     by_entropy: "Tensor | None",
     temperature: float,
     cap: float | None,
     result: "Tensor",
 ) -> None:
-    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies,
-    into `result` [N, V].
+    """Computes the gradient [N, V] of the logits from those [N] of log-probabilities and entropies
+    and what `statistics` computed, into `result` [N, V].
     """
     count, vocabulary = logits.shape
     if count == 0:
@@ -150,8 +149,8 @@ def gradient(
     _gradient[(count, triton.cdiv(vocabulary, block))](
         logits,
         targets,
-        normalisers=normalisers,
-        entropies=entropies,
+        normalisers=statistics[2],
+        entropies=statistics[1],
         by_logprob=by_logprob.contiguous(),
         by_entropy=None if by_entropy is None else by_entropy.contiguous(),
         gradient=result,

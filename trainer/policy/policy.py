@@ -139,13 +139,7 @@ class Policy:
             raise checkpoint.has_changed(changed, path)
 
         policy = cls(config, ranks, path)
-        try:
-            load_optimizer(policy.optimizer, path, ranks)
-        except ConfigError:
-            raise
-        except Exception as error:  # damage can lead to any error
-            raise checkpoint.cannot_resume(error, path) from None
-
+        load_optimizer(policy.optimizer, path, ranks)
         policy.step = state.step
         if config.algorithm.kl_target is not None:  # it was adapted; otherwise the setting counts
             policy.kl_coef = state.kl_coef

@@ -5,6 +5,7 @@ nodes. The nodes' part is `services.rollout.weights.receive`.
 import asyncio
 import logging
 import time
+from concurrent.futures import wait
 from pathlib import Path
 
 from common.errors import Conflict
@@ -79,7 +80,7 @@ class Broadcaster:
                 log.error(
                     "weights %d were not broadcast, so they go over HTTP: %s", version, problem
                 )
-                group.close(stuck=not transfer.done.is_set())
+                group.close(stuck=not transfer.done.done())
                 manifest = self._board.withdraw(manifest)
         return manifest, copy.size
 
@@ -126,7 +127,7 @@ class Broadcaster:
     def _problem(self, group: EngineGroup, transfer: Transfer) -> str | None:
         """Waits for the end of the transfer; returns why it failed, naming the workers, or None."""
         limit = time.monotonic() + self._timeout_s
-        while not transfer.done.wait(0.05):
+        while not wait([transfer.done], 0.05).done:
             lost = self._lost(group)
             if lost:
                 return lost
@@ -135,7 +136,7 @@ class Broadcaster:
                     f"the broadcast was not done after {self._timeout_s:.0f} s; "
                     f"{self._states(group)}"
                 )
-        error = transfer.error
+        error = transfer.done.exception()
         if error is None:
             return None
 
