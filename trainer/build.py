@@ -219,9 +219,7 @@ def _build_leader(
     _wait_ready(services, context, say_waiting)
 
     critic = value_function(config, ranks, services.critic, loop=loop, run_id=run_id)
-    engines = publisher if isinstance(publisher, EngineMemory) else None
-    assert engines or not config.rollout.colocate, "backends with GPUs to share have one"
-    lease = _gpu_lease(config, models, critic, engines)
+    lease = _gpu_lease(config, models, critic, publisher)
 
     prompter = Prompter(
         tokenizer,

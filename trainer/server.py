@@ -5,10 +5,8 @@ metrics.
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from functools import partial
-from importlib import import_module
-from typing import Annotated, Any, Protocol, get_args
+from typing import Annotated, get_args
 
 from fastapi import FastAPI, Path, Query
 from fastapi.responses import FileResponse
@@ -25,6 +23,7 @@ from common.wire.schemas import (
 )
 from services.http.app import Server, create_app, listen
 from services.http.openapi import described, errors
+from trainer.dashboard.live import LiveDashboard
 from trainer.weights.board import WeightBoard
 
 log = logging.getLogger(__name__)
@@ -40,34 +39,14 @@ class _LargeFile(FileResponse):
     chunk_size = 1 << 20
 
 
-class Dashboard(Protocol):
-    """Pages about the run, beside the trainer's own calls."""
-
-    open_paths: frozenset[str]
-    """Paths that need no token."""
-
-    @property
-    def lifespan(self) -> Callable[[], AbstractAsyncContextManager[None]] | None:
-        """Entered before the first request, left after the last."""
-
-    def add_to(self, app: FastAPI) -> None:
-        """Adds the pages to an app."""
-
-
-def dashboard_module() -> Any:
-    """Returns `trainer.dashboard.live`, found by name: the trainer does not depend on it."""
-    return import_module("trainer.dashboard.live")
-
-
 def create_trainer_app(
-    board: WeightBoard, metrics: Metrics, dashboard: Dashboard | None = None
+    board: WeightBoard, metrics: Metrics, dashboard: LiveDashboard | None = None
 ) -> FastAPI:
     """Returns the app of rank 0, with a dashboard: when None, that of the run directory above the
     board's.
     """
     if dashboard is None:
-        run_dir = board.directory.parent
-        dashboard = dashboard_module().LiveDashboard(run_dir)
+        dashboard = LiveDashboard(board.directory.parent)
     app = create_app(
         "ppo-trainer",
         lifespan=dashboard.lifespan,

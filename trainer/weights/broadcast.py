@@ -81,7 +81,7 @@ class Broadcaster:
                     "weights %d were not broadcast, so they go over HTTP: %s", version, problem
                 )
                 group.close(stuck=not transfer.done.done())
-                manifest = self._board.withdraw(manifest)
+                manifest = self._board.withdraw()
         return manifest, copy.size
 
     def close_if_broken(self) -> None:

@@ -9,7 +9,7 @@ from common.process.daemon_threads import in_daemon_thread
 from learning.staging import Staging
 from trainer.policy.policy import Policy
 from trainer.timing import PUBLISHING, StageClock
-from trainer.weights.gpu_lease import GpuLease
+from trainer.weights.gpu_lease import EngineMemory, GpuLease
 from trainer.weights.versions import Weights
 
 _UNSHARED = GpuLease()
@@ -17,12 +17,11 @@ _LAST_PUSH_S = 5.0
 """A failing run waits this long for the weights that it is publishing."""
 
 
-class WeightPublisher(Protocol):
-    """Sends weights to every rollout engine, and returns when all generate with them. Called from
-    any thread.
-    """
+class WeightPublisher(EngineMemory, Protocol):
+    """Sends weights to every rollout engine. Called from any thread."""
 
-    def publish(self, weights: Weights, version: int) -> None: ...
+    def publish(self, weights: Weights, version: int) -> None:
+        """Returns when all engines generate with these weights."""
 
 
 class WeightSync:
