@@ -33,6 +33,7 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
@@ -229,13 +230,9 @@ def _build_leader(
     state = models.state
     progress = PromptProgress(state.position, state.finished) if state else PromptProgress()
     rollouts = LeaderRollouts(
-        config,
+        RolloutContext(config, services, prompter, clock=clock, run_id=run_id),
         ranks,
-        services,
-        prompter=prompter,
-        clock=clock,
-        loop=loop,
-        run_id=run_id,
+        loop,
         progress=progress,
         vocabulary=policy.model.get_input_embeddings().num_embeddings,
     )

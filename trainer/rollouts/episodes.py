@@ -21,6 +21,7 @@ from trainer.rollouts.services import Services
 def episode_request(
     config: Config,
     prompt: Prompt,
+    *,
     request_id: str,
     n: int,
     position: int,

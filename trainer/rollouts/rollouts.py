@@ -17,19 +17,16 @@ import numpy as np
 
 from common.process import watchdog
 from common.process.loop_thread import LoopThread
-from common.prompts.prompter import Prompter
-from common.settings.config import Config
 from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed, Collector
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
-from trainer.rollouts.services import Services
 from trainer.rollouts.start import RolloutStart
-from trainer.timing import StageClock
 
 log = logging.getLogger(__name__)
 _SAY_EVERY_S = 30.0
@@ -82,38 +79,28 @@ class Rollouts:
 class LeaderRollouts(Rollouts):
     """Rank 0's rollouts, which use the services and continue from `progress`.
 
-    `run_id` makes request ids unique to this attempt; `vocabulary` is the size of the model's
-    vocabulary.
+    `vocabulary` is the size of the model's vocabulary.
     """
 
     def __init__(
         self,
-        config: Config,
+        context: RolloutContext,
         ranks: Ranks,
-        services: Services,
-        prompter: Prompter,
-        clock: StageClock,
         loop: LoopThread,
-        run_id: str,
         progress: PromptProgress,
         vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
+        config = context.config
+        self._context = context
         self._config = config
-        self._services = services
-        self._clock = clock
+        self._services = context.services
+        self._clock = context.clock
         self._loop = loop
-        self._run_id = run_id
+        self._run_id = context.run_id
         self._vocabulary = vocabulary
         self._cursor = PromptCursor(progress)
-        self._collector = Collector(
-            config,
-            services,
-            prompter,
-            clock=clock,
-            run_id=run_id,
-            cursor=self._cursor,
-        )
+        self._collector = Collector(context, self._cursor)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
         batch_size = config.trainer.batch_size
@@ -134,9 +121,7 @@ class LeaderRollouts(Rollouts):
         """See `Rollouts`. Raises ConfigError for too little data, for another run's experience that
         would be reused, and for a reward function that fails.
         """
-        start = RolloutStart(
-            self._config, self._services, self._run_id, fresh_per_step=self._fresh_per_step
-        )
+        start = RolloutStart(self._context, self._fresh_per_step)
         self._total_steps = self._loop.call(start.total_steps())
         self._loop.call(start.set_back(step, self._cursor.progress.position, known))
         return int(self._ranks.broadcast(str(self._total_steps).encode()))

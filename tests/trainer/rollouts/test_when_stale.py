@@ -38,6 +38,7 @@ from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
@@ -250,9 +251,8 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
-        rollouts = LeaderRollouts(
-            config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
-        )
+        context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
+        rollouts = LeaderRollouts(context, Ranks(), loop, PromptProgress())
         rollouts.prepare(0, known=True)
         yield Simulation(config, rollouts, loop, engine)
 
