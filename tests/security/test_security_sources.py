@@ -29,10 +29,13 @@ ALLOWED = {
         "import_module",
     ): "modules of this project, which run the operator's functions",
     ("trainer/__init__.py", "import_module"): "this package's own modules, by a table",
-    ("trainer/server.py", "import_module"): "this project's own dashboard, by its name",
     (
         "trainer/policy/checkpoint.py",
         "all_gather_object",
+    ): "between the ranks of a run, as DCP does itself",
+    (
+        "learning/ranks.py",
+        "broadcast_object_list",
     ): "between the ranks of a run, as DCP does itself",
     (
         "learning/saving.py",

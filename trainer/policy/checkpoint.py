@@ -83,18 +83,16 @@ class Checkpoints:
     def __init__(
         self, directory: Path, ranks: Ranks, keep: int, static: Callable[[], Sequence[Path]] = tuple
     ) -> None:
-        shared = ranks.broadcast_path(directory)
-        assert shared is not None
-        self.directory = shared
+        self.directory = ranks.broadcast(directory)
         self._ranks = ranks
         self._keep = keep
         self._static = static
-        self.alone = ranks.world_size > 1 and not _shared(shared, ranks)
+        self.alone = ranks.world_size > 1 and not _shared(self.directory, ranks)
         """Whether rank 0 writes everything."""
         if self.alone and ranks.is_rank_zero:
             log.info(
                 "the other ranks cannot see %s: rank 0 gathers and writes the whole checkpoint",
-                shared,
+                self.directory,
             )
         self._group = None if self.alone else ranks.group()
         self._writing: Future[None] | None = None
@@ -120,9 +118,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """Returns the newest complete checkpoint, as rank 0 sees it. A collective."""
-        return self._ranks.broadcast_path(
-            newest(self.directory) if self._ranks.is_rank_zero else None
-        )
+        return self._ranks.broadcast(newest(self.directory) if self._ranks.is_rank_zero else None)
 
     def check(self) -> None:
         """Raises CheckpointFailed when the last one could not be written."""

@@ -117,7 +117,7 @@ def _check_published(model: Any, own: Mapping[str, Tensor], config: Config, rank
         problem = "tensors that are not quantised"
     elif ranks.is_rank_zero:
         problem = not_in_files(model, own, config.model.name) or ""
-    problem = ranks.broadcast(problem.encode()).decode()
+    problem = ranks.broadcast(problem)
     if problem:
         raise ConfigError(
             "the model's files do not match the tensors that the trainer would publish "

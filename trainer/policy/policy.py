@@ -124,7 +124,7 @@ class Policy:
         checkpoints = run_dir / "checkpoints"
         if ranks.is_rank_zero and not config.trainer.resume:
             checkpoint.set_aside(checkpoints)
-        path = ranks.broadcast_path(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
+        path = ranks.broadcast(checkpoint.newest(checkpoints) if ranks.is_rank_zero else None)
         if path is None:
             return cls(config, ranks), None, None
 
@@ -134,7 +134,7 @@ class Policy:
             check_same(state.identity, identity(config, learns_from), path)
 
         changed = checkpoint.changed_file(path) if ranks.is_rank_zero else ""
-        changed = ranks.broadcast(changed.encode()).decode()
+        changed = ranks.broadcast(changed)
         if changed:
             raise checkpoint.has_changed(changed, path)
 

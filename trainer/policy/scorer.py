@@ -94,7 +94,7 @@ def load_scorer(
     model that does not compute a sequence as if alone.
     """
     quiet()
-    directory = ranks.broadcast_path(Path(path) if path else None)
+    directory = ranks.broadcast(Path(path) if path else None)
     pretrained = Pretrained(
         AutoModelForCausalLM,
         config.name,

@@ -5,10 +5,9 @@ The collector owns the groups, in the event loop of the clients; the classes her
 the training thread, which waits for batches and shares them with the other ranks.
 """
 
-import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +16,6 @@ import numpy as np
 
 from common.process import watchdog
 from common.process.loop_thread import LoopThread
-from common.wire.codec import decode_groups, encode_groups
 from common.wire.schemas import Group, TakeRequest
 from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
@@ -53,7 +51,7 @@ class Rollouts:
             known: whether the experience in the replay buffer belongs to this run, from an earlier
                 attempt.
         """
-        return int(self._ranks.broadcast(b""))
+        return self._ranks.broadcast(0)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
@@ -64,7 +62,7 @@ class Rollouts:
         """Returns the groups of the next batch: fresh ones, then reused ones
         (`replay.reuse_ratio`). A collective.
         """
-        return _decode(self._ranks.broadcast(b""))
+        return self._ranks.broadcast([])
 
     def start_ack(self, batch: Batch) -> Callable[[], None]:
         """Starts to acknowledge the groups of `batch`; the returned function waits for the end."""
@@ -124,7 +122,7 @@ class LeaderRollouts(Rollouts):
         start = RolloutStart(self._context, self._fresh_per_step)
         self._total_steps = self._loop.call(start.total_steps())
         self._loop.call(start.set_back(step, self._cursor.progress.position, known))
-        return int(self._ranks.broadcast(str(self._total_steps).encode()))
+        return self._ranks.broadcast(self._total_steps)
 
     @contextmanager
     def collecting(self, step: int, total_steps: int) -> Iterator[None]:
@@ -160,9 +158,7 @@ class LeaderRollouts(Rollouts):
             groups += self._reused(settings.batch_size - len(groups), step)
         for item in groups:
             self._check_tokens(item.group)
-        if self._ranks.world_size > 1:
-            self._ranks.broadcast(_encode(groups))
-        return groups
+        return self._ranks.broadcast(groups)
 
     def _fresh(self, min_version: int) -> list[Group]:
         """Takes fresh groups; with dynamic sampling only ones of differing rewards (DAPO,
@@ -329,21 +325,3 @@ def _token_lists(group: Group) -> dict[str, np.ndarray]:
 def _pass_rate(group: Group) -> float:
     """Returns the share of correct answers in a group."""
     return sum(answer.correct for answer in group.answers) / len(group.answers)
-
-
-def _encode(groups: Sequence[TrainingGroup]) -> bytes:
-    """Returns groups as bytes: the length of a JSON head (8 bytes), the head with weight and reuse
-    of each group, and the groups in the wire format.
-    """
-    head = json.dumps([[item.weight, item.reused] for item in groups]).encode()
-    return len(head).to_bytes(8, "little") + head + encode_groups([item.group for item in groups])
-
-
-def _decode(body: bytes) -> list[TrainingGroup]:
-    """Returns the groups that `_encode` wrote."""
-    end = 8 + int.from_bytes(body[:8], "little")
-    head = json.loads(body[8:end])
-    return [
-        TrainingGroup(group, weight, reused)
-        for group, (weight, reused) in zip(decode_groups(body[end:]), head, strict=True)
-    ]
