@@ -51,7 +51,9 @@ def run_suite(module: types.ModuleType, text: str, candidate: Callable[[], Any])
 
 
 def public_functions(source: str) -> list[str]:
-    """Returns the expressions of the functions that a program defines; a method of `Solution` last."""
+    """Returns an expression for every function that a program defines and every method of its
+    `Solution`.
+    """
     names = []
     for statement in ast.parse(source).body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -102,7 +104,7 @@ class _Fixtures:
     """The fixtures of a test; each test function gets new values."""
 
     def __init__(self, definitions: dict[str, Any]) -> None:
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Any] = {}
         self.add(definitions)
 
     def add(self, definitions: dict[str, Any]) -> None:
@@ -113,7 +115,7 @@ class _Fixtures:
 
     def automatic(self) -> list[str]:
         """Returns the names of the fixtures that every test uses."""
-        return [name for name, value in self._functions.items() if value.is_automatic]  # type: ignore[attr-defined]
+        return [name for name, function in self._functions.items() if function.is_automatic]
 
     def value(self, name: str, ready: dict[str, Any], cleanup: list[Iterator[Any]]) -> Any:
         """Returns the value of a fixture; `ready` holds those of this test."""

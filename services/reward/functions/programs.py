@@ -53,8 +53,8 @@ class CodeRewardFunction(DetailedRewardFunction):
     passes.
 
     `extract_program` defines which code blocks are the program. It runs in a sandbox (bubblewrap)
-    without network, files or further processes. `services.sandbox.case_formats.parse_cases` documents test
-    cases. A program that fails, hangs or exceeds a limit fails its case. Only a failure of the
+    without network, files or further processes. `parse_cases` of `services.sandbox.case_formats`
+    documents test cases. A program that fails, hangs or exceeds a limit fails its case. Only a failure of the
     sandbox itself, or a machine too busy to run the program, gives no score.
 
     Args:
@@ -192,7 +192,13 @@ def _blocks(text: str) -> Iterator[_Block]:
 def _block(text: str, opening: re.Match[str], end: int, *, is_closed: bool) -> _Block:
     start = min(opening.end() + 1, end)
     content = _unindented(text[start:end], opening["indent"])
-    return _Block(opening["language"], content, start, end, is_closed)
+    return _Block(
+        language=opening["language"],
+        text=content,
+        start=start,
+        end=end,
+        is_closed=is_closed,
+    )
 
 
 def _with_literals(response: str) -> str:
