@@ -52,6 +52,7 @@ def build_run(
     config: Config,
     ranks: Ranks,
     run_dir: Path,
+    *,
     lock: RunLock | None,
     backend: Backend,
     stack: ExitStack,

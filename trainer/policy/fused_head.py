@@ -35,7 +35,7 @@ def _capped(logits, cap):  # type: ignore[no-untyped-def]  # triton is not typed
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _statistics(  # type: ignore[no-untyped-def]
+def _statistics(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Triton compiles it
     logits, targets, logprobs, entropies, normalisers, vocabulary, scale, cap, BLOCK: tl.constexpr
 ):
     """Reads one row of logits once. Sums of exp are relative to the largest logit so far, so none
@@ -72,7 +72,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # triton is not typed for mypy here
-def _gradient(  # type: ignore[no-untyped-def]
+def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917  # Triton compiles it
     logits,
     targets,
     normalisers,

@@ -82,6 +82,7 @@ def load_scorer(
     ranks: Ranks,
     settings: TrainerSection,
     path: str | Path | None = None,
+    *,
     trained: bool = True,
     added: AddedModules | None = None,
     max_tokens: int | None = None,

@@ -35,6 +35,7 @@ class Broadcaster:
         run_id: str,
         timeout_s: float,
         rendezvous: Rendezvous,
+        *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._board = board
