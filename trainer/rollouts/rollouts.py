@@ -261,15 +261,15 @@ class LeaderRollouts(Rollouts):
         for name, token_ids in _token_lists(group).items():
             if len(token_ids) == 0:
                 continue
-            least = int(token_ids.min())
-            greatest = int(token_ids.max())
-            if least >= 0 and greatest < self._vocabulary:
+            lowest = int(token_ids.min())
+            highest = int(token_ids.max())
+            if lowest >= 0 and highest < self._vocabulary:
                 continue
             raise CollectFailed(
                 f"group {group.id} has a token that is not in the model's vocabulary of "
                 f"{self._vocabulary}",
                 field=name,
-                value=least if least < 0 else greatest,
+                value=lowest if lowest < 0 else highest,
                 remedy="find out who added that group: the engines serve another model, or another "
                 "program uses the replay-buffer; a restarted run drops the groups that it has not "
                 "trained on",

@@ -158,7 +158,7 @@ class Broadcaster:
             report = now.get(member.name)
             if report is None:
                 lost.append(f"{member.name} stopped reporting")
-            elif report.epoch != member.epoch or report.state in ("failed", "starting"):
+            elif report.incarnation != member.incarnation or report.state in ("failed", "starting"):
                 detail = report.detail or "its engine was started again"
                 lost.append(f"{report.name} is {report.state}: {detail}")
         return "; ".join(lost) or None

@@ -68,7 +68,7 @@ class EngineGroup:
 
     def fits(self, members: Sequence[WorkerReport]) -> bool:
         """Whether the group consists of exactly these engines, none of them restarted since."""
-        return not self.closed and _epochs(members) == _epochs(self.members)
+        return not self.closed and _incarnations(members) == _incarnations(self.members)
 
     def announcement(self, buckets: list[Bucket]) -> Broadcast:
         """Returns the message that tells the agents how to join and which buckets they will
@@ -86,7 +86,7 @@ class EngineGroup:
             world_size=self.world_size,
             backend=self.rendezvous.backend,
             ranks=ranks,
-            epochs=_epochs(self.members),
+            incarnations=_incarnations(self.members),
             buckets=buckets,
         )
 
@@ -136,9 +136,9 @@ class EngineGroup:
             group.abort()
 
 
-def _epochs(workers: Sequence[WorkerReport]) -> dict[str, str]:
-    """Returns the epoch of each worker's engine, new with each start, by the worker's name."""
-    return {worker.name: worker.epoch for worker in workers}
+def _incarnations(workers: Sequence[WorkerReport]) -> dict[str, str]:
+    """Returns the incarnation of each engine, new with each start, by its worker's name."""
+    return {worker.name: worker.incarnation for worker in workers}
 
 
 @contextmanager
