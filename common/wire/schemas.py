@@ -225,6 +225,20 @@ class BatchRewardResult(Wire):
     accuracy: float
 
 
+class GroundTruthProblem(Wire):
+    """A ground truth that no answer can match."""
+
+    index: int
+    """Of the item in the request."""
+    reason: str
+
+
+class GroundTruthProblems(Wire):
+    """Response of `POST /check_ground_truths`."""
+
+    problems: Annotated[list[GroundTruthProblem], AtMost(MAX_BATCH_ITEMS)]
+
+
 _Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 

@@ -19,10 +19,12 @@ from common.settings.sections import RewardSection
 from common.wire.schemas import (
     MAX_BATCH_ITEMS,
     BatchRewardResult,
+    GroundTruthProblem,
     RewardItem,
     RewardResult,
     RewardStatus,
 )
+from services.reward.answers.extract import gold_answer
 from services.reward.functions.answers import MathHost
 from services.reward.functions.base import RewardFunction, Score
 from services.reward.functions.composite import check_names, combine
@@ -41,6 +43,8 @@ _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first
 _MODEL_CALL_S = 120.0
 _HANDLER = "services.reward.functions.handler"
+_DIFFERS = "it does not match itself"
+_SELF_REASONS = {"unparsable": "it cannot be read", "unevaluated": "it is not worked out"}
 
 
 class RewardScorer:
@@ -232,6 +236,35 @@ class RewardScorer:
         for host in self._hosts_of(item, where):
             host.check(item, where)
 
+    async def check_ground_truths(self, items: Sequence[RewardItem]) -> list[GroundTruthProblem]:
+        """Returns the items that no response could solve.
+
+        A function that verifies final answers grades every ground truth against itself; others
+        only check the columns that they need.
+        """
+        reasons: dict[int, str] = {}
+        verified: dict[Host, list[int]] = {}
+        for i, item in enumerate(items):
+            try:
+                for host in self._hosts_of(item, ""):
+                    host.check(item, "")
+                    if host.verifies_answers:
+                        verified.setdefault(host, []).append(i)
+            except InvalidInput as error:
+                reasons[i] = f"{error.field}: {error.message}"
+
+        for host, indices in verified.items():
+            gradable = [i for i in indices if i not in reasons]
+            answered = [
+                items[i].model_copy(update={"response": _boxed(items[i].ground_truth)})
+                for i in gradable
+            ]
+            scores = await host.score(answered)
+            for i, score in zip(gradable, scores, strict=True):
+                if not score.correct:
+                    reasons[i] = score.reason or _SELF_REASONS.get(score.status, _DIFFERS)
+        return [GroundTruthProblem(index=i, reason=reasons[i]) for i in sorted(reasons)]
+
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Returns the results of a batch, in order. Cancelling the call frees the workers.
 
@@ -354,6 +387,11 @@ def _built_in(name: str, config: RewardSection) -> dict[str, Any] | None:
         "target": f"services.reward.functions:{function.__name__}",
         "arguments": arguments,
     }
+
+
+def _boxed(ground_truth: str) -> str:
+    """Returns the response that states a ground truth and nothing else."""
+    return rf"\boxed{{{gold_answer(ground_truth)}}}"
 
 
 def _check_cases(item: RewardItem, where: str) -> None:

@@ -52,6 +52,7 @@ class MathHost(ProcessHost):
         )
         super().__init__("math", pool, check=_check_gold)
         self._require_stop = config.require_stop
+        self.verifies_answers = True
 
     async def _score(self, items: Sequence[RewardItem]) -> list[Score]:
         golds = [
@@ -139,6 +140,7 @@ class MathRewardFunction(DetailedRewardFunction):
 
     name = "math"
     bounds_itself = True
+    verifies_answers = True
 
     def __init__(self, workers: int = 2, timeout_s: float = 1.0) -> None:
         try:
