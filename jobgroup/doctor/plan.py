@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import ConfigError, did_you_mean
-from common.process.topology import (
-    CRITIC,
-    DATA,
-    ENVIRONMENT,
-    REPLAY,
-    REWARD,
-    ROLLOUT,
-    TRAINER,
-    Topology,
-)
+from common.process.topology import CRITIC, REWARD, ROLLOUT, TRAINER, Topology
 from common.settings.config import Config
 from common.settings.sources import packaged
 from jobgroup import spec
@@ -31,12 +22,6 @@ _DEMO_ENV = {  # as `make demo` sets it
     "STATE_DIR": "runs/demo-seed0/state",
     "OMP_NUM_THREADS": "1",
 }
-_CALLS = {
-    TRAINER: (DATA, ROLLOUT, REWARD, REPLAY, CRITIC, ENVIRONMENT),
-    ROLLOUT: (TRAINER,),
-    ENVIRONMENT: (ROLLOUT,),
-}
-"""The tasks that a task calls."""
 
 
 class Gpu(NamedTuple):
@@ -79,7 +64,7 @@ class Plan:
 
     group: str
     jobs: Sequence[PlannedTask]
-    """All tasks that matter, wherever they run."""
+    """All tasks, wherever they run."""
     here: Sequence[PlannedTask]
     """The tasks on this machine."""
     topology: Topology | None
@@ -98,6 +83,11 @@ class Plan:
     """The reason for empty `gpus`."""
     shapes: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The config.json of every model that could be read; `availability.check_model` fills it."""
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether this is a pod of a running group, and not a node of a local run."""
+        return self.topology is not None and not self.topology.local_hosts
 
     def job(self, name: str) -> PlannedTask | None:
         return next((job for job in self.here if job.name == name), None)
@@ -126,9 +116,8 @@ def make(
     demo = path is None and not inside
     jobs: list[PlannedTask] = []
     topology = None
-    errors: dict[str, ConfigError] = {}
-    wrong: dict[str, list[str]] = {}
-    """The tasks with each error; none for an error of the whole group."""
+    errors: dict[str, tuple[ConfigError, list[str]]] = {}
+    """By text: an error, and the tasks that have it; none for an error of the whole group."""
     try:
         topology = Topology.from_env(env) if inside else None
         found = spec.load(path or DEMO, {**_DEMO_ENV, **overrides} if demo else overrides)
@@ -141,29 +130,27 @@ def make(
             try:
                 jobs += _planned(each, own, topology)
             except ConfigError as error:
-                errors[str(error)] = error
-                wrong.setdefault(str(error), []).append(each.name)
+                errors.setdefault(str(error), (error, []))[1].append(each.name)
     except ConfigError as error:
-        errors[str(error)] = error
+        errors[str(error)] = error, []
 
     names = [job.name for job in jobs]
     if task is not None and not errors and task not in names:
         remedy = did_you_mean(task, names)
         raise ConfigError("there is no such task", field="--task", value=task, remedy=remedy)
 
-    called = _CALLS.get(task or "", ()) if inside else ()
     here = [job for job in jobs if job.name == task or (task is None and not inside)]
-    lines = []
-    for text, problem in errors.items():
-        tasks = ", ".join(wrong.get(text, []))
-        lines.append(failed(f"settings of {tasks}" if tasks else "job group", problem))
+    problems = []
+    for problem, tasks in errors.values():
+        title = f"settings of {', '.join(tasks)}" if tasks else "job group"
+        problems.append(failed(title, problem))
     return Plan(
         group=group,
-        jobs=[job for job in jobs if task in (None, job.name) or job.name in called],
+        jobs=jobs,
         here=here,
         topology=topology,
         demo=demo,
-        problems=lines,
+        problems=problems,
         env={**env, **(here[0].env if here else {})},
     )
 
