@@ -1,10 +1,9 @@
-"""`python -m jobgroup.doctor [YAML]`: is this machine, or the cluster around this pod, ready for a
-job group?
+"""`python -m jobgroup.doctor [YAML]`: is this machine ready for a job group?
 
 Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
-Inside a running group (`SKYPILOT_JOBGROUP_NAME` is set): are the tasks healthy, and is this machine
-ready for `--task`? With `--plan MODEL`: how much memory does this model need on GPUs of every size?
-Only its `config.json` is read. Exit status 0: nothing failed, 1: something did, 2: wrong usage.
+In a pod of a running group (`SKYPILOT_JOBGROUP_NAME` is set): is it ready for `--task`? With `--plan
+MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json` is read.
+Exit status 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
 import json
@@ -23,10 +22,6 @@ from jobgroup.doctor.report import Check, Result, perform
 from jobgroup.spec import assignments
 
 _CHECKS = {
-    "disk": storage.check_disk,
-    memory.TITLE: memory.check_fit,
-}
-_CHECKS_HERE = {
     "python": software.check_python,
     "packages": software.check_packages,
     "sglang-router": software.check_router,
@@ -37,9 +32,9 @@ _CHECKS_HERE = {
     "all_reduce": machine.check_collective,
     "ports": network.check_ports,
     "proxies": network.check_proxies,
+    "disk": storage.check_disk,
+    memory.TITLE: memory.check_fit,
 }
-"""Left out when `--gpu-memory-gb` assumes the GPUs of a cluster, whose machines cannot be examined
-from here."""
 
 
 def results(plan: Plan) -> Iterator[Result]:
@@ -50,41 +45,35 @@ def results(plan: Plan) -> Iterator[Result]:
         loading.append(Check(f"model {name}", partial(availability.check_model, plan, name, job)))
     yield from perform(loading)
 
-    table = _CHECKS if plan.assumed_gb else _CHECKS_HERE | _CHECKS
-    checks = [Check(name, partial(check, plan)) for name, check in table.items()]
-    yield from perform([*checks, *network.cluster_checks(plan)])
+    yield from perform([Check(name, partial(check, plan)) for name, check in _CHECKS.items()])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     options = _parser().parse_args(argv)
-    gpu_gb: int | None = options.gpu_memory_gb
     env = dict(os.environ)
     try:
-        if options.gpus and not (gpu_gb or options.plan):
+        if options.plan is None and (options.gpus or options.gpu_memory_gb):
             raise ConfigError(
-                "it needs --gpu-memory-gb or --plan",
-                field="--gpus",
-                value=options.gpus,
-                remedy="give one too",
+                "these are of a planned model",
+                field="--gpus and --gpu-memory-gb",
+                remedy="give --plan too",
             )
         overrides = assignments(options.env, "--env")
         redactors = [SecretRedactor(env), SecretRedactor(overrides)]
         # The hub's library reads these once, when a check imports it.
         os.environ.update({name: overrides[name] for name in overrides if name.startswith("HF_")})
         if options.plan is not None:
+            size = options.gpu_memory_gb
             settings = {**env, **overrides}
-            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=gpu_gb))
-            return _report(lines, redactors, options.json, may_fail=gpu_gb is None)
-        on_cluster = gpu_gb is not None
-        plan = make(options.yaml, overrides, env, task=options.task, cluster=on_cluster)
+            lines = list(sizes.predict(options.plan, options.gpus or 1, settings, only_gb=size))
+            return _report(lines, redactors, options.json, may_fail=size is None)
+        plan = make(options.yaml, overrides, env, task=options.task)
     except ConfigError as error:
         fail(error)
 
-    plan.assumed_gb = gpu_gb
-    plan.assumed_gpus = options.gpus
     plan.gpus, plan.no_gpus = gpus.visible(env)
-    redactors += [SecretRedactor(job.env) for job in plan.jobs]
+    redactors += [SecretRedactor(job.env) for job in plan.here]
     if not options.json:
         tasks = (
             ", ".join(job.name for job in plan.here) or "no task (--task names that of this pod)"
@@ -117,9 +106,7 @@ def _report(
 
 
 def _parser() -> CommandParser:
-    parser = CommandParser(
-        "jobgroup.doctor", "Checks a machine, or a running job group from within."
-    )
+    parser = CommandParser("jobgroup.doctor", "Checks a machine, or a pod from within.")
     add = parser.add_argument
     add("yaml", nargs="?", type=Path, metavar="YAML", help="a job group; the demo when not given")
     add(
@@ -132,19 +119,16 @@ def _parser() -> CommandParser:
     add(
         "--task",
         metavar="NAME",
-        help="only what this task needs; inside a group: the task of this pod",
+        help="only what this task needs; in a pod: its task",
     )
-    size = "judge the model for a cluster's GPUs of this size, not this machine's"
+    size = "with --plan: only GPUs of this size"
     add("--gpu-memory-gb", type=positive, metavar="GB", help=size)
     of_model = (
         "the memory of this model (a directory, or org/name on the hub) on GPUs of every size, "
         "and nothing else"
     )
     add("--plan", metavar="MODEL", help=of_model)
-    count = (
-        "with --gpu-memory-gb or --plan: GPUs of the trainer in all "
-        "(nodes × accelerators of the YAML)"
-    )
+    count = "with --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")
     return parser

@@ -54,16 +54,16 @@ def check_fit(plan: Plan) -> Iterator[Result]:
         return
 
     yield Result("model", "ok", f"{shape.parameters:,} parameters ({name})")
-    if plan.assumed_gb or plan.gpus:
+    if plan.gpus:
         for job in jobs:
             try:
                 yield from _on_gpu(job, shape, plan)
             except ConfigError as error:
                 yield failed(f"memory of {job.name}", error)
     elif needs_cuda(plan):
-        fix = "--gpu-memory-gb 80 judges it for a cluster's GPUs"
+        fix = "--plan judges a model for a cluster's GPUs"
         yield Result(TITLE, "warn", "not judged: there is no GPU here", fix)
-    elif plan.topology is None:  # else the group's processes already have their memory
+    elif not plan.inside:  # else the group's processes already have their memory
         yield _on_cpu(jobs, shape)
 
 
@@ -86,13 +86,7 @@ def parts(estimate: TrainerMemory) -> str:
 
 
 def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]:
-    gpus = job.gpus
-    if plan.assumed_gb:
-        size = int(plan.assumed_gb * 1e9)
-    else:
-        size = min(gpu.total for gpu in plan.gpus)
-        gpus = min(gpus, len(plan.gpus))
-
+    size = min(gpu.total for gpu in plan.gpus)
     if job.name == ROLLOUT:
         if job.uses_sglang and job.config.rollout.device != "cpu":
             yield judge_engine("memory of an engine", shape, job.config, size)
@@ -100,13 +94,13 @@ def _on_gpu(job: PlannedTask, shape: ModelShape, plan: Plan) -> Iterator[Result]
 
     ranks = 1
     if job.name == TRAINER:
-        ranks = plan.assumed_gpus or job.num_nodes * max(1, gpus)
+        ranks = job.num_nodes * max(1, min(job.gpus, len(plan.gpus)))
     estimate = _estimate(job, shape, ranks)
     found = f"{gb(estimate.total)} of {gb(size)} on each of {ranks} GPUs: {parts(estimate)}"
     title = f"memory of {job.name}"
     yield fits(title, found, needed=estimate.total, available=size, fix=_SMALLER)
 
-    if job.name == TRAINER and plan.gpus and plan.topology is None:
+    if job.name == TRAINER and not plan.inside:
         needed = trainer_host_bytes(shape, job.config, ranks, min(ranks, len(plan.gpus)))
         left, bound = available_memory()
         found = f"{gb(needed)} of {gb(left)} {bound}, while a checkpoint is copied"

@@ -100,19 +100,12 @@ def _recorded(job: PlannedTask) -> int:
 
 
 def check_disk(plan: Plan) -> Iterator[Result]:
-    """Yields a line per folder, then one per disk; for a cluster only what volumes need."""
-    folders: dict[Path, list[Need]] = {}
-    for need in needs(plan):
-        folders.setdefault(need.folder, []).append(need)
-    if plan.assumed_gb is not None:
-        for folder, group in folders.items():
-            yield Result(f"disk of {folder}", "ok", f"{_total(group)} needed there")
-        return
-
+    """Yields a line per folder, then one per disk."""
+    wanted = list(needs(plan))
     databases = [job.path(job.config.state_dir) for job in plan.here if job.name in (DATA, REPLAY)]
-    for folder in folders:
+    for folder in dict.fromkeys(need.folder for need in wanted):
         yield check_folder(folder, sqlite=folder in databases)
-    yield from check_room(list(needs(plan)), running=plan.topology is not None)
+    yield from check_room(wanted, running=plan.inside)
 
 
 def check_folder(folder: Path, sqlite: bool = False) -> Result:

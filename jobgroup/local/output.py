@@ -1,6 +1,4 @@
-"""Output of a local run: the merged lines of all nodes, or one node unchanged, and a table at the
-end.
-"""
+"""Output of a local run: the merged lines of all nodes, or one node unchanged."""
 
 import os
 import signal
@@ -49,11 +47,8 @@ class Screen:
         for line in lines:
             self._write(b"    " + _shown(line) + b"\n")
 
-    def table(self, rows: Sequence[Sequence[str]]) -> None:
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        for row in rows:
-            text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            self._write(text.rstrip().encode(errors="replace") + b"\n")
+    def plain(self, text: str) -> None:
+        self._write(text.encode(errors="replace") + b"\n")
 
     def _prefix(self, name: str, colour: int) -> bytes:
         return self._coloured(f"{name.ljust(self._width)} | ", colour).encode()

@@ -2,19 +2,17 @@
 GPUs.
 """
 
-import contextlib
 import itertools
 import os
 import random
-import shutil
 import socket
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from common.errors import ConfigError
 from common.process.topology import LocalHost, format_hosts
+from jobgroup.doctor.gpus import visible
 from jobgroup.spec import JobGroup, Task
 
 _LOCK_PORT = 29499
@@ -104,15 +102,8 @@ def gpus_of_machine() -> list[str]:
     """
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         return [device for device in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if device]
-    if shutil.which("nvidia-smi") is None:
-        return []
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False
-        ).stdout
-        gpus = [line for line in listed.splitlines() if line.startswith("GPU ")]
-        return [str(number) for number in range(len(gpus))]
-    return []
+    found, _ = visible(os.environ)
+    return [gpu.number for gpu in found]
 
 
 def share_gpus(tasks: Sequence[Task], gpus: Sequence[str]) -> dict[str, list[list[str]]]:

@@ -69,7 +69,6 @@ def test_names_stand_for_the_processes_that_do_the_work() -> None:
     launched = (
         "python",
         "-I",
-        "-S",
         "/x/jobgroup/local/launcher.py",
         "10.0",
         "exec .venv/bin/python -m services.rollout",
