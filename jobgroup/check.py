@@ -6,8 +6,8 @@ on the files. Then checks what SkyPilot ignores until pods run: misspelt header 
 bash cannot read, tasks that are not restarted, services that end without notice, volumes that
 several nodes cannot mount, settings that do not fit the GPUs (`jobgroup/fit.py`). A YAML is checked
 as it is, once more without its lines that end in `# volume`, and with the image of the services
-(`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: problems;
-2: wrong usage.
+(`# image_id: … # image`) switched on. Exit status 0: all valid, possibly with warnings; 1: there
+are problems; 2: wrong usage.
 
 Runs in SkyPilot's environment (`make check-jobgroup` makes it), not the project's, in the root of
 the repository.

@@ -289,7 +289,7 @@ def _make_token(tasks: Sequence[Task], log_dir: Path) -> list[str]:
 
 
 def _write_scrape_configuration(group: JobGroup, placement: Placement, log_dir: Path) -> None:
-    """Writes `prometheus.yml` for the run's tasks; for wrong settings, which a task reports, not."""
+    """Writes `prometheus.yml` for the tasks; none for wrong settings, which a task reports."""
     token_file = "api_token" if token() else None  # beside it
     with suppress(ConfigError):
         text = scrape.configuration(group, {"JOBGROUP_HOSTS": placement.text()}, token_file)
