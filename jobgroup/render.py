@@ -4,7 +4,7 @@ overlay.
 SkyPilot knows no overlays, so what it launches is written out: `overlays/X.yaml` makes
 `rlhf-math-X-jobgroup.yaml`, and a test compares the two. An overlay has, by task, the fields to set
 wherever they are in it; a field without a value is removed, and `envs` is merged. `every task` is
-for all of them. A task that the base lacks is a `copy` of one that it has, placed before the last.
+for all of them. `new task` is the text of one that the base lacks; it comes before the last.
 """
 
 import re
@@ -30,19 +30,14 @@ def render(overlay: Path) -> str:
     text = overlay.read_text(encoding="utf-8")
     changes = yaml.safe_load(text)
     header, *documents = BASE.read_text(encoding="utf-8").rstrip().split(_BETWEEN)
-    tasks = {yaml.safe_load(document)["name"]: document for document in documents}
-    last = documents.pop()
-    for name, fields in changes.items():
-        if "copy" in fields:
-            heading = f"# {fields.pop('comment')}\nname: {name}\n"
-            copied = re.sub(r"(#.*\n)*name: .*\n", heading, tasks[fields.pop("copy")], count=1)
-            documents.append(copied)
+    if "new task" in changes:
+        documents.insert(-1, changes["new task"].rstrip())
 
     comment, _, _ = text.partition("\nevery task:")
     _, _, fields = header.partition("\nname: rlhf-math\n")
     made = f"# `python -m jobgroup.render` made this from overlays/{overlay.name}: change that.\n"
     parts = [f"{comment}\n{made}name: rlhf-math-{overlay.stem}\n{fields}"]
-    for document in [*documents, last]:
+    for document in documents:
         own = changes.get(yaml.safe_load(document)["name"], {})
         parts.append(_changed(document, changes["every task"], own))
     return _BETWEEN.join(parts) + "\n"

@@ -17,7 +17,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _clear(Path(options.clear), log_dir)
             screen = Screen(_nodes(group), followed)
             if yaml != Path(options.yaml):
-                packaged_one = f"running {yaml}, which comes with the package"
-                screen.say(f"there is no file {options.yaml} here: {packaged_one}")
+                screen.say(f"there is no file {options.yaml} here: this is {yaml} of the package")
             return _run(group, placement, screen, log_dir=log_dir, grace_s=grace_s)
     except ServiceError as error:
         fail(error)
@@ -90,8 +89,8 @@ def _run(
     _write_scrape_configuration(group, placement, log_dir)
     _raise_file_limit()
 
-    environment = _Environment(group, placement)
-    runner = Runner(tasks, environment, screen, log_dir, grace_s=grace_s)
+    environments = _environments(group, placement)
+    runner = Runner(tasks, environments, screen, log_dir, grace_s=grace_s)
     status = asyncio.run(runner.run())
 
     for line in _summary(runner):
@@ -155,30 +154,29 @@ def _clear(directory: Path, log_dir: Path) -> None:
                 path.unlink()
 
 
-class _Environment:
-    """The environment of every node: this process's, the task's, and SkyPilot's variables."""
+def _environments(
+    group: JobGroup, placement: Placement
+) -> Callable[[Task, int], Mapping[str, str]]:
+    """Returns what makes the environment of a node: this process's, the task's, and SkyPilot's
+    variables.
+    """
+    gpus = gpus_of_machine()
+    shares = share_gpus(group.tasks, gpus)
+    run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
 
-    def __init__(self, group: JobGroup, placement: Placement) -> None:
-        self._group = group
-        self._placement = placement
-        self._gpus = gpus_of_machine()
-        self._shares = share_gpus(group.tasks, self._gpus)
-        self._run = f"local-{time.strftime('%Y-%m-%d-%H-%M-%S')}-{os.getpid()}"
-
-    def __call__(self, task: Task, rank: int) -> Mapping[str, str]:
-        gpus = self._shares[task.name][rank]
+    def environment(task: Task, rank: int) -> Mapping[str, str]:
         skypilot = {
-            "SKYPILOT_JOBGROUP_NAME": self._group.name,
+            "SKYPILOT_JOBGROUP_NAME": group.name,
             "SKYPILOT_NODE_RANK": str(rank),
             "SKYPILOT_NUM_NODES": str(task.num_nodes),
-            "SKYPILOT_NODE_IPS": "\n".join(host.address for host in self._placement.of(task)),
-            "SKYPILOT_NUM_GPUS_PER_NODE": str(len(gpus)),
-            "SKYPILOT_TASK_ID": f"{self._run}_{self._group.name}_{task.name}",
+            "SKYPILOT_NODE_IPS": "\n".join(host.address for host in placement.of(task)),
+            "SKYPILOT_NUM_GPUS_PER_NODE": str(len(shares[task.name][rank])),
+            "SKYPILOT_TASK_ID": f"{run}_{group.name}_{task.name}",
             "SKYPILOT_MANAGED_JOB_ID": str(os.getpid()),
-            "JOBGROUP_HOSTS": self._placement.text(),
+            "JOBGROUP_HOSTS": placement.text(),
         }
-        if self._gpus:
-            skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if gpus:
+            skypilot["CUDA_VISIBLE_DEVICES"] = ",".join(shares[task.name][rank])
         # The nodes share the cores, so waiting threads must not spin. Output is shown as it is
         # written.
         defaults = {"OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
@@ -186,6 +184,8 @@ class _Environment:
         if not own.get(TOKEN):
             own.pop(TOKEN, None)  # that of this run
         return {**defaults, **os.environ, **own, **skypilot}
+
+    return environment
 
 
 def _parser() -> CommandParser:

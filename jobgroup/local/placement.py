@@ -2,6 +2,7 @@
 GPUs.
 """
 
+import contextlib
 import itertools
 import os
 import random
@@ -9,6 +10,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import psutil
 
 from common.errors import ConfigError
 from common.process.topology import LocalHost, format_hosts
@@ -49,15 +52,14 @@ def choose_addresses(group: JobGroup) -> Placement:
     YAML's ports. Elsewhere (macOS) all are on 127.0.0.1 and their ports are shifted. A bound socket
     reserves the block across the machine, without a file. Raises ConfigError when no block is free.
     """
-    probe = _bind("127.254.254.253", 0)
-    own_address = probe is not None
-    if probe is not None:
-        probe.close()
+    own_address = psutil.LINUX
     blocks = range(1, 255) if own_address else range(100)
     for block in random.sample(blocks, len(blocks)):
-        address = f"127.{block}.255.254" if own_address else "127.0.0.1"
-        lock = _bind(address, _LOCK_PORT if own_address else _LOCK_PORT - block)
-        if lock is not None:
+        place = ("127.0.0.1", _LOCK_PORT - block)
+        if own_address:
+            place = (f"127.{block}.255.254", _LOCK_PORT)
+        with contextlib.suppress(OSError):
+            lock = socket.create_server(place)
             return Placement(group.name, _hosts(group, block, own_address), lock)
     raise ConfigError(
         "no block of loopback addresses is free",
@@ -84,16 +86,6 @@ def _hosts(group: JobGroup, block: int, own_address: bool) -> dict[str, LocalHos
             place = LocalHost(f"127.{block}.{number}.{rank + 1}") if own_address else shifted
             hosts[f"{task.name}-{rank}.{group.name}"] = place
     return hosts
-
-
-def _bind(address: str, port: int) -> socket.socket | None:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.bind((address, port))
-    except OSError:
-        sock.close()
-        return None
-    return sock
 
 
 def gpus_of_machine() -> list[str]:

@@ -187,7 +187,10 @@ FAULTS = {
         f"{TRAINER}: there is no setting trainer.lerning_rate",
     ),
     "renamed": Fault(
-        REWARD, f"name: {REWARD}", "name: rewards", "rewards: it runs services.reward, which"
+        REWARD,
+        f"name: {REWARD}",
+        "name: rewards",
+        f"{TRAINER}: it needs the task {REWARD}, but the tasks are",
     ),
     "tasks-disagree": setting(
         REWARD,
@@ -261,7 +264,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_fault_is_named_with_file_and_task(name: str, told: str) -> None:
     of_file = re.findall(rf"(?m)^  PROBLEM \S+/{re.escape(name)}\.yaml( \(.*?\))?: (.*)$", told)
     problems = [
-        (variant, told) for variant, told in of_file if "rename it" not in told or "rename" in name
+        (variant, told)
+        for variant, told in of_file
+        if "it needs the task" not in told or name == "renamed"
     ]
     assert all(FAULTS[name].told in problem for _, problem in problems), problems
     without = [] if FAULTS[name].volume else [" (without volumes)"]

@@ -62,7 +62,7 @@ class TorchCpu(CpuSRTPlatform):  # type: ignore[misc]
 
     def get_paged_allocator_cls(self) -> type:
         """SGLang's allocator for pages of one token; the one for larger pages is a GPU kernel."""
-        from sglang.srt.mem_cache import allocator  # type: ignore[import-not-found]
+        from sglang.srt.mem_cache import allocator
 
         class TokenAllocator(allocator.TokenToKVPoolAllocator):  # type: ignore[misc]
             def __init__(self, size: int, *, page_size: int, **rest: Any) -> None:
