@@ -165,8 +165,8 @@ MISTAKES = [
     ("local", f"{GROUP} --graces 3s", "--graces|3s|did you mean --grace?"),
     ("doctor", "nothing.yaml", "YAML|nothing.yaml|rlhf-math-jobgroup.yaml"),
     ("doctor", "--task trainer", "--task|trainer|ppo-trainer"),
-    ("doctor", "--gpus 8", "--gpus|8|--gpu-memory-gb"),
-    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give a number"),
+    ("doctor", "--gpus 8", "--gpus|give --plan too"),
+    ("doctor", "--gpu-memory-gb big", "--gpu-memory-gb|big|give one, such as 8"),
     (
         "trainer",
         "--trainer.lerning_rate 1",
