@@ -60,10 +60,13 @@ def curves(metrics: Lines, evaluations: Lines) -> Picture:
     figure, grid = plt.subplots(
         _ROWS, columns, figsize=(4 * columns, 7), layout="constrained", squeeze=False
     )
-    seconds, *places = reversed(grid.flatten())
-    for metric, axes in zip(drawn, reversed(places), strict=False):
+    places = grid.flatten()
+    for metric, axes in zip(drawn, places, strict=False):
         _draw(axes, metric, rows, held_out)
+    for axes in places[len(drawn) + 1 :]:
+        axes.remove()
 
+    seconds = places[len(drawn)]
     stages = [*STAGES, WAITING]
     layers = [[row.get(f"seconds.{stage}", 0.0) for row in rows] for stage in stages]
     seconds.stackplot([row["step"] for row in rows], layers, labels=stages)
