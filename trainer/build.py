@@ -255,6 +255,7 @@ def _build_leader(
             step=policy.step,
             tracked=metrics.tracked,
             run_id=run_id,
+            data=backend.data(),
         )
     )
     log = LeaderRunLog(

@@ -165,6 +165,10 @@ class InProcessBackend:
         """Returns an empty list: there are no agents."""
         return []
 
+    def data(self) -> str:
+        """See `Backend`."""
+        return "" if self.problems is None else "rows of the caller"
+
     def engine_gpus(self) -> int | None:
         """See `Backend`. The embedded engine is on the trainer's GPU."""
         return self._engine_gpus
