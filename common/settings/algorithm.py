@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from common.settings.sections import InHelp, Section
+from common.settings.section import InHelp, Section
 
 RECIPES: dict[str, dict[str, Any]] = {
     "grpo": {},

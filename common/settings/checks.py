@@ -1,6 +1,7 @@
 """Checks that settings fit one another."""
 
 from common.settings.algorithm import CORRECTION, TURN_ADVANTAGES
+from common.settings.rewards import OwnReward
 from common.settings.sections import MAX_KEPT, CriticSection, EvaluationSection, LoraSection
 from common.settings.settings import Settings
 
@@ -177,13 +178,13 @@ def _check_gdpo(config: Settings) -> None:
             "algorithm.kl_in reward changes only the sum of the rewards, and algorithm.advantage "
             "reward_normalised normalises each reward separately: set algorithm.kl_in loss"
         )
-    paths = [name for name in config.reward.weights if ":" in name]
-    if paths:
-        raise ValueError(
-            f"reward.weights has {paths[0]}, whose scores have the function's own name rather "
-            "than its import path, and algorithm.advantage reward_normalised weights scores by "
-            "name: remove this weight, which is then 1"
-        )
+    for entry in config.reward.functions:
+        if isinstance(entry, OwnReward) and entry.weight != 1:
+            raise ValueError(
+                f"reward.functions weights {entry.name}, whose scores have the function's own name "
+                "rather than its import path, and algorithm.advantage reward_normalised weights "
+                "scores by name: remove this weight, which is then 1"
+            )
 
 
 def _check_sampling(config: Settings) -> None:
@@ -338,7 +339,7 @@ def _check_lora(config: Settings) -> None:
 def _unread(config: Settings) -> dict[str, str]:
     """Returns the settings that others make pointless, and why."""
     unread = dict[str, str]()
-    for section in ("data", "reward", "environment", "teacher", "trackers"):
+    for section in ("data", "environment", "teacher", "trackers"):
         own = getattr(config, section).unread()
         unread |= {f"{section}.{name}": reason for name, reason in own.items()}
 

@@ -20,12 +20,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from common.errors import ConfigError, shorten
+from common.errors import ConfigError, did_you_mean, shorten
 from common.process.cli import fail, program
 from common.process.topology import Topology, setting_status
 from common.settings.checks import check
 from common.settings.explain import explained
-from common.settings.sections import IN_HELP
+from common.settings.rewards import BUILT_IN, OwnReward
+from common.settings.section import IN_HELP
 from common.settings.settings import IN_RUN_DIR, Settings
 from common.settings.sources import (
     PREFIX,
@@ -231,9 +232,20 @@ def main(run: Callable[[Config], None], prog: str) -> None:
 def from_validation(error: ValidationError) -> ConfigError:
     """Converts the first problem of a pydantic error into a ConfigError."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
-    # Without a list index.
+    # Without list indices.
+    parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    place = ".".join(parts)
     name = next((setting for setting in names() if place.startswith(f"{setting}.")), place)
+    if name == "reward.functions":
+        name = place
+        if first["type"] == "extra_forbidden":
+            _, _, function, argument = parts
+            return ConfigError(
+                f"the reward function {function} has no argument {argument}",
+                field=name,
+                value=shorten(first["input"]),
+                remedy=did_you_mean(argument, BUILT_IN.get(function, OwnReward).model_fields),
+            )
     if first["type"] == "extra_forbidden":
         return unknown(names(), name, name, first["input"])
     message, remedy = explained(first)

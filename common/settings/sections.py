@@ -4,19 +4,19 @@ meaning.
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from common.errors import did_you_mean
 from common.settings.chat_templates import read_chat_template, read_template_variables
 from common.settings.prompt_templates import read_template
+from common.settings.rewards import OwnReward, Reward, RewardEntry
+from common.settings.section import InHelp, Section
 
-_T = TypeVar("_T")
-IN_HELP = "in help"
-InHelp = Annotated[_T, IN_HELP]
-"""Marks a setting that `--help` shows; the others appear only in `--help-all`."""
+_Entry = TypeVar("_Entry", bound=Reward)
 
 
 def _among(*names: str, path: str = "package.module:name") -> AfterValidator:
@@ -52,30 +52,9 @@ def _environment(text: str) -> str:
     raise ValueError(f"there is no environment {text}: {hint}")
 
 
-RewardName = Annotated[
-    str,
-    _among(
-        "math",
-        "code",
-        "format",
-        "reward_model",
-        "judge",
-        "length",
-        "repetition",
-        path="package.module:Class",
-    ),
-]
 TrackerName = Annotated[
     str, _among("tensorboard", "wandb", "mlflow", "trackio", path="package.module:Class")
 ]
-
-
-class Section(BaseModel):
-    """A section of the settings; unknown names and numbers that are not finite are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class ModelSection(Section):
@@ -156,7 +135,8 @@ class DataSection(Section):
     columns: list[str] | None = None
     """Further columns passed to reward functions and the prompt template. Unset: all."""
     task_field: str = ""
-    """Column with the task of each row, which selects its reward functions (`reward.tasks`)."""
+    """Column with the task of each row, which selects its reward functions (`tasks` in
+    `reward.functions`)."""
     map: Annotated[str, _among("", path="package.module:function")] = ""
     """Function `package.module:function` that transforms every row before it is used. It gets the
     columns and returns columns, or None to skip the row."""
@@ -198,118 +178,46 @@ class RewardSection(Section):
 
     port: int = Field(8002, ge=1, le=65535)
     """Port of the reward-server."""
-    functions: InHelp[list[RewardName]] = Field(["math"], min_length=1)
-    """Reward functions; the reward is their weighted sum: `math`, `code`, `format`, `length`,
-    `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of a
-    RewardFunction (docs/how-to/rewards.md)."""
-    weights: InHelp[dict[RewardName, float]] = {}
-    """Weight of each function by its name; 1.0 if not given."""
-    tasks: dict[str, Annotated[list[RewardName], Field(min_length=1)]] = {}
-    """Functions for the problems of each task; `functions` grade problems without a task. If any
-    task is named here, problems of other tasks are refused."""
+    functions: InHelp[list[RewardEntry]] = Field(["math"], min_length=1, validate_default=True)
+    """Reward functions; the reward is their weighted sum. Each is a name (`math`, `code`, `format`,
+    `length`, `repetition`, `reward_model`, `judge`, or the import path `package.module:Class` of
+    your own), or a mapping of `name`, `weight`, `tasks` and the function's own arguments
+    (docs/how-to/rewards.md)."""
     function_timeout_s: float = Field(10.0, gt=0)
     """Seconds for one call of `format`, `length`, `repetition` or your own function. Waiting for a
     processor does not count."""
     workers: int = Field(2, gt=0)
     """Worker processes for `math` (with as many spares), and also the number for your own
     functions."""
-    math_timeout_s: float = Field(1.0, gt=0)
-    """Seconds for one answer in a worker of `math`. Waiting for a processor does not count."""
     require_stop: bool = False
     """Reward only completions that ended by themselves. A completion cut at `max_new_tokens` gets
     0, right or wrong."""
-    code_timeout_s: float = Field(5.0, gt=0)
-    """Seconds for one test case of `code`. All cases of a program share five times as much. Waiting
-    for a processor does not count."""
-    code_partial_credit: bool = False
-    """Let `code` reward the share of test cases that pass, instead of all or nothing."""
-    code_slots: int | None = Field(None, gt=0)
-    """Programs that `code` runs at once. Unset: one per processor."""
-    code_memory_mb: int = Field(512, ge=32)
-    """Address space of one program of `code`, in MB."""
-    code_python: str = ""
-    """Python interpreter for programs, with its installed packages. Empty: one without packages."""
-    code_sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`none` runs programs as the server's own user without protection. Only for programs that you
-    trust."""
-    format_required: list[str] = []
-    """Regular expressions that `format` must find in a completion. A dot matches line ends too."""
-    format_forbidden: list[str] = []
-    """Regular expressions that `format` must not find in a completion."""
-    length_soft_chars: int = Field(4000, ge=0)
-    """Characters up to which `length` subtracts nothing from the reward."""
-    length_hard_chars: int = Field(8000, gt=0)
-    """Characters from which `length` subtracts 1 from the reward."""
 
-    reward_model_name: str = ""
-    """Sequence-classification model of `reward_model`, on the hub or in a directory."""
-    reward_model_max_tokens: int = Field(4096, gt=0)
-    """Longest chat that `reward_model` scores, in tokens. A longer chat gets no score."""
-    judge_url: str = ""
-    """OpenAI-compatible endpoint of `judge`, such as http://127.0.0.1:8000/v1. Its key comes from
-    JUDGE_API_KEY."""
-    judge_model: str = ""
-    """Model name at the judge's endpoint."""
-    judge_rubric: str = ""
-    """Criteria for the judge. Empty: a general rubric on correctness."""
-    judge_timeout_s: float = Field(60.0, gt=0)
-    """Seconds for one request to the judge."""
-    judge_concurrency: int = Field(16, gt=0)
-    """Maximum concurrent requests to the judge."""
-    judge_max_tokens: int = Field(1024, gt=0)
-    """Longest reply of the judge, in tokens."""
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each function by its name."""
+        return {entry.name: entry.weight for entry in self.functions}
 
-    def function_names(self) -> list[str]:
-        """Every function that any task uses, each once."""
-        names = list(self.functions)
-        for functions in self.tasks.values():
-            names += functions
-        return list(dict.fromkeys(names))
+    def for_objects(self, weights: Mapping[str, float]) -> "RewardSection":
+        """Returns these settings for the caller's own objects, whose weights are given by name."""
+        functions: list[Reward] = []
+        for name, weight in weights.items():
+            functions.append(OwnReward(name=name, weight=weight))
+        return self.model_copy(update={"functions": functions})
 
-    def unread(self) -> dict[str, str]:
-        """Returns the settings that no function in use reads, and why."""
-        used = self.function_names()
-        unread = dict[str, str]()
-        for name in type(self).model_fields:
-            for function in ("math", "code", "format", "length", "reward_model", "judge"):
-                if name.startswith(f"{function}_") and function not in used:
-                    unread[name] = f"no task uses the reward function {function}"
-        return unread
+    def function(self, kind: type[_Entry]) -> _Entry | None:
+        """Returns the entry of a built-in function; None if there is none."""
+        return next((entry for entry in self.functions if isinstance(entry, kind)), None)
 
     @model_validator(mode="after")
-    def _fits(self) -> "RewardSection":
-        strangers = set(self.weights) - set(self.function_names())
-        if strangers:
-            raise ValueError(
-                f"reward.weights names {sorted(strangers)[0]}, which reward.functions does not "
-                "have: add it there too"
-            )
-        for function, needed in (
-            ("reward_model", ("reward_model_name",)),
-            ("judge", ("judge_url", "judge_model")),
-        ):
-            missing = [name for name in needed if not getattr(self, name)]
-            if function in self.function_names() and missing:
+    def _are_different(self) -> "RewardSection":
+        names = [entry.name for entry in self.functions]
+        for name in names:
+            if names.count(name) > 1:
                 raise ValueError(
-                    f"the reward function {function} needs reward.{missing[0]}: set it"
+                    f"reward.functions has {name} twice: leave one out, and name all its tasks in "
+                    "the other"
                 )
-        if "format" in self.function_names() and not (
-            self.format_required or self.format_forbidden
-        ):
-            raise ValueError(
-                "the reward function format needs reward.format_required or "
-                "reward.format_forbidden: set one"
-            )
-        if "@" in self.judge_url.partition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "reward.judge_url contains credentials, but a run saves its settings: put them "
-                "into JUDGE_API_KEY"
-            )
-        if self.length_soft_chars >= self.length_hard_chars:
-            raise ValueError(
-                f"reward.length_soft_chars {self.length_soft_chars} is not below "
-                f"reward.length_hard_chars {self.length_hard_chars}: lower it"
-            )
         return self
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from common.settings.algorithm import AlgorithmSection
+from common.settings.section import InHelp
 from common.settings.sections import (
     CriticSection,
     DataSection,
     EnvironmentSection,
     EvaluationSection,
-    InHelp,
     LoraSection,
     ModelSection,
     ReplaySection,

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
+from common.settings.rewards import ModelReward
 from jobgroup.doctor.network import compare_clocks
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, expect
@@ -125,8 +126,9 @@ def _models_of(job: PlannedTask) -> Iterator[str]:
         yield config.model.reference
     if learns and config.algorithm.needs_critic:
         yield config.critic.model
-    if job.name == REWARD and "reward_model" in config.reward.function_names():
-        yield config.reward.reward_model_name
+    reward_model = config.reward.function(ModelReward)
+    if job.name == REWARD and reward_model is not None:
+        yield reward_model.model
 
 
 def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:

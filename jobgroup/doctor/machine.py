@@ -14,6 +14,7 @@ import psutil
 
 from common.errors import ConfigError
 from common.process.topology import CRITIC, ENVIRONMENT, REWARD, ROLLOUT, TRAINER, Topology
+from common.settings.rewards import CodeReward
 from jobgroup.doctor.plan import ROOT, Gpu, Plan, PlannedTask
 from jobgroup.doctor.report import Result, ask, expect, gb
 
@@ -147,13 +148,13 @@ def check_sandbox(plan: Plan) -> Iterator[Result]:
     """
     proven = False
     reward = plan.job(REWARD)
-    if reward and "code" in reward.config.reward.function_names():
-        settings = reward.config.reward
-        if settings.code_sandbox == "none":
-            risk = "reward.code_sandbox is none: programs run as this user"
+    code = reward.config.reward.function(CodeReward) if reward else None
+    if code is not None:
+        if code.sandbox == "none":
+            risk = "the reward function code has sandbox none: programs run as this user"
             yield Result("sandbox", "warn", risk, "only for code that you trust")
         else:
-            _probe(settings.code_timeout_s, settings.code_memory_mb, settings.code_python)
+            _probe(code.timeout_s, code.memory_mb, code.python)
             proven = True
     environment = plan.job(ENVIRONMENT)
     if environment and environment.config.environment.name == "python":

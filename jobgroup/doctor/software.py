@@ -14,6 +14,7 @@ from pathlib import Path
 
 from common.process.security import TOKEN, token
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REPLAY, REWARD, ROLLOUT, TRAINER
+from common.settings.rewards import JudgeReward
 from jobgroup.doctor.availability import Hub
 from jobgroup.doctor.plan import ROOT, Gpu, Plan
 from jobgroup.doctor.report import Result, ask, expect
@@ -196,7 +197,7 @@ def check_secrets(plan: Plan) -> Iterator[Result]:
     hub may require.
     """
     reward = plan.job(REWARD)
-    if reward and "judge" in reward.config.reward.function_names():
+    if reward and reward.config.reward.function(JudgeReward):
         has_key = bool(reward.env.get("JUDGE_API_KEY"))
         found = "set" if has_key else "not set"
         fix = "give it with --secret JUDGE_API_KEY, unless the endpoint asks for none"

@@ -170,7 +170,7 @@ class ModelEvaluator:
             )
         names = [function.name for function in rewards]
         weight_by_name = dict(zip(names, weights, strict=True))
-        section = RewardSection().model_copy(update={"weights": weight_by_name})
+        section = RewardSection().for_objects(weight_by_name)
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 

@@ -62,7 +62,7 @@ def test_a_resumed_run_with_a_curriculum_draws_the_prompts_of_an_unbroken_one(
     settings: Callable[..., Config], tmp_path: Path
 ) -> None:
     words = ("--data.curriculum", "difficulty", "--data.num_samples", "8", "--trainer.num_epochs", "3",
-             "--reward.weights", "math=0.4")  # fmt: skip  # a right answer has no reward above 0.5
+             "--reward.functions", '{"name": "math", "weight": 0.4}')  # fmt: skip  # a right answer has no reward above 0.5
     unbroken = settings(*words, "--trainer.max_steps", "6")
     train_in_process(unbroken, quiet())
     place = tmp_path / "broken"

@@ -127,7 +127,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
             "in 60% of the completions",
             "does not rise (mean 0.100)",
             "sampling.system_prompt",
-            "reward.format_required",
+            "format in reward.functions",
         ),
     ),
     (
@@ -217,7 +217,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "reward_bound",
         [{"seconds": {"reward": 8.0}}],
         {},
-        ("46% of the time", "reward.workers", "reward.math_timeout_s"),
+        ("46% of the time", "reward.workers", "timeout_s in reward.functions"),
     ),
     (
         "replay_bound",
@@ -247,7 +247,7 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         "dropped_reward",
         [{"dropped": {"reward": 20}}],
         {},
-        ("20 groups (17%)", "reward-server", "reward.math_timeout_s"),
+        ("20 groups (17%)", "reward-server", "timeout_s of the function in reward.functions"),
     ),
     (
         "stragglers",

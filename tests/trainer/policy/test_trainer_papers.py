@@ -118,7 +118,7 @@ def random_config(rng: np.random.Generator, case: int, models: tuple[Path, Path]
         model={"name": str(models[0]), "reference": str(models[1]) if "kl_coef" in words else ""},
         sampling={"temperature": one_of(1.0, 0.7), "max_new_tokens": MAX_NEW, "group_size": 3},
         replay={"reuse_ratio": 0.5, "corrected": chance(0.7)},
-        reward={"functions": ["math", "length"], "weights": {"length": rng.uniform(0.1, 2)}},
+        reward={"functions": ["math", {"name": "length", "weight": rng.uniform(0.1, 2)}]},
         teacher=one_of({}, {"url": "http://teacher", "coef": rng.uniform(0.1, 2)})
         if advantage != "none"
         else TEACHER,
