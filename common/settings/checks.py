@@ -390,6 +390,6 @@ def _unread(config: Settings) -> dict[str, str]:
     if config.trainer.max_staleness == 0:
         unread["trainer.when_stale"] = "trainer.max_staleness is 0"
     if config.replay.reuse_ratio == 0:
-        reuse = ("priority", "max_times_sampled", "max_reuse_staleness", "corrected")
+        reuse = ("priority", "max_times_sampled", "max_reuse_staleness")
         unread |= {f"replay.{name}": "replay.reuse_ratio is 0" for name in reuse}
     return unread

@@ -296,9 +296,6 @@ class ReplaySection(Section):
     priority: Annotated[str, _among("advantage", "reward")] = "advantage"
     """Priority of a group for reuse: its mean |`advantage`|, its mean `reward`, or what your own
     function `package.module:name` of (group, advantages) returns, at least 0."""
-    corrected: bool = True
-    """Correct reused groups with importance weights, and with ratios to the policy that sampled
-    them. Without it the update is biased."""
     max_reuse_staleness: int = Field(8, ge=0)
     """Oldest group that may be reused, in weight versions."""
     max_times_sampled: int = Field(4, gt=0)
@@ -592,8 +589,6 @@ class TrainerSection(Section):
     name it."""
     max_failed_groups: int = Field(64, gt=0)
     """Consecutive groups that may be dropped because of errors before the run ends."""
-    num_threads: int | None = Field(None, gt=0)
-    """CPU threads of one trainer process. Unset: torch decides."""
 
 
 class EnvironmentSection(Section):
@@ -607,14 +602,11 @@ class EnvironmentSection(Section):
     talks to a model; `openenv:COMMAND` or `openenv:URL`, an OpenEnv server; `verifiers:ID`
     (docs/how-to/agents.md). Empty: single completions, without an environment-server."""
     turns: int = Field(8, gt=0)
-    """Maximum answers of the model in one episode."""
-    sampled_tokens: int = Field(16_384, gt=0)
-    """Maximum sampled tokens of one episode."""
+    """Maximum answers of the model in one episode. It may make eight times as many tool calls, and
+    sample this many times `sampling.max_new_tokens` tokens."""
     context: int = Field(32_768, gt=1)
     """Maximum tokens of one sequence of an episode. With the embedded engine at most
     `rollout.max_context_tokens`."""
-    tool_calls: int = Field(64, gt=0)
-    """Maximum tool calls of one episode."""
     turn_discount: float | None = Field(None, ge=0, le=1)
     """Discount per turn for rewards that an environment gives for single answers
     (`get_turn_rewards`): an answer is
@@ -650,8 +642,6 @@ class TrackersSection(Section):
     """Project name in wandb and trackio; experiment name in mlflow."""
     run_name: str = ""
     """Name of the run in the trackers. Empty: the name of its directory."""
-    sample_every: int = Field(10, ge=0)
-    """Steps between sample tables, each with the completions of one group. 0: no tables."""
 
     def unread(self) -> dict[str, str]:
         """Returns the settings that no tracker in use reads, and why."""

@@ -101,8 +101,7 @@ def _busy_processes(job: PlannedTask) -> int:
 def _takes_all_cores(job: PlannedTask) -> bool:
     if job.env.get("OMP_NUM_THREADS") or job.gpus or job.uses_sglang:
         return False
-    unset = job.name == TRAINER and job.config.trainer.num_threads is None
-    return unset or job.name == ROLLOUT
+    return job.name in (TRAINER, ROLLOUT)
 
 
 def check_memory(plan: Plan) -> Iterator[Result]:

@@ -85,7 +85,7 @@ _SLOW = {
         MAX_WAITING,
         "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
         "come too slowly, or this process has too little processor time. Look at the log of "
-        "data-server, and at trainer.num_threads against the cores",
+        "data-server, and at OMP_NUM_THREADS against the cores",
     ),
 }
 """Stage, limit on its share of the wall time, and text, by hint name."""
