@@ -2,7 +2,7 @@
 names.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -172,11 +172,12 @@ class AlgorithmSection(Section):
             preset = preset | {"kl_estimator": "k1"}
         section = handler({**preset, **data})
         defaults = {name: field.default for name, field in cls.model_fields.items()} | preset
-        for setting, reason in section._unread().items():
-            if setting in data and getattr(section, setting) != defaults[setting]:
-                raise ValueError(
-                    f"algorithm.{setting} is set but not read, since {reason}: leave it out"
-                )
+        for names, reason in section._unread():
+            for setting in names:
+                if setting in data and getattr(section, setting) != defaults[setting]:
+                    raise ValueError(
+                        f"algorithm.{setting} is set but not read, since {reason}: leave it out"
+                    )
         if section.kl_coef and section.kl_in == "reward" and section.kl_estimator != "k1":
             raise ValueError(
                 f"algorithm.kl_estimator {section.kl_estimator} with algorithm.kl_in reward, "
@@ -233,42 +234,43 @@ class AlgorithmSection(Section):
     def updates_per_batch(self) -> int:
         return self.update_epochs * self.mini_batches
 
-    def _unread(self) -> dict[str, str]:
-        """Returns the settings that others make pointless, and why."""
-        unread: dict[str, str] = {}
-        if self.advantage not in ("group_normalised", "reward_normalised"):
-            unread["advantage_eps"] = (
-                f"advantage is {self.advantage}, not group_normalised or reward_normalised"
+    def _unread(self) -> Iterator[tuple[Sequence[str], str]]:
+        """Yields settings that others make pointless, and why."""
+        advantage = self.advantage
+        if advantage not in ("group_normalised", "reward_normalised"):
+            yield (
+                ("advantage_eps",),
+                f"advantage is {advantage}, not group_normalised or reward_normalised",
             )
-        if self.advantage != "gae":
-            unread |= dict.fromkeys(
-                ("gamma", "gae_lambda"), f"advantage is {self.advantage}, not gae"
+        if advantage != "gae":
+            yield ("gamma", "gae_lambda"), f"advantage is {advantage}, not gae"
+        if advantage == "none":
+            yield (
+                ("dynamic_sampling", "overlong_buffer", "length_penalty"),
+                "advantage is none, so the rewards are not used",
             )
         if self.policy_loss != "clip":
-            unread["dual_clip"] = f"policy_loss is {self.policy_loss}"
+            yield ("dual_clip",), f"policy_loss is {self.policy_loss}"
         if self.policy_loss == "sapo":
-            unread |= dict.fromkeys(
-                ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
-            )
+            yield ("clip_low", "clip_high"), "policy_loss is sapo, which does not clip"
         else:
-            unread |= dict.fromkeys(
+            yield (
                 ("sapo_tau_positive", "sapo_tau_negative"),
                 f"policy_loss is {self.policy_loss}, not sapo",
             )
-        if self.advantage == "none":
-            rewards = ("dynamic_sampling", "overlong_buffer", "length_penalty")
-            unread |= dict.fromkeys(rewards, "advantage is none, so the rewards are not used")
         if self.updates_per_batch == 1:
-            unread["early_stop_kl"] = "update_epochs and mini_batches are 1"
+            yield ("early_stop_kl",), "update_epochs and mini_batches are 1"
         if self.kl_coef == 0:
-            without = ("kl_estimator", "kl_in", "kl_target", "reference_refresh")
-            unread |= dict.fromkeys(without, "kl_coef is 0, so there is no reference model")
-        if not self.dynamic_sampling:
-            unread["dynamic_sampling_rounds"] = "dynamic_sampling is off"
-        if self.rollout_correction == "none":
-            unread |= dict.fromkeys(CORRECTION, "rollout_correction is none")
-        if self.rollout_correction != "mask":
-            unread["correction_floor"] = (
-                f"rollout_correction is {self.rollout_correction}, not mask"
+            yield (
+                ("kl_estimator", "kl_in", "kl_target", "reference_refresh"),
+                "kl_coef is 0, so there is no reference model",
             )
-        return unread
+        if not self.dynamic_sampling:
+            yield ("dynamic_sampling_rounds",), "dynamic_sampling is off"
+        if self.rollout_correction == "none":
+            yield CORRECTION, "rollout_correction is none"
+        if self.rollout_correction != "mask":
+            yield (
+                ("correction_floor",),
+                f"rollout_correction is {self.rollout_correction}, not mask",
+            )

@@ -151,26 +151,12 @@ class DataSection(Section):
     drawn more often."""
 
     @property
+    def is_built_in(self) -> bool:
+        return self.source in ("gsm8k", "tiny")
+
+    @property
     def is_math(self) -> bool:
         return self.source == "math" or self.source.startswith("math:")
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that others make pointless, and why."""
-        built_in = self.source in ("gsm8k", "tiny")
-        reason = f"data.source is {self.source}, whose columns are known"
-        names: dict[str, str] = {}
-        if built_in or self.is_math:
-            own = ("prompt_field", "answer_field", "messages_field", "columns", "task_field", "map")
-            names |= dict.fromkeys(own, reason)
-        if built_in:
-            names["hub_config"] = reason
-        if not self.is_math:
-            names |= dict.fromkeys(
-                ("levels", "subjects"), f"data.source is {self.source}, not math"
-            )
-        if self.messages_field:
-            names["prompt_field"] = "data.messages_field is set"
-        return names
 
 
 class RewardSection(Section):
@@ -243,21 +229,6 @@ class TeacherSection(Section):
     @property
     def is_openai(self) -> bool:
         return self.url.rstrip("/").endswith("/v1")
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that others make pointless, and why."""
-        if not self.url:
-            return {
-                name: "teacher.url is empty" for name in type(self).model_fields if name != "url"
-            }
-        return (
-            {}
-            if self.is_openai
-            else {
-                "model": "teacher.url does not end with /v1, and an engine without /v1 serves only one "
-                "model"
-            }
-        )
 
     @model_validator(mode="after")
     def _fits(self) -> "TeacherSection":
@@ -620,15 +591,6 @@ class EnvironmentSection(Section):
     for your own class, because fewer threads than episodes waiting for slow tools would leave the
     engines idle; otherwise 64 programs or connections."""
 
-    def unread(self) -> dict[str, str]:
-        """Returns the settings of this section that nothing reads, and why."""
-        unread = (
-            ()
-            if self.name
-            else (name for name in type(self).model_fields if name not in ("name", "port"))
-        )
-        return dict.fromkeys(unread, "environment.name is empty")
-
 
 class TrackersSection(Section):
     """Experiment trackers: they get what `metrics.jsonl` gets and never delay a step
@@ -642,8 +604,3 @@ class TrackersSection(Section):
     """Project name in wandb and trackio; experiment name in mlflow."""
     run_name: str = ""
     """Name of the run in the trackers. Empty: the name of its directory."""
-
-    def unread(self) -> dict[str, str]:
-        """Returns the settings that no tracker in use reads, and why."""
-        unread = () if self.names else (name for name in type(self).model_fields if name != "names")
-        return dict.fromkeys(unread, "trackers.names is empty")
