@@ -5,5 +5,5 @@
 - `sources`: values from a file, the environment and the command line.
 - `config`: builds the whole configuration; what programs call.
 - `chat_templates`, `prompt_templates`: values that are a template: a name, a file or a text.
-- `explain`: messages for invalid values.
+- `explain`: messages for invalid values; `help`: what `--help` prints.
 """

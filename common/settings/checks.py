@@ -226,7 +226,10 @@ def _sampling(config: Settings) -> Iterator[str]:
             "rollout.max_context_tokens"
         )
     if evaluation.n > 1 and evaluation.temperature == 0:
-        yield "{evaluation.n} is of no use, since greedy answers are all the same: set evaluation.temperature"
+        yield (
+            "{evaluation.n} is of no use, since greedy answers are all the same: set "
+            "evaluation.temperature"
+        )
     if (sampling.top_k or 0) > MAX_KEPT:
         yield (
             f"{{sampling.top_k}} is above {MAX_KEPT}, the largest number of candidates that "
