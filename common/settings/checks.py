@@ -28,8 +28,6 @@ _OF_COMPLETIONS = (
     "sampling.ignore_eos",
     "sampling.chat_template_kwargs",
     "sampling.prefill",
-    "sampling.completion_timeout_s",
-    "sampling.max_thinking_tokens",
     "evaluation.top_p",
     "evaluation.top_k",
     "evaluation.min_p",
@@ -208,16 +206,6 @@ def _sampling(config: Settings) -> Iterator[str]:
     truncated = next(iter(sampling.truncation()), "")
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield "{sampling.min_new_tokens} is above {sampling.max_new_tokens}: lower it"
-    if (sampling.max_thinking_tokens or 0) >= sampling.max_new_tokens:
-        yield (
-            "{sampling.max_thinking_tokens} leaves no room for an answer in "
-            "{sampling.max_new_tokens}: lower sampling.max_thinking_tokens"
-        )
-    if (sampling.completion_timeout_s or 0) > sampling.request_timeout_s:
-        yield (
-            "{sampling.completion_timeout_s} is above {sampling.request_timeout_s}, after which "
-            "the group is lost: lower it"
-        )
     longest = evaluation.max_new_tokens or 0
     if config.rollout.engine == "embedded" and longest >= config.rollout.max_context_tokens:
         yield (

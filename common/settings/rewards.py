@@ -165,7 +165,11 @@ def _read(given: Any) -> Any:
 
 
 def _kind(given: Any) -> str:
-    """Returns the tag of an entry."""
+    """Returns the tag of an entry. An object of the caller's may have the name of a built-in
+    function.
+    """
+    if isinstance(given, OwnReward):
+        return "own"
     name = given.get("name") if isinstance(given, dict) else getattr(given, "name", "")
     return name if name in BUILT_IN else "own"
 

@@ -422,12 +422,6 @@ class SamplingSection(Truncation):
     prefill: str = ""
     """Start of every answer, such as `<think>`: the model continues from there, and graders get it
     with the answer."""
-    completion_timeout_s: float | None = Field(None, gt=0)
-    """Seconds after which a completion is cut, as at `max_new_tokens`. Completions then take
-    several requests. Unset: no limit."""
-    max_thinking_tokens: int | None = Field(None, gt=0)
-    """Tokens after which an open thought (`<think>`) is ended; the answer follows in another
-    request. Unset: no limit."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds for generating one group, retries included."""
 

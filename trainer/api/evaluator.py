@@ -259,10 +259,8 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
     itself.
     """
     for name in settings:
-        unsent = (
-            name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
-            or (name == "model.chat_template" and config.model.chat_template != OWN)
-            or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False)
+        unsent = (name == "model.chat_template" and config.model.chat_template != OWN) or (
+            name == "sampling.prefill" and PromptStyle.of(config).chat is not False
         )
         if unsent:
             raise ConfigError(
