@@ -5,7 +5,15 @@ user's own.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    model_serializer,
+    model_validator,
+)
 
 from common.errors import did_you_mean
 from common.settings.section import Section
@@ -21,6 +29,14 @@ class Reward(Section):
     tasks: list[str] = Field([""], min_length=1)
     """Tasks of the problems that it scores (`data.task_field`); `""` stands for problems without a
     task."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, handler: SerializerFunctionWrapHandler) -> str | dict[str, Any]:
+        """Leaves out defaults, so that saved settings look as somebody would write them."""
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        content = handler(self)
+        other = {name: value for name, value in content.items() if value != defaults[name]}
+        return {"name": self.name, **other} if other.keys() - {"name"} else self.name
 
 
 class MathReward(Reward):
