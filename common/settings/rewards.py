@@ -165,14 +165,15 @@ BUILT_IN: dict[str, type[Reward]] = {
 
 def _read(given: Any) -> Any:
     """Turns a name alone into an entry. Raises ValueError for a name that does not exist."""
+    if isinstance(given, Reward):
+        return given
     if isinstance(given, str):
         given = {"name": given}
-    if not isinstance(given, dict):
-        return given
-    name = given.get("name")
+    name = given.get("name") if isinstance(given, dict) else None
     if not isinstance(name, str):
         raise ValueError(
-            "an entry has no name: write `name: math` (or another function) beside its arguments"
+            "an entry is neither the name of a function nor a mapping with its name: write math, "
+            "or a mapping with `name` and arguments"
         )
     if name not in BUILT_IN and not re.fullmatch(r"[\w.]+:\w+", name):
         choices = [*BUILT_IN, "an import path package.module:Class"]
