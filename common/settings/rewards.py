@@ -9,6 +9,9 @@ from pydantic import (
     BeforeValidator,
     Discriminator,
     Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
     SerializerFunctionWrapHandler,
     Tag,
     model_serializer,
@@ -43,7 +46,7 @@ class MathReward(Reward):
     """Compares final answers with the ground truth."""
 
     name: Literal["math"] = "math"
-    timeout_s: float = Field(1.0, gt=0)
+    timeout_s: PositiveFloat = 1.0
     """Seconds for one answer in a worker. Waiting for a processor does not count."""
 
 
@@ -51,7 +54,7 @@ class CodeReward(Reward):
     """Runs programs against test cases."""
 
     name: Literal["code"] = "code"
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: PositiveFloat = 5.0
     """Seconds for one test case. All cases of a program share five times as much. Waiting for a
     processor does not count."""
     partial_credit: bool = False
@@ -89,9 +92,9 @@ class LengthReward(Reward):
     """Punishes long completions."""
 
     name: Literal["length"] = "length"
-    soft_chars: int = Field(4000, ge=0)
+    soft_chars: NonNegativeInt = 4000
     """Characters up to which nothing is subtracted from the reward."""
-    hard_chars: int = Field(8000, gt=0)
+    hard_chars: PositiveInt = 8000
     """Characters from which 1 is subtracted."""
 
     @model_validator(mode="after")
@@ -116,7 +119,7 @@ class ModelReward(Reward):
     name: Literal["reward_model"] = "reward_model"
     model: str = Field(min_length=1)
     """Sequence-classification model, on the hub or in a directory."""
-    max_tokens: int = Field(4096, gt=0)
+    max_tokens: PositiveInt = 4096
     """Longest chat that is scored, in tokens. A longer chat gets no score."""
 
 
@@ -131,11 +134,11 @@ class JudgeReward(Reward):
     """Name of the model at the endpoint."""
     rubric: str = ""
     """Criteria for the judge. Empty: a general rubric on correctness."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: PositiveFloat = 60.0
     """Seconds for one request."""
-    concurrency: int = Field(16, gt=0)
+    concurrency: PositiveInt = 16
     """Maximum concurrent requests."""
-    max_tokens: int = Field(1024, gt=0)
+    max_tokens: PositiveInt = 1024
     """Longest reply, in tokens."""
 
     @model_validator(mode="after")
