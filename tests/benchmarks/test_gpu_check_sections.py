@@ -123,7 +123,7 @@ def test_the_bundle_holds_what_the_machine_lacks() -> None:
     installed = packages_of_the_machine()
     absent = """
     annotated-types fastapi httptools msgspec opentelemetry-api orjson pydantic pydantic-core
-    python-dotenv sniffio starlette typing-inspection uvicorn
+    sniffio starlette typing-inspection uvicorn
     """
     graders_and_data = "antlr4-python3-runtime datasets dill latex2sympy2-extended math-verify multiprocess pyseccomp"
     assert set(missing(installed, "3.12")) == {*absent.split(), *graders_and_data.split()}
