@@ -337,7 +337,10 @@ def _unread(config: Settings) -> Iterator[tuple[Sequence[str], str]]:
     if not config.trackers.names:
         yield _all(TrackersSection, "trackers", ("names",)), "trackers.names is empty"
     if config.environment.name:
-        yield _OF_COMPLETIONS, "environment.name makes episodes"
+        yield (
+            _OF_COMPLETIONS,
+            "it applies to single completions and environment.name makes episodes",
+        )
     else:
         # A port may be set once for all runs.
         names = _all(EnvironmentSection, "environment", ("name", "port"))
