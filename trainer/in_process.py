@@ -97,8 +97,6 @@ def train_in_process(
 
     Raises ConfigError, or another ServiceError with the reason when training cannot continue.
     """
-    if config.trainer.num_threads:
-        torch.set_num_threads(config.trainer.num_threads)
     torch.manual_seed(config.seed)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run_dir = config.trainer.run_dir or Path("runs") / "local"

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from common.errors import ConfigError, shorten
 from common.models import hub
 from common.process.topology import CRITIC, DATA, ENVIRONMENT, REWARD, ROLLOUT, TRAINER
+from common.settings.rewards import ModelReward
 from jobgroup.doctor.plan import Plan, PlannedTask
 from jobgroup.doctor.report import Result, failed
 from services.data.hub import is_hub_name
@@ -39,8 +40,9 @@ def _models_of(job: PlannedTask) -> Iterator[str]:
         yield config.model.reference
     if learns and config.algorithm.needs_critic:
         yield config.critic.model
-    if job.name == REWARD and "reward_model" in config.reward.function_names():
-        yield config.reward.reward_model_name
+    reward_model = config.reward.function(ModelReward)
+    if job.name == REWARD and reward_model is not None:
+        yield reward_model.model
 
 
 def check_model(plan: Plan, name: str, job: PlannedTask) -> Iterator[Result]:

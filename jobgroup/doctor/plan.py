@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from common.errors import ConfigError, did_you_mean
 from common.process.topology import CRITIC, REWARD, ROLLOUT, TRAINER
 from common.settings.config import Config
+from common.settings.rewards import ModelReward
 from common.settings.sources import packaged
 from jobgroup import spec
 from jobgroup.doctor.report import Result, failed
@@ -52,7 +53,7 @@ class PlannedTask(spec.Task):
     @property
     def needs_torch(self) -> bool:
         if self.name == REWARD:
-            return "reward_model" in self.config.reward.function_names()
+            return self.config.reward.function(ModelReward) is not None
         if self.name == ROLLOUT:
             return not self.uses_sglang
         return self.name in (TRAINER, CRITIC)

@@ -47,7 +47,7 @@ _DROPS = {
     ),
     "reward": (
         "answers cannot be graded: look at the log of reward-server for what times out or fails, "
-        "and give it time (reward.math_timeout_s, reward.code_timeout_s, reward.judge_timeout_s, "
+        "and give it time (timeout_s of the function in reward.functions, "
         "reward.function_timeout_s) or more processes (reward.workers)"
     ),
     "teacher": (
@@ -72,8 +72,8 @@ _SLOW = {
         "reward",
         MAX_REWARD,
         "the trainer waits for the grader in {share:.0%} of the time. Grade faster: more processes "
-        "(reward.workers, reward.code_slots, reward.judge_concurrency) and cores for them, or "
-        "shorter limits (reward.math_timeout_s, reward.code_timeout_s, reward.function_timeout_s)",
+        "(reward.workers; slots of code and concurrency of judge in reward.functions) and cores "
+        "for them, or shorter limits (timeout_s in reward.functions, reward.function_timeout_s)",
     ),
     "replay_bound": (
         "replay",
@@ -87,7 +87,7 @@ _SLOW = {
         MAX_WAITING,
         "in {share:.0%} of the time nothing is generated, graded, stored or trained on: prompts "
         "come too slowly, or this process has too little processor time. Look at the log of "
-        "data-server, and at trainer.num_threads against the cores",
+        "data-server, and at OMP_NUM_THREADS against the cores",
     ),
 }
 """Stage, limit on its share of the wall time, and text, by hint name."""
@@ -218,7 +218,7 @@ def _format(steps: _Steps) -> str:
     return (
         f"in {share:.0%} of the completions the grader finds no answer, and the reward does not "
         f"rise (mean {steps.mean('reward'):.3f}): the model does not keep to the format. Say it in "
-        "sampling.system_prompt, reward it (reward.functions with format, reward.format_required), "
+        "sampling.system_prompt, reward it (format in reward.functions), "
         "start from a model that follows instructions (model.name), or leave room to get there "
         f"(sampling.max_new_tokens {steps.config.sampling.max_new_tokens}); see samples.jsonl"
     )

@@ -269,11 +269,9 @@ class LeaderRollouts(Rollouts):
         )
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        corrected = self._config.replay.corrected
-        weights = sampled.weights.tolist() if corrected else [1.0] * len(sampled.groups)
         return [
             TrainingGroup(group, weight, reused=True)
-            for group, weight in zip(sampled.groups, weights, strict=True)
+            for group, weight in zip(sampled.groups, sampled.weights.tolist(), strict=True)
         ]
 
     def _check_tokens(self, group: Group) -> None:

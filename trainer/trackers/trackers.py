@@ -28,6 +28,8 @@ _NO_TELEMETRY = {
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
 """Default environment variables that switch off the libraries' telemetry."""
+SAMPLE_EVERY = 10
+"""Steps between sample tables, each with the completions of one group."""
 _MAX_TEXT = 4000
 _MAX_ROWS = 64
 
@@ -49,7 +51,6 @@ class Trackers:
         say: Callable[[str], None],
         counted: Counter | None = None,
     ) -> None:
-        self._settings = config.trackers
         self._threads: list[TrackerThread] = []
         check(config.trackers)
         directory = (run_dir / "trackers").absolute()
@@ -78,15 +79,14 @@ class Trackers:
             self._threads.append(thread)
 
     def step(self, record: Mapping[str, Any], group: Group | None) -> None:
-        """Records the numbers of a step, and every `trackers.sample_every` steps the completions of
+        """Records the numbers of a step, and every `SAMPLE_EVERY` steps the completions of
         `group`, if any.
         """
         step = record["step"]
         values = numbers(record, "/")
         del values["step"]
         self._put("metrics", step=step, values=values)
-        sample_every = self._settings.sample_every
-        if group is not None and sample_every and step % sample_every == 0:
+        if group is not None and step % SAMPLE_EVERY == 0:
             self._put_table(step, "samples", _samples(group))
 
     def evaluation(self, summary: Mapping[str, Any], answers: Sequence[Answer]) -> None:

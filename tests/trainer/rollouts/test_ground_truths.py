@@ -96,7 +96,7 @@ def test_tests_of_programs_are_checked_too(tmp_path: Path) -> None:
     idle = Prompt(id="idle", prompt="?", ground_truth="", columns={"test_cases": ["f(2) == 4"]})
 
     async def run() -> dict[str, str]:
-        words = ("--reward.functions", "code", "--reward.code_sandbox", "none")
+        words = ("--reward.functions", '[{"name": "code", "sandbox": "none"}]')
         async with served([*right, idle], [], tmp_path, *words) as services:
             return await check(services, tmp_path / GROUND_TRUTHS)
 
