@@ -34,6 +34,7 @@ from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
 from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
@@ -235,6 +236,7 @@ def _build_leader(
         ranks,
         loop,
         progress=progress,
+        ground_truths=GroundTruthCheck(services, run_dir / GROUND_TRUTHS),
         vocabulary=policy.model.get_input_embeddings().num_embeddings,
     )
     critic.restore(models.saved)
@@ -249,6 +251,7 @@ def _build_leader(
             step=policy.step,
             tracked=metrics.tracked,
             run_id=run_id,
+            data=backend.data(),
         )
     )
     log = LeaderRunLog(

@@ -22,6 +22,7 @@ from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.drops import Drops
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.start import RolloutStart
@@ -85,7 +86,9 @@ class LeaderRollouts(Rollouts):
         context: RolloutContext,
         ranks: Ranks,
         loop: LoopThread,
+        *,
         progress: PromptProgress,
+        ground_truths: GroundTruthCheck,
         vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
@@ -98,7 +101,7 @@ class LeaderRollouts(Rollouts):
         self._run_id = context.run_id
         self._vocabulary = vocabulary
         self._cursor = PromptCursor(progress)
-        self._collector = Collector(context, self._cursor)
+        self._collector = Collector(context, self._cursor, ground_truths)
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
         batch_size = config.trainer.batch_size
@@ -247,11 +250,9 @@ class LeaderRollouts(Rollouts):
         )
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        corrected = self._config.replay.corrected
-        weights = sampled.weights.tolist() if corrected else [1.0] * len(sampled.groups)
         return [
             TrainingGroup(group, weight, reused=True)
-            for group, weight in zip(sampled.groups, weights, strict=True)
+            for group, weight in zip(sampled.groups, sampled.weights.tolist(), strict=True)
         ]
 
     def _check_tokens(self, group: Group) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -39,6 +40,7 @@ from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
 from trainer.rollouts.context import RolloutContext
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
@@ -252,7 +254,13 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
         context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
-        rollouts = LeaderRollouts(context, Ranks(), loop, PromptProgress())
+        rollouts = LeaderRollouts(
+            context,
+            Ranks(),
+            loop,
+            progress=PromptProgress(),
+            ground_truths=GroundTruthCheck(services, Path(os.devnull)),
+        )
         rollouts.prepare(0, known=True)
         yield Simulation(config, rollouts, loop, engine)
 
