@@ -152,7 +152,8 @@ class RemoteCritic(ValueFunction):
         values: list[Float32] = []
         if self._ranks.is_rank_zero:
             call = self._server.values(batch.sequences(), self._run_id, self._step)
-            values = self._call(call)()
+            # Copied: those from the wire are read-only, which torch warns of.
+            values = [row.copy() for row in self._call(call)()]
         return self._ranks.broadcast(values)
 
     def start_update(self, batch: Batch, seed: int) -> Callable[[], CriticMetrics]:
