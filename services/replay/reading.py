@@ -41,8 +41,8 @@ class Reading(Database):
         """Returns counts and means over everything stored; means are 0 when nothing is stored."""
         totals = self.totals()
         reward, positive = self.db.execute(
-            "SELECT TOTAL(reward), TOTAL(positive) FROM (SELECT reward_sum AS reward, positive FROM "
-            "groups UNION ALL SELECT reward, reward > 0 FROM experiences)"
+            "SELECT TOTAL(reward), TOTAL(positive) FROM (SELECT reward_sum AS reward, positive "
+            "FROM groups UNION ALL SELECT reward, reward > 0 FROM experiences)"
         ).fetchone()
         size = sum(completions for _, completions in totals.values())
         states = {state: groups for state, (groups, _) in totals.items() if state != "lone"}
