@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import ServiceError
 from common.wire.schemas import MAX_TENSORS, AtMost, Bucket, Shapes
-from learning.weight_group import digest, digest_all, join, size_of, views
+from learning.weight_group import digest, join, size_of, views
 from services.engine.engine import Engine
 from services.engine.requests import Body, read_body, reply, update_weights
 from services.engine.scheduler import RequestRefused
@@ -60,9 +60,7 @@ class DistributedBody(GroupBody):
     names: Annotated[list[str], AtMost(MAX_TENSORS)]
     dtypes: Annotated[list[str], AtMost(MAX_TENSORS)]
     shapes: Shapes
-    load_format: Literal["flattened_bucket"] | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
+    load_format: Literal["flattened_bucket"]
     weight_version: str | None = None
 
 
@@ -173,9 +171,7 @@ class WeightUpdates:
                     remedy="POST /init_weights_update_group first",
                 )
             bucket = Bucket(names=body.names, dtypes=body.dtypes, shapes=body.shapes)
-            found = await _until_left(
-                left, lambda: self._receive(group, bucket, body.load_format is not None)
-            )
+            found = await _until_left(left, lambda: self._receive(group, bucket))
         except (RuntimeError, ValueError, ValidationError, ServiceError) as error:
             self._failure = f"Failed to receive weights: {error}"
             if isinstance(error, ServiceError):
@@ -191,13 +187,10 @@ class WeightUpdates:
         self._last = body
         return "Succeeded to update parameter online."
 
-    def _receive(
-        self, group: dist.ProcessGroup, bucket: Bucket, flattened: bool
-    ) -> dict[str, Tensor]:
+    def _receive(self, group: dist.ProcessGroup, bucket: Bucket) -> dict[str, Tensor]:
         flat = torch.empty(size_of(bucket), dtype=torch.uint8)
         tensors = dict(views(flat, bucket))
-        for message in [flat] if flattened else tensors.values():
-            dist.broadcast(message, src=0, group=group)
+        dist.broadcast(flat, src=0, group=group)
         check_tensors(self._engine.model.module, tensors)
         return tensors
 
@@ -216,13 +209,7 @@ class WeightUpdates:
             reason = f"nothing was changed, an update of this session failed: {self._failure}"
             raise RequestRefused(reason, field="session", value="failed", remedy=_AGAIN)
         if last is not None:
-            await update_weights(
-                self._engine,
-                staged,
-                last.weight_version,
-                flush_cache=last.flush_cache,
-                abort_all=last.abort_all_requests,
-            )
+            await update_weights(self._engine, staged, last.weight_version)
         return "Success"
 
 
@@ -290,7 +277,6 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         await read_body(request, Body)
         return await _answer(updates.end())
 
-    @app.get("/weights_checker", **checked)
     @app.post("/weights_checker", **checked)
     async def weights_checker(request: Request) -> Response:
         """Checksums of the weights, by their Hugging Face names."""
@@ -303,14 +289,7 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
             lambda _: {name: digest(tensor) for name, tensor in own_tensors(engine.model.module)}
         )
         sums = await asyncio.wrap_future(work)
-        total = digest_all(sums)
-        place: dict[str, str | int] = {"role": "target"}
-        place |= dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0)
-        place |= dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1)
-        rank = {"checksums": sums, "per_gpu_checksum": total, "parallelism_info": [place]}
-        return reply(
-            {"success": True, "message": "Success.", "ranks": [rank], "per_engine_checksum": total}
-        )
+        return reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
 
 
 async def _answer(work: Awaitable[str]) -> Response:
