@@ -28,6 +28,7 @@ from services.http.openapi import OBJECT, described
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_B = TypeVar("_B", bound=Body)
 _TIMEOUT_S = 1800.0
 """Timeout of rendezvous and broadcasts, as in SGLang; `/destroy_weights_update_group` ends them
 sooner."""
@@ -125,10 +126,11 @@ class WeightUpdates:
             ) from None
         return "Succeeded to initialize custom process group."
 
-    async def destroy(self, name: str) -> str:
+    async def destroy(self, body: GroupBody) -> str:
         """Leaves a group; its pending rendezvous or broadcast fails at once. Raises RequestRefused
         for an unknown group.
         """
+        name = body.group_name
         if name not in self._groups:
             reason = "The group to be destroyed does not exist."
             remedy = "name a group of /init_weights_update_group"
@@ -139,7 +141,7 @@ class WeightUpdates:
             dist.destroy_process_group(group)
         return "Succeeded to destroy custom process group."
 
-    async def begin(self) -> str:
+    async def begin(self, _: Body) -> str:
         """Opens the session. Raises RequestRefused when one is open."""
         if self._staged is not None:
             reason = "a weight-update session is already open; call end_weight_update() first"
@@ -194,7 +196,7 @@ class WeightUpdates:
         check_tensors(self._engine.model.module, tensors)
         return tensors
 
-    async def end(self) -> str:
+    async def end(self, _: Body) -> str:
         """Copies the staged tensors into the model. Raises RequestRefused when a part of the
         session failed.
         """
@@ -242,42 +244,13 @@ async def _until_left(left: asyncio.Event, work: Callable[[], _T]) -> _T:
 def add_distributed(app: FastAPI, engine: Engine) -> None:
     """Adds SGLang's calls that receive weights by broadcast and check weights."""
     updates = WeightUpdates(engine)
-    checked = described(CheckBody, OBJECT, statuses=(200, 400))
+    _add(app, "/init_weights_update_group", InitBody, updates.init)
+    _add(app, "/destroy_weights_update_group", GroupBody, updates.destroy)
+    _add(app, "/begin_weight_update", Body, updates.begin)
+    _add(app, "/update_weights_from_distributed", DistributedBody, updates.receive)
+    _add(app, "/end_weight_update", Body, updates.end)
 
-    @app.post("/init_weights_update_group", **described(InitBody, OBJECT, statuses=(200, 400)))
-    async def init_weights_update_group(request: Request) -> Response:
-        """Joins a torch.distributed group; answers when every rank has joined."""
-        body = await read_body(request, InitBody)
-        return await _answer(updates.init(body))
-
-    @app.post("/destroy_weights_update_group", **described(GroupBody, OBJECT, statuses=(200, 400)))
-    async def destroy_weights_update_group(request: Request) -> Response:
-        """Leaves a group; its pending rendezvous or broadcast fails."""
-        body = await read_body(request, GroupBody)
-        return await _answer(updates.destroy(body.group_name))
-
-    @app.post("/begin_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
-    async def begin_weight_update(request: Request) -> Response:
-        """Opens a session of updates; 400 while one is open."""
-        await read_body(request, Body)
-        return await _answer(updates.begin())
-
-    @app.post(
-        "/update_weights_from_distributed",
-        **described(DistributedBody, OBJECT, statuses=(200, 400)),
-    )
-    async def update_weights_from_distributed(request: Request) -> Response:
-        """Receives tensors from rank 0 of a group."""
-        body = await read_body(request, DistributedBody)
-        return await _answer(updates.receive(body))
-
-    @app.post("/end_weight_update", **described(Body, OBJECT, statuses=(200, 400)))
-    async def end_weight_update(request: Request) -> Response:
-        """Closes the session and serves the weights that it received."""
-        await read_body(request, Body)
-        return await _answer(updates.end())
-
-    @app.post("/weights_checker", **checked)
+    @app.post("/weights_checker", **described(CheckBody, OBJECT, statuses=(200, 400)))
     async def weights_checker(request: Request) -> Response:
         """Checksums of the weights, by their Hugging Face names."""
         body = await read_body(request, CheckBody)
@@ -292,8 +265,12 @@ def add_distributed(app: FastAPI, engine: Engine) -> None:
         return reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
 
 
-async def _answer(work: Awaitable[str]) -> Response:
-    try:
-        return reply({"success": True, "message": await work})
-    except ServiceError as error:
-        return reply({"success": False, "message": str(error)}, error.status)
+def _add(app: FastAPI, path: str, kind: type[_B], work: Callable[[_B], Awaitable[str]]) -> None:
+    """Adds a call that answers whether `work` succeeded."""
+
+    @app.post(path, description=work.__doc__, **described(kind, OBJECT, statuses=(200, 400)))
+    async def call(request: Request) -> Response:
+        try:
+            return reply({"success": True, "message": await work(await read_body(request, kind))})
+        except ServiceError as error:
+            return reply({"success": False, "message": str(error)}, error.status)
