@@ -222,7 +222,7 @@ class WeightStore:
             ):
                 partial.mkdir()
                 for file in manifest.files:
-                    await self._store_file(manifest.version, file, partial, trainer=trainer)
+                    await self._store_file(manifest, file, partial, trainer=trainer)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -237,7 +237,7 @@ class WeightStore:
         return target
 
     async def _store_file(
-        self, version: int, file: WeightFile, directory: Path, trainer: TrainerClient
+        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
     ) -> None:
         """Stores a file in `directory` in the cheapest way that works: a link, a delta, or the
         whole file.
@@ -245,9 +245,9 @@ class WeightStore:
         target = directory / file.name
         if await asyncio.to_thread(self._link, file, target):
             return
-        if await self._patch(version, file, directory, trainer=trainer):
+        if await self._patch(manifest, file, directory, trainer=trainer):
             return
-        await _get(version, file, target, trainer=trainer)
+        await _get(manifest, file, target, trainer=trainer)
 
     def _link(self, file: WeightFile, target: Path) -> bool:
         """Hard-links `target` to an identical file of another version; returns False when there is
@@ -267,7 +267,7 @@ class WeightStore:
                     yield path / known.name
 
     async def _patch(
-        self, version: int, file: WeightFile, directory: Path, trainer: TrainerClient
+        self, manifest: WeightManifest, file: WeightFile, directory: Path, trainer: TrainerClient
     ) -> bool:
         """Makes a file in `directory` from an earlier file and its delta; returns False when that
         is impossible.
@@ -281,7 +281,7 @@ class WeightStore:
         delta = directory / file.delta.name
         target = directory / file.name
         try:
-            await _get(version, file.delta, delta, trainer=trainer)
+            await _get(manifest, file.delta, delta, trainer=trainer)
             made = await asyncio.to_thread(apply_delta, base, delta, target)
         except (BadDelta, CorruptWeights) as error:
             made = str(error)
@@ -294,7 +294,7 @@ class WeightStore:
         log.error(
             "the delta of %s of weights %d is unusable, the whole file replaces it: %s",
             file.name,
-            version,
+            manifest.version,
             made,
         )
         return False
@@ -354,17 +354,49 @@ def _differs(directory: Path, files: list[WeightFile]) -> str | None:
     return None
 
 
-async def _get(version: int, file: SentFile, target: Path, trainer: TrainerClient) -> None:
-    """Downloads a file, a few times if the connection fails; `target` must not exist."""
+async def _get(
+    manifest: WeightManifest, file: SentFile, target: Path, trainer: TrainerClient
+) -> None:
+    """Copies a file from the trainer's directory if visible here, else downloads it; `target` must
+    not exist.
+    """
+    if manifest.directory:
+        source = Path(manifest.directory) / file.name
+        if await asyncio.to_thread(_copied, source, file, target):
+            return
+
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            await trainer.download(version, file, target)
+            await trainer.download(manifest.version, file, target)
             return
         except (httpx.TransportError, CorruptWeights) as error:
             if attempt == _ATTEMPTS:
                 raise
             log.warning(
-                "download of %s of weights %d failed, trying again: %s", file.name, version, error
+                "download of %s of weights %d failed, trying again: %s",
+                file.name,
+                manifest.version,
+                error,
             )
             await asyncio.to_thread(target.unlink, missing_ok=True)
             await asyncio.sleep(0.1 * 2**attempt)
+
+
+def _copied(source: Path, file: SentFile, target: Path) -> bool:
+    """Copies `source`; returns False, without a target, when it is missing or does not match the
+    manifest.
+    """
+    try:
+        reader = source.open("rb")
+    except OSError:
+        return False
+    digest = Hasher()
+    with reader, spares.create(target, file.size) as writer:
+        while chunk := reader.read(1 << 20):
+            digest.update(chunk)
+            writer.write(chunk)
+    if digest.hexdigest() == file.xxh3:
+        return True
+    target.unlink()
+    log.error("%s does not match the manifest; downloading the file instead", source)
+    return False
