@@ -82,10 +82,12 @@ def refuse_unsupported(fields: Mapping[str, Any], neutral: Mapping[str, tuple[An
             )
 
 
-class SamplingFields(BaseModel):
-    """`sampling_params` of `/generate`; None means the default."""
+class SharedFields(BaseModel):
+    """Sampling parameters with the same name in SGLang's and OpenAI's calls; None means the
+    default.
+    """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     stop: _Stop | Annotated[list[_Stop], AtMost(256)] | None = None
     stop_token_ids: Annotated[list[int], AtMost(256)] | None = None
@@ -93,10 +95,17 @@ class SamplingFields(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    min_new_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1, le=MAX_N)
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class SamplingFields(SharedFields):
+    """`sampling_params` of `/generate`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_new_tokens: int | None = Field(None, ge=0)
     max_new_tokens: int | None = Field(None, ge=0)
     """0 only when the log-probabilities of the prompt are requested."""
     sampling_seed: int | None = None
