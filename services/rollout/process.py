@@ -171,8 +171,10 @@ class Timing:
     """After this long in good health, the next crash counts as the first again."""
     max_backoff_s: float = 30.0
     first_backoff_s: float = 0.5
-    max_failures: int = 5
-    """Failures in a row that are fatal: it was never healthy, or ended by itself before it was
+    max_failed_starts: int = 5
+    """Failed starts in a row that are fatal."""
+    max_crashes: int = 5
+    """Errors of the child's own in a row that are fatal: it ended by itself before it was
     stable."""
 
 
@@ -212,7 +214,8 @@ class Supervised:
         self.pid: int | None = None
         self._crashes = 0
         """Ends in a row, whatever their reason; they lengthen the pause before the next start."""
-        self._failures = 0
+        self._failed_starts = 0
+        self._own_crashes = 0
         self._up_since = 0.0
         self._status: int | None = None
         self._restart_reason: str | None = None
@@ -237,10 +240,15 @@ class Supervised:
                     f"{self.name} rejects its settings: {last_line}", remedy=f"see {self._log_file}"
                 )
 
-            if self._failures >= self._timing.max_failures:
+            failures = ""
+            if self._failed_starts >= self._timing.max_failed_starts:
+                failures = f"failed to start {self._failed_starts} times"
+            elif self._own_crashes >= self._timing.max_crashes:
+                failures = f"crashed {self._own_crashes} times"
+            if failures:
                 raise ChildFailed(
-                    f"{self.name} failed {self._failures} times in a row, most recently: "
-                    f"{reason}\nthe end of its output:\n{tail}",
+                    f"{self.name} {failures} in a row, most recently: {reason}\n"
+                    f"the end of its output:\n{tail}",
                     remedy=f"see {self._log_file}",
                 )
 
@@ -279,9 +287,9 @@ class Supervised:
         # Loading a large model may take longer than it takes to be stable.
         stable = was_up and time.monotonic() - self._up_since > self._timing.stable_s
         self._crashes = 1 if stable else self._crashes + 1
+        self._failed_starts = 0 if was_up else self._failed_starts + 1
         ended_itself = self._status is not None and 0 < self._status < _SIGNALLED
-        failed = not was_up or (ended_itself and not stable)
-        self._failures = self._failures + 1 if failed else 0
+        self._own_crashes = self._own_crashes + 1 if ended_itself and not stable else 0
         self._on_down(reason)
         return tail, reason
 

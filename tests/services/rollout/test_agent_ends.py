@@ -67,7 +67,7 @@ def test_engine_that_never_starts_ends_the_node_with_its_last_words(
         _, errors = node.communicate(timeout=400)
     assert node.returncode == 1
     last = errors[errors.rindex("error: ") :]
-    assert "failed 5 times in a row" in last
+    assert "failed to start 5 times in a row" in last
     assert "CUDA out of memory; health generation: 0" in last
     assert "Traceback" not in errors
     log = (tmp_path / "state" / "logs" / "rollout-server-0.engine.log").read_text()
@@ -103,7 +103,9 @@ def test_engine_that_dies_of_every_first_request_ends_the_node_with_its_last_wor
         _, errors = node.communicate(timeout=400)
     assert node.returncode == 1
     last = errors[errors.rindex("error: ") :]
-    assert "engine failed 5 times in a row, most recently: the process ended with status 70" in last
+    assert (
+        "engine crashed 5 times in a row, most recently: the process ended with status 70" in last
+    )
     assert "the engine's thread died: of its first request" in last
 
 

@@ -181,7 +181,7 @@ async def test_child_that_never_becomes_healthy_ends_it_with_its_last_words(tmp_
     )
     with pytest.raises(ChildFailed, match=r"(?s)status 3.*hello out of memory"):
         await asyncio.wait_for(rig.child.run(), 60)
-    assert rig.child.starts == FAST.max_failures
+    assert rig.child.starts == FAST.max_failed_starts
     assert rig.ups == 0
 
 
@@ -192,25 +192,25 @@ async def test_child_that_crashes_soon_after_every_start_ends_it_with_its_last_w
     crash = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit('error: no memory')"
     rig = Rig(tmp_path, crash)
     with pytest.raises(
-        ChildFailed, match=r"(?s)child failed 5 times in a row.*status 1.*error: no memory"
+        ChildFailed, match=r"(?s)child crashed 5 times in a row.*status 1.*error: no memory"
     ):
         await asyncio.wait_for(rig.child.run(), 60)
-    assert rig.child.starts == rig.ups == FAST.max_failures
+    assert rig.child.starts == rig.ups == FAST.max_failed_starts
 
 
 async def test_child_that_is_killed_again_and_again_is_always_started_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     async with rig.running():
-        for count in range(1, FAST.max_failures + 2):
+        for count in range(1, FAST.max_failed_starts + 2):
             await until(lambda: rig.ups == count and rig.child.pid is not None, f"start {count}")  # noqa: B023
             assert rig.child.pid is not None
             psutil.Process(rig.child.pid).children()[0].kill()
-        await until(lambda: rig.ups == FAST.max_failures + 2, "up again")
+        await until(lambda: rig.ups == FAST.max_failed_starts + 2, "up again")
 
 
 async def test_child_that_is_too_slow_to_start_is_killed(tmp_path: Path) -> None:
     slow = Timing(
-        probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failures=2
+        probe_s=0.05, startup_s=0.2, first_backoff_s=0.01, max_backoff_s=0.01, max_failed_starts=2
     )
     rig = Rig(tmp_path, "import time; time.sleep(600)", slow)
     with pytest.raises(ChildFailed, match="after its start, killed"):
