@@ -29,6 +29,9 @@ def struct_schema(kind: type[msgspec.Struct]) -> Schema:
             return node
         if "$ref" in node:
             return inlined(definitions[node["$ref"].rpartition("/")[2]])
+        if "prefixItems" in node:  # a tuple, whose items are of one kind; few tools know the word
+            node = node | {"items": node["prefixItems"][0]}
+            del node["prefixItems"]
         return {name: inlined(item) for name, item in node.items()}
 
     return dict(inlined({"$ref": content["$ref"]}))
