@@ -102,9 +102,9 @@ async def test_crash_is_a_500_without_secrets_and_the_service_survives(
     ("body", "field", "value"),
     [
         ('{"number": "x", "items": [1]}', "number", "x"),
-        ('{"number": NaN, "items": [1]}', "number", "nan"),
-        ('{"number": Infinity, "items": [1]}', "number", "inf"),
-        ('{"number": -1e999, "items": [1]}', "number", "-inf"),
+        ('{"number": NaN, "items": [1]}', "body", None),
+        ('{"number": Infinity, "items": [1]}', "body", None),
+        ('{"number": -1e999, "items": [1]}', "body", None),
         ('{"number": 1, "items": []}', "items", "[]"),
         ('{"number": 1, "items": [1, "y"]}', "items.1", "y"),
         ('{"number": 1, "items": [1], "more": 2}', "more", "2"),
