@@ -18,6 +18,7 @@ ALLOWED = {
         "pickle",
     ): "written by the test's process, read by the program's, in the sandbox",
     ("services/sandbox/remote.py", "exec"): "the data set's test of a program, in the sandbox",
+    ("services/sandbox/remote.py", "eval"): "the name of the tested function, in the sandbox",
     ("services/sandbox/remote.py", "pickle"): "only writes: values of the test, in the sandbox",
     (
         "services/sandbox/remote.py",
