@@ -42,7 +42,6 @@ ALLOWED = {
         "learning/saving.py",
         "dcp",
     ): "its metadata is a pickle: read from the operator's own run directory alone",
-    ("jobgroup/spec.py", "yaml.load_all"): "with a loader that is a SafeLoader",
     ("services/rollout/keyed.py", "run_module"): "the module that the agent's command names",
 }
 """(file, what) → why."""
