@@ -1,11 +1,13 @@
 """Facts about a run besides its numbers: changed settings, and the user's note."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.process.storage import storing
 from common.settings.config import Config
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, summary
 from trainer.trackers.base import flatten
 
 NOTE = "notes.md"
@@ -27,6 +29,18 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
         if name not in _PLACES and defaults.get(name, value) != value:
             changed[name] = value
     return changed
+
+
+def unsolvable(directory: Path) -> list[str]:
+    """Returns a sentence about the problems that no answer solves; nothing without any."""
+    try:
+        found = json.loads((directory / GROUND_TRUTHS).read_bytes())
+        problems = dict(found["unsolvable"])
+        return [summary(int(found["checked"]), problems)] if problems else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return [f"{GROUND_TRUTHS} cannot be read: {error}"]
 
 
 def read_note(directory: Path) -> str:

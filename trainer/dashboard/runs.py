@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from common.errors import ConfigError, NotFound
 from trainer.dashboard.columns import Columns
 from trainer.dashboard.jsonl import JsonlReader, parsed
-from trainer.dashboard.run_facts import changed_settings, read_note
+from trainer.dashboard.run_facts import changed_settings, read_note, unsolvable
 from trainer.dashboard.verdict import verdict
 from trainer.observe.alarms import limits
 from trainer.observe.metrics import SECTIONS
@@ -107,10 +107,11 @@ class RunReader:
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each missing or damaged part."""
+        """A sentence for each missing or damaged part, and for problems that no answer solves."""
         self._refresh()
         _, problem = self._config()
         found = [problem] if problem else []
+        found += unsolvable(self.directory)
         with self._lock:
             if not self._columns.steps and not self._metrics.unreadable:
                 if self._metrics.path.exists():

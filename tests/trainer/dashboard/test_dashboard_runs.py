@@ -44,6 +44,20 @@ def test_a_file_that_is_rewritten_while_it_is_read_is_noticed(tmp_path: Path) ->
     assert len(list(reader.read())) == 951
 
 
+def test_problems_that_no_answer_solves_are_named(tmp_path: Path) -> None:
+    run = RunReader(make_run(tmp_path, 3))
+    path = tmp_path / "ground_truths.json"
+
+    path.write_text(json.dumps({"checked": 40, "unsolvable": {}}))
+    assert run.problems == []
+
+    path.write_text(json.dumps({"checked": 40, "unsolvable": {"row 7": "'[': it cannot be read"}}))
+    assert run.problems == ["40 ground truths; 1 cannot be graded: row 7 ('[': it cannot be read)"]
+
+    path.write_text("[]")
+    assert run.problems[0].startswith("ground_truths.json cannot be read")
+
+
 def test_new_steps_are_sent_and_known_ones_are_not(tmp_path: Path) -> None:
     run = RunReader(make_run(tmp_path, 3))
     first = run.series()
