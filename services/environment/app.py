@@ -19,6 +19,7 @@ from services.environment.dialects import DIALECTS, Dialect, read_call
 from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
+from services.http.disconnect import cancel_on_disconnect
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
 SESSIONS = "/sessions/"
@@ -115,11 +116,18 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
         """Answers a call of this episode's program. The session's key is its name."""
         _check_key(session, request)
         called = service.session(session)
-        body = await read_json(request)
-        parsed = read_call(body, dialect)
-        key = _request_key(body, dialect)
         service.calls.labels(dialect.path).inc()
-        answer = await called.call(parsed.messages, parsed.tools, key)
+        try:
+            body = await read_json(request)
+            parsed = read_call(body, dialect)
+            key = _request_key(body, dialect)
+            # A call that its client leaves goes on, and counts as unanswered.
+            answer = await cancel_on_disconnect(
+                request, called.call(parsed.messages, parsed.tools, key)
+            )
+        except InvalidInput as error:
+            service.refuse(called, error)
+            raise
         content = dialect.write(answer, parsed, key)
         if parsed.streams:
             return StreamingResponse(dialect.events(content), media_type=EVENTS)

@@ -102,6 +102,7 @@ class ProgramRunner:
         else:
             reward = await self._run_command(content, session)
         session.close()  # no more sampling once it is graded
+        _check_answered(session)
         if session.graded.is_set():
             reward = session.reward
         if reward is not None:
@@ -128,7 +129,8 @@ class ProgramRunner:
 
             is_expected = session.graded.is_set() or session.stop_reason
             if status and not is_expected:
-                raise _failure(words[0], status, output, session)
+                _check_answered(session)
+                raise _failure(words[0], status, output)
             return await asyncio.to_thread(_read_reward, reward_file)
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, home, ignore_errors=True))
@@ -151,6 +153,8 @@ class ProgramRunner:
             graded.cancel()
 
         text = body.decode("utf-8", "replace").strip()
+        if status >= 300:
+            _check_answered(session)
         if status >= 300 and session.stop_reason:
             return None
         if status >= 500:
@@ -211,16 +215,22 @@ async def _wait_for_end(program: RunningProgram, session: Session) -> int:
         graded.cancel()
 
 
-def _failure(program: str, status: int, output: str, session: Session) -> Exception:
+def _check_answered(session: Session) -> None:
+    """Raises EnvironmentLost when a call has no answer: the program may have made a 0 of it."""
+    for error in session.unanswered.values():
+        if error is not None:
+            raise EnvironmentLost(f"the engines did not answer a call: {error}")
+        raise EnvironmentLost(
+            "a call had no answer when the program ended or stopped waiting: the engines may be "
+            "slow; give its client a longer time-out"
+        )
+
+
+def _failure(program: str, status: int, output: str) -> Exception:
     """Returns the error for a program that ended with `status`."""
     shown = f"; the end of its output: {output[-_SHOWN_CHARS:]}" if output else ""
     if status > SIGNALLED:
         return EnvironmentLost(f"{program} was ended by signal {status - SIGNALLED}{shown}")
-    if session.failure is not None:
-        return EnvironmentLost(
-            f"the engines did not answer {program}, which ended with status {status}: "
-            f"{session.failure}"
-        )
     return EpisodeFailed(f"{program} ended with status {status}{shown}")
 
 

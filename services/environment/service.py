@@ -1,6 +1,7 @@
 """The episodes and sessions of an environment-server, independent of HTTP."""
 
 import asyncio
+import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
@@ -25,6 +26,7 @@ from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
 
+log = logging.getLogger(__name__)
 MAX_EPISODES = 4096
 """Maximum concurrent episodes; more are refused with 503."""
 _REMEMBERED_S = 120.0
@@ -92,6 +94,7 @@ class EpisodeService:
         self._running = 0
         self._gives_rewards = self.environment.has_reward
         self._counts: Counter[EpisodeStatus] = Counter()
+        self._refused_fields: set[str] = set()
 
         metrics = metrics or Metrics("environment-server")
         self._finished = metrics.counter(
@@ -105,6 +108,11 @@ class EpisodeService:
         )
         self.calls = metrics.counter(
             "environment_calls_total", "Calls of the model through the gateway, by API", ["api"]
+        )
+        self._refused = metrics.counter(
+            "environment_calls_refused_total",
+            "Calls of the model that were refused, by field",
+            ["field"],
         )
         running = metrics.gauge("environment_episodes_running", "Episodes that run now")
         running.set_function(lambda: self._running)
@@ -206,6 +214,17 @@ class EpisodeService:
         session = Session(secrets.token_urlsafe(24), self._template, sample, settings=settings)
         self._sessions[session.id] = session
         return session
+
+    def refuse(self, session: Session, error: InvalidInput) -> None:
+        """Records that a call of a session is refused; the first of each field is logged."""
+        # messages[3].role counts as messages
+        field = (error.field or "").partition("[")[0]
+        if field not in self._refused_fields:
+            self._refused_fields.add(field)
+            log.warning("calls of %s are refused: %s", self.environment.name, error)
+        self._refused.labels(field).inc()
+        session.refused_calls += 1
+        session.first_refusal = session.first_refusal or error
 
     def close_session(self, session: Session) -> None:
         """Ends a session; later calls get SessionClosed."""
@@ -336,11 +355,15 @@ class EpisodeService:
             outcome = await self.environment.run(request.task, session, request.limits)
         finally:
             self.close_session(session)
-        if isinstance(session.failure, ServiceLost):
-            raise session.failure
+        for error in session.unanswered.values():
+            if isinstance(error, ServiceLost):
+                raise error
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
+        if session.first_refusal is not None:
+            reason = f"{session.refused_calls} calls refused, the first: {session.first_refusal}"
+            outcome.detail = f"{outcome.detail}; {reason}" if outcome.detail else reason
         sequences = session.sequences(outcome.turn_rewards) if outcome.status == "ok" else []
         if outcome.status == "ok" and not sequences:
             too_long = session.stop_reason == "context"
@@ -367,6 +390,7 @@ class EpisodeService:
                 "tool_calls": float(outcome.tool_calls),
                 "tool_errors": float(outcome.tool_errors),
                 "tool_seconds": outcome.tool_seconds,
+                "refused_calls": float(session.refused_calls),
             },
             detail=outcome.detail,
         )

@@ -81,8 +81,11 @@ class Session:
         self.closed = False
         self.stop_reason: StopReason = ""
         """The limit that was reached, if any."""
-        self.failure: ServiceError | None = None
-        """Why the engines did not answer the newest call, if they did not."""
+        self.unanswered: dict[str, ServiceError | None] = {}
+        """Sampled calls whose answer has not reached the client, with the engines' error; None for
+        one that is being sampled, or whose client has left."""
+        self.refused_calls = 0
+        self.first_refusal: InvalidInput | None = None
         self.turns = 0
         """Answers of the model, including those being sampled."""
         self.sampled_tokens = 0
@@ -122,11 +125,13 @@ class Session:
             self._calls[key] = task
 
         try:
-            return await asyncio.shield(task)  # a disconnected client may retry for the answer
+            answer = await asyncio.shield(task)  # a disconnected client may retry for the answer
         except asyncio.CancelledError:
             if self.closed and task.cancelled():
                 raise session_closed(self.id) from None
             raise
+        self.unanswered.pop(key, None)
+        return answer
 
     def grade(self, reward: Any) -> None:
         """Takes the program's reward and ends the session. Raises Conflict for a second, different
@@ -188,17 +193,17 @@ class Session:
         # Calls may run at once: what this one may use is taken before it is sampled.
         self.turns += 1
         self._reserved_tokens += max_new_tokens
+        self.unanswered[key] = None
         try:
             completion = await self._sample(prompt, max_new_tokens, self._seed(key))
         except BaseException as error:
             self.turns -= 1
             if isinstance(error, ServiceError):
-                self.failure = error
+                self.unanswered[key] = error
             raise
         finally:
             self._reserved_tokens -= max_new_tokens
 
-        self.failure = None
         self.sampled_tokens += len(completion.token_ids)
         self.stop_reason = tightest if completion.finish_reason == "length" else ""
         text = self._template.decode(completion.token_ids.tolist())

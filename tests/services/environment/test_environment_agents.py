@@ -3,6 +3,7 @@ no leftovers."""
 
 import asyncio
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
 from services.environment import program_runner
 from services.environment.runners import load_runner
-from services.http.app import listen, serving
+from services.http.app import create_app, listen, serving
 from tests.support.environments import Served, request_for, served
 from tests.support.paths import ROOT
 from tests.support.processes import alive
@@ -98,6 +99,35 @@ async def test_a_program_that_fails_has_a_reason_and_no_reward() -> None:
         assert "the engines did not answer" in episode.detail
 
 
+async def test_a_fault_of_the_engines_is_no_reward_even_if_the_program_makes_one_of_it() -> None:
+    release = threading.Event()
+
+    def stuck() -> None:
+        release.wait(60)
+
+    async with served(NAME, lambda _: "3") as server:
+        assert (await play(server, "swallows")).reward == 0.0
+        server.engine.failures = 3
+        episode = await play(server, "swallows")
+        assert (episode.status, episode.reward, episode.sequences) == ("died", None, [])
+        assert "the engines did not answer a call: " in episode.detail
+        server.engine.waits = stuck
+        episode = await play(server, "gives up")
+        release.set()
+        assert (episode.status, episode.reward) == ("died", None)
+        assert "a call had no answer" in episode.detail
+
+
+async def test_a_refused_call_is_told_and_counted() -> None:
+    async with served(NAME, lambda _: "3") as server:
+        episode = await play(server, "two answers")
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+        assert "1 calls refused, the first: a call returns exactly one answer" in episode.detail
+        assert episode.metrics["refused_calls"] == 1
+        (refused,) = server.service._refused.collect()
+        assert (refused.samples[0].labels["field"], refused.samples[0].value) == ("n", 1)
+
+
 async def test_limit_is_a_stop_reason_even_if_it_makes_the_program_fail() -> None:
     async with served(NAME, lambda _: "3") as server:
         episode = await play(server, "limits", turns=3)
@@ -176,7 +206,7 @@ async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
 
 
 def agent_app(told: list[dict[str, Any]], release: asyncio.Event) -> FastAPI:
-    app = FastAPI()
+    app = create_app("agent")
 
     @app.post("/{mode}")
     async def run(mode: str, request: Request) -> Response:

@@ -214,9 +214,9 @@ async def test_a_call_that_failed_is_sampled_again() -> None:
     session, engine, _ = trap_session([GenerationFailed("gone"), "ok"])
     with pytest.raises(GenerationFailed):
         await ask(session, [user("x")])
-    assert session.failure is not None
+    assert session.unanswered
     assert (await ask(session, [user("x")])).message.content == "ok"
-    assert session.failure is None
+    assert not session.unanswered
     assert (len(engine.asked), session.turns) == (2, 1)
 
 
