@@ -22,6 +22,8 @@ from common.process.metrics import Metrics
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Completion, Episode, EpisodeRequest, EpisodeStatus
 from services.environment.environments import Environment
+from services.environment.messages import encodable
+from services.environment.outcome import Outcome
 from services.environment.runners import class_runner, load_runner
 from services.environment.session import Session, SessionSettings, session_closed
 from services.environment.template import Template
@@ -35,6 +37,7 @@ _MAX_ENDED = 65_536
 """Ended sessions whose names are kept, so that late calls get the right error."""
 _TRIES = 3
 """Maximum attempts to run an episode that dies."""
+_DETAIL_CHARS = 10_000
 _SEND_AGAIN = "it was deleted or never made: send the request again"
 
 
@@ -353,6 +356,11 @@ class EpisodeService:
         session = self.open_session(request, index, attempt)
         try:
             outcome = await self.environment.run(request.task, session, request.limits)
+        except ServiceLost:
+            raise
+        except Exception as error:  # a fault in one episode is no fault of the others
+            log.exception("an episode of %s failed", self.environment.name)
+            outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
         for error in session.unanswered.values():
@@ -380,9 +388,9 @@ class EpisodeService:
             status=outcome.status,
             stop_reason=outcome.stop_reason,
             reward=outcome.reward,
-            answer=outcome.answer,
+            answer=encodable(outcome.answer),
             sequences=sequences,
-            components=outcome.components,
+            components={encodable(name): value for name, value in outcome.components.items()},
             metrics={
                 "turns": float(session.turns),
                 "sampled_tokens": float(session.sampled_tokens),
@@ -392,5 +400,5 @@ class EpisodeService:
                 "tool_seconds": outcome.tool_seconds,
                 "refused_calls": float(session.refused_calls),
             },
-            detail=outcome.detail,
+            detail=encodable(outcome.detail)[:_DETAIL_CHARS],
         )

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from services.environment.outcome import EnvironmentLost
+from services.environment.outcome import EnvironmentLost, told
 
 log = logging.getLogger(__name__)
 _WARN_EVERY_S = 60.0
@@ -99,7 +99,7 @@ class Threads:
             except Exception as raised:
                 error = raised
             except BaseException as ending:  # SystemExit would end the server
-                error = RuntimeError(f"{type(ending).__name__}: {ending}")
+                error = RuntimeError(told(ending))
             with suppress(RuntimeError):  # the loop has ended
                 call.future.get_loop().call_soon_threadsafe(self._finish, call, result, error)
 
