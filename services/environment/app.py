@@ -130,7 +130,7 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
             raise
         content = dialect.write(answer, parsed, key)
         if parsed.streams:
-            return StreamingResponse(dialect.events(content), media_type=EVENTS)
+            return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
         return Response(orjson.dumps(content), media_type=JSON)
 
     app.router.add_api_route(

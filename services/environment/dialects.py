@@ -33,6 +33,8 @@ class Call(NamedTuple):
     tools: list[Json]
     model: str
     streams: bool
+    streams_usage: bool
+    """Whether a stream of chat completions ends with the usage."""
 
 
 class Dialect(NamedTuple):
@@ -43,7 +45,7 @@ class Dialect(NamedTuple):
     """JSON schema of the fields that are read; all other fields are ignored."""
     read: Callable[[Json], Call]
     write: Callable[[CallAnswer, Call, str], Json]
-    events: Callable[[Json], Iterator[str]]
+    events: Callable[[Json, Call], Iterator[str]]
 
 
 def read_call(body: Any, dialect: Dialect) -> Call:
@@ -62,11 +64,13 @@ def read_call(body: Any, dialect: Dialect) -> Call:
 
 
 def _call(body: Json, messages: list[Message], tools: list[Json]) -> Call:
+    options = body.get("stream_options")
     return Call(
         messages=messages,
         tools=tools,
         model=str(body.get("model") or "policy"),
         streams=bool(body.get("stream")),
+        streams_usage=isinstance(options, dict) and options.get("include_usage") is True,
     )
 
 
@@ -134,7 +138,7 @@ def _write_chat(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _chat_events(body: Json) -> Iterator[str]:
+def _chat_events(body: Json, call: Call) -> Iterator[str]:
     choice = body["choices"][0]
     common: Json = {
         "id": body["id"],
@@ -154,7 +158,9 @@ def _chat_events(body: Json) -> Iterator[str]:
         ]
     yield chunk(message, None)
     yield chunk({}, choice["finish_reason"])
-    yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
+    # Its `choices` are empty, which a plain loop over them does not expect.
+    if call.streams_usage:
+        yield _event(common | {"choices": [], "usage": body["usage"]}, named=False)
     yield "data: [DONE]\n\n"
 
 
@@ -291,7 +297,7 @@ def _write_responses(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _responses_events(body: Json) -> Iterator[str]:
+def _responses_events(body: Json, _: Call) -> Iterator[str]:
     numbers = itertools.count()
 
     def event(kind: str, **content: Any) -> str:
@@ -451,7 +457,7 @@ def _write_messages(answer: CallAnswer, call: Call, identifier: str) -> Json:
     }
 
 
-def _messages_events(body: Json) -> Iterator[str]:
+def _messages_events(body: Json, _: Call) -> Iterator[str]:
     yield _event({"type": "message_start", "message": body | {"content": [], "stop_reason": None}})
     for i, block in enumerate(body["content"]):
         if block["type"] == "tool_use":

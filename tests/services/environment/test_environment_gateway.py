@@ -180,6 +180,19 @@ async def test_a_stream_is_written_from_the_whole_answer() -> None:
         assert len(server.engine.asked) == 3
 
 
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": True}])
+async def test_the_usage_ends_a_stream_of_chat_completions_only_where_it_is_asked_for(
+    options: Any,
+) -> None:
+    async with opened() as (server, session):
+        body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+        if options is not None:
+            body["stream_options"] = options
+        found = events((await post(server, session, "chat/completions", body)).text)
+        assert [bool(chunk["choices"]) for chunk in found[:2]] == [True, True]
+        assert [bool(chunk.get("usage")) for chunk in found[2:]] == ([True] if options else [])
+
+
 async def test_a_retry_replays_the_answer() -> None:
     async with opened() as (server, session):
         body = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
