@@ -4,6 +4,7 @@ talk to a model.
 
 import hashlib
 import hmac
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -123,12 +124,14 @@ def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> N
             key = _request_key(body, dialect)
             # A call that its client leaves goes on, and counts as unanswered.
             answer = await cancel_on_disconnect(
-                request, called.call(parsed.messages, parsed.tools, key)
+                request,
+                called.call(parsed.messages, parsed.tools, key, is_retry=_is_retry(request)),
             )
         except InvalidInput as error:
             service.refuse(called, error)
             raise
-        content = dialect.write(answer, parsed, key)
+        identifier = secrets.token_hex(16)
+        content = dialect.write(answer, parsed, identifier)
         if parsed.streams:
             return StreamingResponse(dialect.events(content, parsed), media_type=EVENTS)
         return Response(orjson.dumps(content), media_type=JSON)
@@ -151,6 +154,14 @@ def _request_key(body: Any, dialect: Dialect) -> str:
             "the body is nested too deeply", field="body", remedy="nest it at most 250 levels deep"
         ) from None
     return hashlib.blake2b(dialect.path.encode() + content, digest_size=16).hexdigest()
+
+
+def _is_retry(request: Request) -> bool | None:
+    """Returns whether a call is sent again, as OpenAI's and Anthropic's libraries say; None for
+    other clients.
+    """
+    count = request.headers.get("x-stainless-retry-count")
+    return None if count is None else count != "0"
 
 
 def _check_key(session: str, request: Request) -> None:

@@ -193,17 +193,21 @@ async def test_the_usage_ends_a_stream_of_chat_completions_only_where_it_is_aske
         assert [bool(chunk.get("usage")) for chunk in found[2:]] == ([True] if options else [])
 
 
-async def test_a_retry_replays_the_answer() -> None:
+async def test_only_a_retry_replays_the_answer() -> None:
     async with opened() as (server, session):
         body = {"model": "m", "messages": [{"role": "user", "content": "1+2?"}]}
-        answers = [
-            (await post(server, session, "chat/completions", body)).json()["choices"]
-            for _ in range(3)
-        ]
-        assert answers[0] == answers[1] == answers[2]
-        assert len(server.engine.asked) == 1
-        await post(server, session, "chat/completions", body | {"seed": 1})
-        assert len(server.engine.asked) == 2, "another seed asks for another answer"
+        for count, asked in (("0", 1), ("1", 1), (None, 2), ("0", 3), ("2", 3)):
+            headers = {"x-api-key": session.id}
+            if count is not None:
+                headers["x-stainless-retry-count"] = count
+            url = f"/sessions/{session.id}/v1/chat/completions"
+            answer = await server.http.post(url, json=body, headers=headers)
+            assert answer.status_code == 200
+            assert len(server.engine.asked) == asked, count
+        seeds = [each["sampling_params"]["sampling_seed"] for each in server.engine.asked]
+        assert len(set(seeds)) == 3
+        session.close()
+        assert len(session.sequences()) == 3, "siblings, each trained"
 
 
 @pytest.mark.parametrize("key", ["", "forged", "é", None])
