@@ -251,7 +251,8 @@ class EpisodeRun:
         if self._threads is None:
             return function()
         name = getattr(function.func, "__name__", "a method")
-        return await self._threads.run(function, f"{self._environment.name}: {name}")
+        result = await self._threads.run(function, f"{self._environment.name}: {name}")
+        return await result if inspect.isawaitable(result) else result
 
     async def _text(self, result: Any) -> str:
         """Returns a tool's result as the model reads it."""

@@ -58,7 +58,7 @@ def read_call(body: Any, dialect: Dialect) -> Call:
             "a call returns exactly one answer",
             field="n",
             value=body["n"],
-            remedy="make one call per answer, each with another `seed`",
+            remedy="make one call for each answer",
         )
     return dialect.read(body)
 
