@@ -323,7 +323,8 @@ class EpisodeService:
         return episodes
 
     def _fail_without_reward(self, episodes: list[Episode]) -> None:
-        """Marks episodes without a reward as failed if others of this environment had one.
+        """Gives episodes without a reward 0 if others of this environment had one and the policy
+        is the reason, else marks them as failed.
 
         Otherwise the run's reward functions would grade them on another scale.
         """
@@ -333,7 +334,14 @@ class EpisodeService:
         if not self._gives_rewards:
             return
         for episode in ended:
-            if episode.reward is None:
+            if episode.reward is not None:
+                continue
+            did_nothing = episode.metrics["tool_calls"] == episode.metrics["tool_errors"]
+            reached_limit = episode.stop_reason != "done"
+            if reached_limit or (self.environment.tools and did_nothing):
+                episode.reward = 0.0
+                episode.components = {"reward": 0.0}
+            else:
                 episode.status = "error"
                 episode.sequences = []
                 episode.detail = (
