@@ -236,23 +236,20 @@ class EpisodeRun:
             raise EpisodeFailed(f"{self._environment.name}: {name} raised {told(error)}") from error
 
     async def _run(self, function: "partial[Any]") -> Any:
-        """Returns what the user's function returns, and awaits it if it is a coroutine."""
-        if inspect.iscoroutinefunction(function.func):
-            try:
-                return await function()
-            except Exception:
-                raise
-            except BaseException as ending:
-                # It would end the event loop, or look like the end of this episode.
-                caller = asyncio.current_task()
-                if caller is not None and caller.cancelling():
-                    raise
-                raise RuntimeError(told(ending)) from ending
+        """Returns what the user's function returns, and awaits it if it is a coroutine.
+
+        Neither runs in the server's event loop, unless the functions are the server's own.
+        """
+        is_coroutine = inspect.iscoroutinefunction(function.func)
         if self._threads is None:
-            return function()
-        name = getattr(function.func, "__name__", "a method")
-        result = await self._threads.run(function, f"{self._environment.name}: {name}")
-        return await result if inspect.isawaitable(result) else result
+            return await function() if is_coroutine else function()
+        name = f"{self._environment.name}: {getattr(function.func, '__name__', 'a method')}"
+        if is_coroutine:
+            return await self._threads.run_coroutine(function, name)
+        result = await self._threads.run(function, name)
+        if inspect.isawaitable(result):
+            return await self._threads.run_coroutine(lambda: result, name)
+        return result
 
     async def _text(self, result: Any) -> str:
         """Returns a tool's result as the model reads it."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from common.wire.schemas import Episode
+from services.environment import threads as threads_module
 from services.environment.threads import Threads
 from tests.support.environments import request_for, served
 
@@ -154,6 +155,50 @@ async def test_whatever_a_tool_does_is_told_to_the_model(tool: str, told: str, e
             assert told in episode.sequences[0].text
             assert episode.components == {"half ?": 1.0}
         assert len(server.engine.asked) == 4, "no call is repeated"
+
+
+class Blocks:
+    """Has a coroutine that blocks its event loop."""
+
+    release = threading.Event()
+
+    async def reset(self, prompt: str) -> None:
+        """Shows that it does not run beside the server."""
+        self.blocks = prompt == "block"
+        assert threading.current_thread() is not threading.main_thread()
+
+    async def get_reward(self) -> float:
+        """Blocks, or takes longer than the loop may be blocked."""
+        if self.blocks:
+            self.release.wait(60)
+        else:
+            await asyncio.sleep(0.5)
+        return 1.0
+
+
+async def test_a_coroutine_that_blocks_stops_neither_the_server_nor_other_episodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads_module, "_BEAT_S", 0.05)
+    monkeypatch.setattr(threads_module, "BLOCKED_S", 0.2)
+    Blocks.release.clear()
+    async with served(Blocks, lambda _: "done") as server:
+        name = server.service.environment.name
+        requests = [request_for(name, prompt) for prompt in ("other", "block")]
+        requests[1].request_id = "r2"
+        other, blocks = [
+            asyncio.create_task(server.client.episodes(request)) for request in requests
+        ]
+        (episode,) = await other
+        assert (episode.status, episode.reward) == ("ok", 1.0), "it was played again"
+        stats = (await server.http.get("/stats")).json()
+        assert stats["hung_calls"] == 1
+        assert not blocks.done()
+        Blocks.release.set()
+        (episode,) = await blocks
+        assert (episode.status, episode.reward) == ("ok", 1.0)
+        while server.service.stats()["hung_calls"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_crash_of_one_episode_leaves_the_others() -> None:
