@@ -13,7 +13,7 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
-from common.errors import InvalidInput, Unauthorized
+from common.errors import InvalidInput, ServiceError, Unauthorized
 from common.wire import codec
 from common.wire.schemas import EpisodeRequest, Episodes
 from services.environment.dialects import DIALECTS, Dialect, read_call
@@ -21,10 +21,28 @@ from services.environment.outcome import EpisodeFailed, parse_reward
 from services.environment.service import MAX_EPISODES, EpisodeService
 from services.http.app import BareRoute, create_app, read_json
 from services.http.disconnect import cancel_on_disconnect
+from services.http.errors import error_response
 from services.http.openapi import JSON, OBJECT, described, struct_schema
 
 SESSIONS = "/sessions/"
 EVENTS = "text/event-stream"
+_MODEL = {
+    "id": "policy",
+    "object": "model",
+    "type": "model",
+    "display_name": "policy",
+    "owned_by": "policy",
+    "created": 0,
+    "created_at": "1970-01-01T00:00:00Z",
+}
+MODELS = {
+    "object": "list",
+    "data": [_MODEL],
+    "has_more": False,
+    "first_id": "policy",
+    "last_id": "policy",
+}
+"""The list of models, as OpenAI's and Anthropic's libraries read it."""
 _NUMBER = {"type": "number"}
 _REWARD = {"anyOf": [_NUMBER, OBJECT | {"additionalProperties": _NUMBER, "minProperties": 1}]}
 MAX_CALLS = 4096
@@ -87,6 +105,7 @@ def create_environment_app(
         """
         return service.stats() | {"load": app.state.load.stats(), "nodes": nodes}
 
+    _models_route(app, service)
     for dialect in DIALECTS:
         _gateway_route(app, service, dialect)
 
@@ -110,11 +129,30 @@ def create_environment_app(
     return app
 
 
+def _models_route(app: FastAPI, service: EpisodeService) -> None:
+    """Adds the route of a session's models."""
+
+    @app.get(f"{SESSIONS}{{session}}/v1/models", **described(answer=OBJECT, fails=(404, 410)))
+    async def models(session: str, request: Request) -> Response:
+        """The one model of a session, for clients that ask before they call."""
+        _check_key(session, request)
+        service.session(session)
+        return Response(orjson.dumps(MODELS), media_type=JSON)
+
+
 def _gateway_route(app: FastAPI, service: EpisodeService, dialect: Dialect) -> None:
     """Adds the route of one of the session APIs."""
 
     async def call(session: str, request: Request) -> Response:
         """Answers a call of this episode's program. The session's key is its name."""
+        try:
+            return await answered(session, request)
+        except ServiceError as error:
+            # Client libraries show only the message: it says what the other fields say.
+            error.message = str(error)
+            return error_response(error, request.scope)
+
+    async def answered(session: str, request: Request) -> Response:
         _check_key(session, request)
         called = service.session(session)
         service.calls.labels(dialect.path).inc()

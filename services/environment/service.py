@@ -371,9 +371,9 @@ class EpisodeService:
             outcome = Outcome("error", detail=f"{type(error).__name__}: {error}")
         finally:
             self.close_session(session)
-        for error in session.unanswered.values():
-            if isinstance(error, ServiceLost):
-                raise error
+        for failure in session.unanswered.values():
+            if isinstance(failure, ServiceLost):
+                raise failure
 
         seconds = time.monotonic() - started
         self._seconds.observe(seconds)
