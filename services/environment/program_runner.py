@@ -9,7 +9,6 @@ session; otherwise the run's reward functions grade its last answer.
 import asyncio
 import json
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from services.environment.outcome import (
     parse_reward,
     play_to_end,
 )
-from services.environment.programs import SIGNALLED, RunningProgram, words_of
+from services.environment.programs import SIGNALLED, Folders, RunningProgram, words_of
 from services.environment.session import Session
 from services.environment.threads import Threads
 
@@ -66,6 +65,7 @@ class ProgramRunner:
         self.has_steps = False
         self.has_reward = has_reward
         self.threads: Threads | None = None
+        self._folders = Folders()
         self._gateway = gateway
         self._slots = asyncio.Semaphore(slots)
 
@@ -93,7 +93,8 @@ class ProgramRunner:
         return outcome
 
     async def close(self) -> None:
-        """Nothing runs between episodes."""
+        """Removes what remains of the episodes' folders."""
+        await asyncio.to_thread(self._folders.close)
 
     async def _play(self, task: EpisodeTask, session: Session, outcome: Outcome) -> None:
         content = self._task(task, session)
@@ -110,7 +111,7 @@ class ProgramRunner:
 
     async def _run_command(self, content: dict[str, Any], session: Session) -> Any:
         """Runs the command; returns the reward that it wrote, or None."""
-        home = Path(tempfile.mkdtemp(prefix="episode-"))
+        home = await asyncio.to_thread(self._folders.make)
         try:
             reward_file = home / "reward.json"
             env = _variables(content["session"]) | {
@@ -121,14 +122,16 @@ class ProgramRunner:
             program = await RunningProgram.start(
                 words, env, mark=session.id, home=home, stdin=orjson.dumps(content)
             )
-            status = None
             try:
                 status = await _wait_for_end(program, session)
             finally:
                 output = await program.kill()
 
-            is_expected = session.graded.is_set() or session.stop_reason
-            if status and not is_expected:
+            has_reward = session.graded.is_set()
+            if status > SIGNALLED:
+                # A program may be killed when its work is done: a whole reward is kept.
+                has_reward = has_reward or await asyncio.to_thread(_is_complete, reward_file)
+            if status and not has_reward and not session.stop_reason:
                 _check_answered(session)
                 raise _failure(words[0], status, output)
             return await asyncio.to_thread(_read_reward, reward_file)
@@ -244,6 +247,15 @@ def _read_reward(path: Path) -> Any:
     except OSError as error:
         raise EpisodeFailed(f"the reward file cannot be read: {error.strerror}") from error
     return _parse_json(content.decode("utf-8", "replace").strip(), "the reward file")
+
+
+def _is_complete(path: Path) -> bool:
+    """Returns whether a reward file holds a whole reward."""
+    try:
+        parse_reward(_read_reward(path), "the program's reward is")
+    except EpisodeFailed:
+        return False
+    return True
 
 
 def _parse_json(text: str, source: str) -> Any:

@@ -93,6 +93,12 @@ def main(task: dict[str, Any]) -> None:
         while True:
             status, answer = ask(f"{time.monotonic_ns()}")
             assert status == 200, answer
+    elif mode == "killed with a reward":
+        write(right)
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif mode == "killed while it writes":
+        write('{"right": ')
+        os.kill(os.getpid(), signal.SIGKILL)
     elif mode == "leaves":
         note(subprocess.Popen(["sleep", "1000"]).pid, task)
         note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, task)

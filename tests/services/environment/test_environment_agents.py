@@ -2,7 +2,10 @@
 no leftovers."""
 
 import asyncio
+import os
+import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,7 @@ from common.errors import ConfigError
 from common.settings.sections import EnvironmentSection
 from common.wire.schemas import Episode
 from services.environment import program_runner
+from services.environment.programs import Folders
 from services.environment.runners import load_runner
 from services.http.app import create_app, listen, serving
 from tests.support.environments import Served, request_for, served
@@ -40,6 +44,7 @@ REWARDS: dict[str, dict[str, float]] = {
     "call": {"reward": 1.0},
     "bad call": {"reward": -1.0},
     "chatty": {"reward": 1.0},
+    "killed with a reward": {"reward": 1.0},
     "variables": {"secrets": 0.0},
 }
 
@@ -72,6 +77,7 @@ async def test_answer_without_a_reward_is_left_to_be_graded_unless_others_have_o
 FAILURES = {
     "crash": ("error", "ended with status 1; the end of its output: Traceback"),
     "signal": ("died", "was ended by signal 9"),
+    "killed while it writes": ("died", "was ended by signal 9"),
     "no JSON": ("error", "the reward file is not JSON: 'no JSON'"),
     "NaN": ("error", "the program's reward is nan, not a finite number"),
     "[]": ("error", "the program's reward is [], not a finite number"),
@@ -187,6 +193,22 @@ async def test_program_leaves_no_process_or_session_behind(
         await asyncio.gather(running, return_exceptions=True)
         await gone(pids, 2)
         await until(lambda: server.service.stats()["sessions"] == 0)
+
+
+def test_folders_that_a_killed_server_left_are_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lives = Folders()
+    kept = lives.make()
+    killed = "import sys, os; from services.environment.programs import Folders; "
+    killed += "Folders().make(); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", killed], env=os.environ | {"TMPDIR": str(tmp_path)})
+    assert len(list(tmp_path.iterdir())) == 2
+    Folders().close()
+    assert list(tmp_path.iterdir()) == [kept.parent]
+    lives.close()
+    assert not list(tmp_path.iterdir())
 
 
 async def test_the_prompt_may_be_an_argument(tmp_path: Path) -> None:
