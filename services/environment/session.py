@@ -182,7 +182,7 @@ class Session:
             is_retry = bool(unanswered)
         if names and is_retry:
             return unanswered[0] if unanswered else names[-1]
-        name = f"{key} {len(names)}"
+        name = f"{key} {len(names)}" if names else key
         names.append(name)
         return name
 
