@@ -12,7 +12,7 @@ from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
 from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import TrainerConfig
-from trainer.api.trl import TRAINER, refuse
+from trainer.api.trl import of_trainer
 
 
 class GRPOConfig(TrainerConfig):
@@ -28,12 +28,12 @@ class GRPOConfig(TrainerConfig):
     loss_type: str | None = "dapo"
     num_generations: int = Field(8, ge=1)
     learning_rate: float = Field(1e-6, gt=0)
-    num_train_epochs: int = Field(3, gt=0)
+    num_train_epochs: float = Field(3, gt=0)
     gradient_accumulation_steps: int = Field(1, gt=0)
     max_new_tokens: int = Field(512, gt=0)
     kl_coef: float = Field(0.0, ge=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    save_steps: int = Field(500, ge=0)
+    save_steps: float | Literal["epoch"] = 500
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
 
@@ -61,8 +61,8 @@ class GRPOConfig(TrainerConfig):
             import torch
 
             data = data | {"use_gpu": torch.cuda.is_available()}
-        if data.get("use_gpu") and "bf16" not in data:
-            data = data | {"bf16": True}
+        if data.get("use_gpu"):
+            data = {"bf16": True} | data
         if data.get("loss_type", "dapo") is None:
             raise ConfigError(
                 "TRL has no such loss",
@@ -109,13 +109,13 @@ class GRPOTrainer(OnlineRLTrainer):
         *,
         engine: str | Sequence[str] = "embedded",
     ) -> None:
-        others = {
-            "reward_processing_classes": reward_processing_classes,
-            "quantization_config": quantization_config,
-            "rollout_func": rollout_func,
-        }
-        for name, value in others.items():
-            refuse(name, TRAINER[name], value)
+        of_trainer(
+            {
+                "reward_processing_classes": reward_processing_classes,
+                "quantization_config": quantization_config,
+                "rollout_func": rollout_func,
+            }
+        )
         args = self._config() if args is None else args
         train_dataset, plain = _is_plain(train_dataset)
         templates = {"data.prompt_template", "model.chat_template", "environment.name"}

@@ -1,11 +1,13 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
 import shutil
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -15,9 +17,8 @@ from common.errors import ConfigError
 from common.prompts.prompter import Prompter, PromptStyle
 from common.wire.schemas import Prompt
 from learning.device import choose_device
-from services.reward.functions import RewardFunction
 from trainer.api.callbacks import Callbacks, TrainerState
-from trainer.api.datasets import as_held_out, as_prompts, as_rewards
+from trainer.api.datasets import as_held_out, as_prompts, as_rewards, weights_of
 from trainer.api.engine import choose_engine
 from trainer.api.episodes import EnvironmentReward, as_environment, with_environment
 from trainer.api.evaluator import ModelEvaluator, is_read
@@ -119,24 +120,36 @@ class OnlineRLTrainer:
         changes["settings"] = settings | changes.get("settings", {})
         if self._environment is not None and self._environment.has_reward:
             reward_fn = EnvironmentReward()
+        name = f"{config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.output_dir = config.output_dir or Path("outputs") / name
+        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
+        peft_config = peft_config or self._caller_model.peft_config
         if peft_config is not None:
-            changes["settings"] |= lora_settings(peft_config)
-        if model is not None:
-            _refuse_other_model(config, model)
+            of_model = self._caller_model.model or config.model_name_or_path
+            changes["settings"] |= lora_settings(peft_config, of_model)
+        named = config.model_name_or_path
+        if (
+            model is not None
+            and "model_name_or_path" in config.model_fields_set
+            and named != str(model)
+        ):
+            raise ConfigError(
+                "the argument model names another model",
+                field="model_name_or_path",
+                value=named,
+                remedy="leave one of them out",
+            )
         if isinstance(model, str | Path):
             changes["model_name_or_path"] = str(model)
         self.config = config.changed(**changes)
 
-        name = f"{self.config.trainer_type}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.output_dir = self.config.output_dir or Path("outputs") / name
-        self._caller_model = CallerModel(model, processing_class, self.output_dir / "initial")
         self._callbacks = Callbacks(callbacks, self.config, self.output_dir / "extras.jsonl")
         self._engine = choose_engine(engine, self.config)
         if reward_fn is None or train_dataset is None:
             field = "reward_fn" if reward_fn is None else "train_dataset"
             raise ConfigError("this argument is required", field=field, remedy=f"give {field}")
         self._rewards = as_rewards(reward_fn, self._callbacks)
-        self._weights = _weights(self.config, self._rewards)
+        self._weights = weights_of(self._rewards, self.config.reward_weights)
         if not hasattr(train_dataset, "__len__") and self.config.max_steps is None:
             raise ConfigError(
                 "the data set has no length",
@@ -310,22 +323,14 @@ class OnlineRLTrainer:
         """
         import pandas
 
-        rows = []
-        for line in read_lines(self.output_dir / "samples.jsonl"):
-            if step not in (None, line["step"]):
-                continue
-            for completion in line["completions"]:
-                rows.append(
-                    {
-                        "step": line["step"],
-                        "prompt": line["prompt"],
-                        "completion": completion.get("text"),
-                        "reward": completion.get("reward"),
-                        "correct": completion.get("correct"),
-                    }
-                )
-        columns = ["step", "prompt", "completion", "reward", "correct"]
-        return pandas.DataFrame(rows, columns=columns)
+        groups = [
+            group
+            for group in read_lines(self.output_dir / "samples.jsonl")
+            if step in (None, group["step"])
+        ]
+        table = pandas.json_normalize(groups, "completions", ["step", "prompt"])
+        table = table.rename(columns={"text": "completion"})
+        return table.reindex(columns=["step", "prompt", "completion", "reward", "correct"])
 
     @contextmanager
     def _whole_model(self) -> Iterator[Path]:
@@ -358,14 +363,9 @@ class OnlineRLTrainer:
                 remedy="give dataset here, or eval_dataset to the trainer",
             )
         config = self.config
-        settings: dict[str, Any] = {}
-        for name in ("top_p", "top_k", "min_p"):
-            value = getattr(config, name)
-            if value is not None:
-                settings[f"sampling.{name}"] = value
-        for name, value in config.settings.items():
-            if is_read(name):
-                settings[name] = value
+        bounds = {"top_p": config.top_p, "top_k": config.top_k, "min_p": config.min_p or 0.0}
+        settings = {f"sampling.{name}": value for name, value in bounds.items()}
+        settings |= {name: value for name, value in config.settings.items() if is_read(name)}
         evaluator = ModelEvaluator(
             self._checkpoint or self._caller_model.saved(config),
             system_prompt=config.system_prompt,
@@ -377,9 +377,12 @@ class OnlineRLTrainer:
             progress=config.verbose,
             settings=settings,
         )
-        data = self._problems.held_out if dataset is None else dataset
-        weights = list(self._weights.values())
-        return evaluator.evaluate(data, self._rewards, k=k, reward_weights=weights)
+        return evaluator.evaluate(
+            self._problems.held_out if dataset is None else dataset,
+            self._rewards,
+            k=k,
+            reward_weights=list(self._weights.values()),
+        )
 
     @contextmanager
     def _own_names(self) -> Iterator[None]:
@@ -396,30 +399,19 @@ class OnlineRLTrainer:
     def _result(self, saved: Path) -> TrainResult:
         history = read_lines(self.output_dir / "metrics.jsonl")
         evaluations = read_lines(self.output_dir / "evaluations.jsonl")
-        if not history:  # a callback stopped the run before its first step
-            return TrainResult(
-                global_step=0,
-                metrics={},
-                history=[],
-                evaluations=evaluations,
-                checkpoint=saved,
-                output_dir=self.output_dir,
-            )
-        last = history[-1]
-        metrics: dict[str, float] = {}
+        found: dict[str, Any] = {}
+        last = history[-1] if history else {}  # a callback may stop a run before its first step
         for name in ("reward", "accuracy", "completion_tokens"):
-            if last[name] is not None:
-                metrics[name] = float(last[name])
-        metrics["loss"] = last["update"]["loss"]
-        metrics["kl"] = last["update"]["kl_reference"]
+            found[name] = last.get(name)
+        if last:
+            found["loss"] = last["update"]["loss"]
+            found["kl"] = last["update"]["kl_reference"]
         if evaluations:
-            newest = evaluations[-1]
-            if newest["accuracy"] is not None:
-                metrics["eval_accuracy"] = newest["accuracy"]
-            metrics |= by_data_set(newest["answers"], self._held_out_names)
+            found["eval_accuracy"] = evaluations[-1]["accuracy"]
+            found |= by_data_set(evaluations[-1]["answers"], self._held_out_names)
         return TrainResult(
-            global_step=last["step"],
-            metrics=metrics,
+            global_step=last.get("step", 0),
+            metrics={name: float(value) for name, value in found.items() if value is not None},
             history=history,
             evaluations=evaluations,
             checkpoint=saved,
@@ -427,42 +419,18 @@ class OnlineRLTrainer:
         )
 
 
-def _refuse_other_model(config: TrainerConfig, model: Any) -> None:
-    """Raises ConfigError when the settings name another model than the argument `model`."""
-    named = config.model_name_or_path
-    if "model_name_or_path" in config.model_fields_set and named != str(model):
-        raise ConfigError(
-            "the argument model names another model",
-            field="model_name_or_path",
-            value=named,
-            remedy="leave one of them out",
-        )
-
-
 def by_data_set(answers: Sequence[dict[str, Any]], names: Iterable[str]) -> dict[str, float]:
     """Returns `eval_NAME_reward`, and `eval_NAME_accuracy` if rewards are verdicts, for each data
     set in `names`.
     """
-    found: dict[str, list[float]] = {}
-    for answer in answers:
-        name, slash, _ = answer["prompt_id"].partition("/")
-        if slash and name in names:
-            found.setdefault(f"eval_{name}_reward", []).append(answer["reward"])
-            if answer["correct"] is not None:
-                found.setdefault(f"eval_{name}_accuracy", []).append(float(answer["correct"]))
-    return {name: sum(shares) / len(shares) for name, shares in found.items()}
-
-
-def _weights(config: TrainerConfig, rewards: Sequence[RewardFunction]) -> dict[str, float]:
-    weights = config.reward_weights if config.reward_weights is not None else [1.0] * len(rewards)
-    if len(weights) != len(rewards):
-        raise ConfigError(
-            f"there are {len(rewards)} reward functions",
-            field="reward_weights",
-            value=weights,
-            remedy="give one weight for each reward function",
-        )
-    return {function.name: float(weight) for function, weight in zip(rewards, weights, strict=True)}
+    means: dict[str, float] = {}
+    for name in names:
+        own = [answer for answer in answers if answer["prompt_id"].startswith(f"{name}/")]
+        for figure, key in (("reward", "reward"), ("accuracy", "correct")):
+            values = [answer[key] for answer in own if answer[key] is not None]
+            if values:
+                means[f"eval_{name}_{figure}"] = mean(values)
+    return means
 
 
 def _check(config: TrainerConfig, problems: Problems) -> None:
@@ -492,20 +460,20 @@ def _check_lengths(config: TrainerConfig, prompts: Sequence[Prompt]) -> None:
     prompter = Prompter(load_tokenizer(settings.model), PromptStyle.of(settings), [])
     lengths = [len(prompter.token_ids(prompt)) for prompt in prompts]
     longest = max(lengths)
-    longest_id = prompts[lengths.index(longest)].id
-    context = context_length(settings.model)
+    room = (context_length(settings.model) or sys.maxsize) - longest
+    field = ""
     if longest > config.max_prompt_length:
+        field = "max_prompt_length"
+        limit = ""
+        remedy = "raise it"
+    elif config.max_new_tokens > room:
+        field = "max_new_tokens"
+        limit = f", and the model's context has only {longest + room}"
+        remedy = f"lower it to {max(1, room)}"
+    if field:
         raise ConfigError(
-            f"the problem {longest_id} has {longest} tokens",
-            field="max_prompt_length",
-            value=config.max_prompt_length,
-            remedy="raise it, or leave the problem out",
-        )
-    if context is not None and longest + config.max_new_tokens > context:
-        raise ConfigError(
-            f"the problem {longest_id} has {longest} tokens, and the model's context has only "
-            f"{context}",
-            field="max_new_tokens",
-            value=config.max_new_tokens,
-            remedy=f"lower it to {max(1, context - longest)}, or leave the problem out",
+            f"the problem {prompts[lengths.index(longest)].id} has {longest} tokens{limit}",
+            field=field,
+            value=getattr(config, field),
+            remedy=f"{remedy}, or leave the problem out",
         )
