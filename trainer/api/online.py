@@ -1,5 +1,6 @@
 """`OnlineRLTrainer`: training in this process on the caller's model, data and reward function."""
 
+import json
 import shutil
 import sys
 import time
@@ -31,7 +32,7 @@ from trainer.in_process import Problems, train_in_process
 from trainer.observe.run_dir import console, read_lines
 from trainer.policy import checkpoint
 from trainer.policy.export import export
-from trainer.policy.scorer import context_length, is_adapter, load_tokenizer
+from trainer.policy.scorer import context_length, is_adapter, load_model, load_tokenizer
 
 _NOT_THE_MODEL = ("trainer_state.json", "state", "critic", "critic-server", "reference")
 """Content of a checkpoint besides the model."""
@@ -169,6 +170,8 @@ class OnlineRLTrainer:
         self._rounds = 0
         self._began = False
         self._checkpoint: Path | None = None
+        self._loaded: tuple[Path | None, Any] | None = None
+        """The model that `model` loaded, after its checkpoint."""
         _check(self.config, self._problems)
 
     @property
@@ -178,8 +181,18 @@ class OnlineRLTrainer:
 
     @property
     def model(self) -> Any:
-        """The model or its name, as given; an object has the trained weights after `train`."""
-        return self._caller_model.model or self.config.model_name_or_path
+        """The model object, as given or loaded; it has the trained weights after `train`."""
+        if self._caller_model.is_object:
+            return self._caller_model.model
+        if self._loaded is None or self._loaded[0] != self._checkpoint:
+            section = self.config.to_config(self.config.problems_per_step, 0, Path()).model
+            if self._checkpoint is None:
+                model = load_model(section)
+            else:
+                with self._whole_model() as directory:
+                    model = load_model(section.model_copy(update={"name": str(directory)}))
+            self._loaded = (self._checkpoint, model)
+        return self._loaded[1]
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback. Raises ConfigError for an object without hooks."""
@@ -243,7 +256,10 @@ class OnlineRLTrainer:
             with self._whole_model() as directory:
                 self._caller_model.load(directory)
         if self.config.push_to_hub:
-            self.push_to_hub()
+            try:
+                self.push_to_hub()
+            except ConfigError as error:  # the training that worked is not lost
+                print(f"not pushed: {error}")
         return self._result(self._checkpoint)
 
     def _rounds_on_disk(self) -> int:
@@ -254,11 +270,12 @@ class OnlineRLTrainer:
         steps = int(newest.name.removeprefix("step_"))
         return steps // self.config.total_steps(len(self._problems.train))
 
-    def save_model(self, path: str | Path) -> Path:
+    def save_model(self, path: str | Path | None = None) -> Path:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
         model there is replaced.
 
-        A LoRA adapter is merged into its model.
+        A LoRA adapter is merged into its model. In `output_dir`, which is the default, `config.json`
+        has both the model's configuration and the settings of the run.
 
         Raises ConfigError before `train`, and for a path that is a file.
         """
@@ -269,7 +286,7 @@ class OnlineRLTrainer:
                 value=str(path),
                 remedy="call train() before save_model()",
             )
-        target = Path(path)
+        target = Path(path or self.output_dir)
         if target.exists() and not target.is_dir():
             raise ConfigError(
                 "this is a file", field="path", value=str(target), remedy="name a directory"
@@ -278,10 +295,15 @@ class OnlineRLTrainer:
         for pattern in _OLD_WEIGHTS:
             for old in target.glob(pattern):
                 old.unlink()
+        settings = json.loads((self.output_dir / "config.json").read_text(encoding="utf-8"))
         with self._whole_model() as source:
             shutil.copytree(
                 source, target, ignore=shutil.ignore_patterns(*_NOT_THE_MODEL), dirs_exist_ok=True
             )
+        if target.samefile(self.output_dir):
+            model = json.loads((target / "config.json").read_text(encoding="utf-8"))
+            text = json.dumps(settings | model, indent=2)
+            (target / "config.json").write_text(text, encoding="utf-8")
         write_card(target, self.output_dir, problems=len(self._problems.train))
         return target
 
