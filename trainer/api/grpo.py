@@ -2,6 +2,7 @@
 `OnlineRLTrainer`.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Literal
@@ -10,9 +11,11 @@ from pydantic import Field, model_validator
 
 from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
-from trainer.api.online import OnlineRLTrainer
 from trainer.api.settings import TrainerConfig
+from trainer.api.transformers_names import WithTransformersNames
 from trainer.api.trl import of_trainer
+
+_log = logging.getLogger(__name__)
 
 
 class GRPOConfig(TrainerConfig):
@@ -36,6 +39,20 @@ class GRPOConfig(TrainerConfig):
     save_steps: float | Literal["epoch"] = 500
     save_total_limit: int = Field(1_000_000, gt=0)
     seed: int = Field(42, ge=0)
+
+    def get_process_log_level(self) -> int:
+        """Returns the level that a script gives its loggers."""
+        return logging.INFO
+
+    @property
+    def device(self) -> str:
+        """The device of this process."""
+        return "cuda" if self.use_gpu else "cpu"
+
+    @property
+    def n_gpu(self) -> int:
+        """Number of GPUs that this process uses."""
+        return int(self.use_gpu)
 
     def _defaults(self) -> dict[str, Any]:
         advantage = self.settings.get(
@@ -81,7 +98,7 @@ class RLOOConfig(GRPOConfig):
     num_generations: int = Field(2, ge=1)
 
 
-class GRPOTrainer(OnlineRLTrainer):
+class GRPOTrainer(WithTransformersNames):
     """`OnlineRLTrainer` with the arguments of TRL's GRPOTrainer; unsupported ones are refused with
     the reason.
 
@@ -109,6 +126,8 @@ class GRPOTrainer(OnlineRLTrainer):
         *,
         engine: str | Sequence[str] = "embedded",
     ) -> None:
+        if eval_dataset is not None:
+            _log.warning("eval_dataset is evaluated before and after training too")
         of_trainer(
             {
                 "reward_processing_classes": reward_processing_classes,

@@ -56,25 +56,30 @@ class CallerModel:
         if self._is_saved:
             return str(self._directory)
 
-        trust = bool(config.settings.get("model.trust_remote_code", False))
-        section = ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
-        model = self.model if self.is_object else load_model(section)
-        tokenizer: Any = self._tokenizer
-        if tokenizer is None or isinstance(tokenizer, str | Path):
-            own_name = getattr(model, "name_or_path", "")
-            name = str(tokenizer or own_name or config.model_name_or_path)
-            tokenizer = load_tokenizer(section.model_copy(update={"name": name}))
-
         self._directory.mkdir(parents=True, exist_ok=True)
+        model = self.model if self.is_object else load_model(_section(config))
         model.save_pretrained(self._directory)
-        tokenizer.save_pretrained(self._directory)
+        self.tokenizer(config).save_pretrained(self._directory)
         self._is_saved = True
         return str(self._directory)
+
+    def tokenizer(self, config: TrainerConfig) -> Any:
+        """Returns the given tokenizer, or loads the one that is named or belongs to the model."""
+        if self._tokenizer is not None and not isinstance(self._tokenizer, str | Path):
+            return self._tokenizer
+        own_name = getattr(self.model, "name_or_path", "")
+        name = str(self._tokenizer or own_name or config.model_name_or_path)
+        return load_tokenizer(_section(config).model_copy(update={"name": name}))
 
     def load(self, directory: Path) -> None:
         """Loads the weights in a directory into the caller's model object."""
         trained = type(self.model).from_pretrained(directory)
         self.model.load_state_dict(trained.state_dict())
+
+
+def _section(config: TrainerConfig) -> ModelSection:
+    trust = bool(config.settings.get("model.trust_remote_code", False))
+    return ModelSection(name=config.model_name_or_path, trust_remote_code=trust)
 
 
 def optimizer_settings(optimizers: Any) -> dict[str, Any]:

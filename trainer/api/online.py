@@ -65,6 +65,11 @@ class TrainResult:
     """A Hugging Face directory with the trainer's state."""
     output_dir: Path
 
+    @property
+    def training_loss(self) -> float | None:
+        """Loss of the last step; None without one."""
+        return self.metrics.get("loss")
+
 
 class OnlineRLTrainer:
     """Trains a model by reinforcement learning on problems whose answers a reward function can
@@ -274,7 +279,7 @@ class OnlineRLTrainer:
         """Writes the trained model as a plain Hugging Face directory and returns its path; an older
         model there is replaced.
 
-        A LoRA adapter is merged into its model. In `output_dir`, which is the default, `config.json`
+        A LoRA adapter is merged into its model. In `output_dir`, the default, `config.json`
         has both the model's configuration and the settings of the run.
 
         Raises ConfigError before `train`, and for a path that is a file.
@@ -308,13 +313,17 @@ class OnlineRLTrainer:
         return target
 
     def push_to_hub(
-        self, repo_id: str | None = None, private: bool | None = None, token: str | None = None
+        self,
+        repo_id: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        **_: Any,
     ) -> str | None:
         """Writes the trained model with its card to `output_dir/hub` and pushes it to the hub.
 
         Args:
             repo_id, private, token: `hub_model_id`, `hub_private_repo` and `hub_token` of the
-                config when None.
+                config when None. TRL's further arguments are for its model card.
 
         Returns the model's URL there; if the hub cannot be reached, prints the reason and returns
         None: the directory is complete. Raises ConfigError before `train`, and when the hub refuses

@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    PrivateAttr,
     SecretStr,
     ValidationError,
     ValidationInfo,
@@ -220,13 +221,37 @@ class TrainerConfig(BaseModel):
     settings: dict[str, Any] = {}
     """Any other setting of the system (`python -m trainer --help-all`), as {"section.name":
     value}."""
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    """The arguments by the names that they were given with."""
 
     def changed(self, **changes: Any) -> Self:
         """Returns these settings with changes to fields, checked again. Raises ConfigError as the
         constructor does.
         """
         fields = self.model_dump(exclude_unset=True) | changes
-        return type(self).model_validate(fields, context=OWN_NAMES)
+        made = type(self).model_validate(fields, context=OWN_NAMES)
+        made._given = self._given | changes
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns the value of one of TRL's arguments, as given or as the field has it."""
+        if name not in ARGUMENTS:
+            return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it
+        if name in self._given:
+            return self._given[name]
+        return getattr(self, ARGUMENTS[name].ours, None) if ARGUMENTS[name].ours else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field or one of TRL's arguments. Raises ConfigError as the constructor does."""
+        if name in ARGUMENTS and name not in type(self).model_fields:
+            made = type(self)(**self._given | {name: value})
+            self.__dict__.update(made.__dict__)
+            self.model_fields_set.update(made.model_fields_set)
+            self._given = made._given
+            return
+        super().__setattr__(name, value)
+        if name in type(self).model_fields:
+            self._given = self._given | {name: value}
 
     # ------------------------------------------------------------ derived values
 
@@ -366,12 +391,15 @@ class TrainerConfig(BaseModel):
     def _checked(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
+        given = {}
         if isinstance(data, dict) and info.context != OWN_NAMES:
-            data = translated(cls.assumed | data, cls.model_fields, cls.betas)
+            given = cls.assumed | data
+            data = translated(given, cls.model_fields, cls.betas)
         try:
             config = handler(data)
         except ValidationError as error:
             raise _named(error) from None
+        config._given = given
         config._check()
         return config
 

@@ -306,6 +306,23 @@ def test_contradictory_or_unknown_values_are_refused(given: dict[str, Any], mess
         TrainerConfig(**given)
 
 
+def test_arguments_are_read_and_set_by_the_names_of_trl() -> None:
+    config = GRPOConfig(use_cpu=True, **{"eval_strategy": "epoch", "beta": 0.1})
+    assert (config.eval_strategy, config.beta, config.epsilon, config.fp16) == (
+        *("epoch", 0.1),
+        *(0.2, None),
+    )
+    config.num_generations = 4
+    config.beta = 0.2
+    assert config.num_generations == 4
+    assert (config.kl_coef, config.beta, config.eval_strategy) == (0.2, 0.2, "epoch")
+    assert config.changed(seed=1).eval_strategy == "epoch"
+    with pytest.raises(ConfigError, match="field: repetition_penalty"):
+        config.repetition_penalty = 1.1
+    with pytest.raises(AttributeError, match="epsilom"):
+        config.epsilom  # noqa: B018
+
+
 def test_rloo_has_its_advantages() -> None:
     assert RLOOConfig(use_gpu=False).to_config(100, 0, OUT).algorithm.advantage == "leave_one_out"
 
