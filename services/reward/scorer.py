@@ -35,7 +35,7 @@ from services.reward.functions.text import (
 )
 from services.reward.hosts import QUEUE_LIMIT, Host, ProcessHost, ThreadHost
 from services.reward.pool import WorkerPool, WorkerSpec
-from services.sandbox.cases import parse_cases
+from services.sandbox.case_formats import parse_cases
 
 _CHECK_S = 300.0
 _MODEL_START_S = 1800.0  # a large model is downloaded first

@@ -22,7 +22,7 @@ from services.reward.functions import CodeRewardFunction
 from services.reward.functions.programs import extract_program
 from services.reward.scorer import RewardScorer
 from services.sandbox import command, sandbox
-from services.sandbox.cases import parse_cases
+from services.sandbox.case_formats import parse_cases
 from tests.support.sandbox import code_function
 
 pytestmark = pytest.mark.integration
@@ -329,7 +329,14 @@ def test_the_time_of_all_cases_is_bounded_too() -> None:
         (5, "test_cases"),
         ([5], "test_cases[0]"),
         (["assert f(1) == 1", {}], "test_cases[1]"),
-        ([{"input": 5, "output": "5"}], "test_cases[0]"),
+        ([{"input": {"a": 5}, "output": "5"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "points": 3}], "test_cases[0]"),
+        ([{"fn_name": "f", "inputs": [1, 2], "output": 3}], "test_cases[0]"),
+        ([{"func_name": "f", "input": "1\n2", "output": "3"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "testtype": "functional"}], "test_cases[0]"),
+        ([{"input": "5", "output": "5", "type": "interactive"}], "test_cases[0]"),
+        ([{"input": "5"}], "test_cases[0]"),
+        ([{"inputs": ["5"], "outputs": []}], "test_cases[0]"),
         (["assert ("], "test_cases[0]"),
         ([""], "test_cases[0]"),
     ],
