@@ -348,6 +348,8 @@ def _unread(config: Settings) -> dict[str, str]:
         del unread["critic.port"]  # a port may be set once for all runs
     if config.model.dtype == "float32":
         unread["model.fp32_head"] = "model.dtype is float32"
+    if config.trainer.lr_schedule == "constant":
+        unread["trainer.min_lr_share"] = "trainer.lr_schedule is constant"
     if config.algorithm.kl_coef == 0:
         unread |= dict.fromkeys(
             ("model.reference", "trainer.offload_reference"), "algorithm.kl_coef is 0"

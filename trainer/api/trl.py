@@ -92,6 +92,13 @@ def _optimizer(value: Any) -> Values:
     return {}
 
 
+def _no_schedule(value: Any) -> Values:
+    """Refuses arguments of a schedule, other than those that `_of_several` has taken."""
+    if value:
+        raise Unsupported("there are only min_lr_rate and min_lr, of cosine_with_min_lr")
+    return {}
+
+
 def _at_loading(value: Any) -> Values:
     """Returns the settings for arguments of `from_pretrained`."""
     refused = value.keys() - {"trust_remote_code", *_LOADING}
@@ -185,10 +192,14 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "lr_scheduler_type": Argument(
         "lr_scheduler_type",
-        "constant, linear or cosine; a warm-up does not begin with a rate of 0",
+        "constant, linear or cosine, also constant_with_warmup and cosine_with_min_lr; a warm-up "
+        "does not begin with a rate of 0",
         lambda value: {"lr_scheduler_type": value.removesuffix("_with_warmup")},
     ),
     "warmup_steps": Argument("warmup_steps", "below 1 it is warmup_ratio", _warmup),
+    "lr_scheduler_kwargs": Argument(
+        "trainer.min_lr_share", "min_lr or min_lr_rate of cosine_with_min_lr", _no_schedule
+    ),
     "max_grad_norm": Argument(
         "max_grad_norm",
         "0: gradients are not clipped",
@@ -398,7 +409,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     **_refused(
         "AdamW, decoupled, with epsilon 1e-8",
-        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha lr_scheduler_kwargs",
+        "optim_args adam_epsilon optim_target_modules neftune_noise_alpha",
         1e-8,
     ),
     **_refused("checkpoints/best is the best one", "load_best_model_at_end"),
@@ -547,6 +558,17 @@ def _of_several(
         given["eval_steps"] = given.get("logging_steps", 10)
     if given.get("multi_objective_aggregation") == "normalize_then_sum":
         given.pop("scale_rewards", None)
+
+    schedule = given.get("lr_scheduler_kwargs")
+    if given.get("lr_scheduler_type") == "cosine_with_min_lr" and isinstance(schedule, Mapping):
+        share = schedule.get("min_lr_rate")
+        if share is None and "min_lr" in schedule:
+            rate = given.get("learning_rate", fields["learning_rate"].default)
+            share = schedule["min_lr"] / rate
+        if share is not None and len(schedule) == 1:
+            given["lr_scheduler_type"] = "cosine"
+            del given["lr_scheduler_kwargs"]
+            made["trainer.min_lr_share"] = share
 
     passes = given.get("gradient_accumulation_steps", fields["gradient_accumulation_steps"].default)
     generated = given.get("steps_per_generation")

@@ -187,6 +187,23 @@ def test_every_recipe_is_a_trainer_type_and_a_loss_type(name: str) -> None:
         ({"num_train_epochs": 2.0}, "trainer.num_epochs", 2),
         ({"max_grad_norm": 0}, "trainer.max_grad_norm", 1e9),
         ({"lr_scheduler_type": "constant_with_warmup"}, "trainer.lr_schedule", "constant"),
+        (
+            {
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
+            "trainer.min_lr_share",
+            0.1,
+        ),
+        (
+            {
+                "learning_rate": 1e-5,
+                "lr_scheduler_type": "cosine_with_min_lr",
+                "lr_scheduler_kwargs": {"min_lr": 2e-6},
+            },
+            "trainer.min_lr_share",
+            pytest.approx(0.2),
+        ),
         ({"steps_per_generation": 8}, "algorithm.mini_batches", 2),
         ({"steps_per_generation": 8}, "trainer.batch_size", 16),
         ({"steps_per_generation": 2}, "algorithm.mini_batches", 1),
@@ -277,6 +294,10 @@ def test_all_trackers_are_those_that_are_installed() -> None:
         ({"scale_rewards": "batch"}, r"there is no batch here: use one of 'group'.*scale_rewards"),
         ({"eval_strategy": "best"}, r"there is no best here.*'steps', 'no', 'epoch'"),
         ({"shuffle_dataset": False}, r"shuffle_dataset: there is no False here"),
+        (
+            {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}},
+            r"lr_scheduler_kwargs: there are only min_lr_rate and min_lr",
+        ),
         ({"optim": "adafactor"}, r"optim: the optimiser is AdamW"),
         ({"model_init_kwargs": {"revision": "v2"}}, r"load.* with revision"),
         (

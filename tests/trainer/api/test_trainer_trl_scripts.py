@@ -147,6 +147,9 @@ do_eval: true
 eval_strategy: steps
 eval_steps: 1
 learning_rate: 2.0e-5
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs:
+  min_lr_rate: 0.1
 log_level: info
 logging_first_step: true
 logging_steps: 5
