@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from common.errors import ConfigError
 from common.settings.algorithm import RECIPES, Recipe
 from trainer.api.settings import TrainerConfig
 from trainer.api.transformers_names import WithTransformersNames
@@ -69,9 +68,7 @@ class GRPOConfig(TrainerConfig):
     @model_validator(mode="before")
     @classmethod
     def _as_trl(cls, data: Any) -> Any:
-        """Chooses device and precision as TRL does. Raises ConfigError for a `loss_type` of
-        None.
-        """
+        """Chooses device and precision as TRL does."""
         if not isinstance(data, dict):
             return data
         if not {"use_gpu", "use_cpu"} & data.keys():
@@ -80,13 +77,6 @@ class GRPOConfig(TrainerConfig):
             data = data | {"use_gpu": torch.cuda.is_available()}
         if data.get("use_gpu"):
             data = {"bf16": True} | data
-        if data.get("loss_type", "dapo") is None:
-            raise ConfigError(
-                "TRL has no such loss",
-                field="loss_type",
-                value=None,
-                remedy="leave it out to use dapo",
-            )
         return data
 
 

@@ -11,7 +11,6 @@ from common.errors import ConfigError, shorten
 from common.models.hub import check_model
 from common.process.cli import CommandParser, positive, run
 from common.process.imports import heavy_imports
-from common.process.storage import storing
 from common.settings.config import from_mapping
 from common.settings.sections import DataSection
 from trainer.cli.commands import DATASETS, argument_names, data_section, problems, setting
@@ -163,9 +162,13 @@ def main(argv: list[str] | None = None) -> None:
 def _compare(arguments: dict[str, Any]) -> None:
     """Checks the arguments before anything heavy is imported, then evaluates."""
     output: Path | None = arguments["output_file"]
-    if output is not None:
-        with storing(output.name, output, "--output-file", "name a file in another directory"):
-            output.touch()
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise ConfigError(
+            "there is no such directory, or it is one",
+            field="--output-file",
+            value=str(output),
+            remedy="name a file in an existing directory",
+        )
     data = _read_settings(arguments)
     _check_models(arguments)
     dataset = problems(data, arguments["split"], arguments["num_samples"], at_most=50)
