@@ -202,11 +202,40 @@ trainer.model.save_pretrained("lora")
 tokenizer.save_pretrained("lora")
 print("steps", trainer.state.global_step)
 """
+STREAMED = """
+import asyncio, sys
+from datasets import IterableDataset
+from transformers import EarlyStoppingCallback, PrinterCallback
+from rlhf_math import RLOOConfig, RLOOTrainer
+{rows}
+def texts():
+    while True:
+        for row in rows:
+            yield {"prompt": row["prompt"][0]["content"] + " ####", "answer": row["answer"]}
+
+async def distance(prompts, completions, answer, log_metric=None, **kwargs):
+    await asyncio.sleep(0)
+    found = [completion.strip().split(" ")[0] for completion in completions]
+    log_metric("numbers", sum(word.isdigit() for word in found) / len(found))
+    return [-abs(int(word) - int(truth)) / 10 if word.isdigit() else -1.0 for word, truth in zip(found, answer)]
+
+args = RLOOConfig(output_dir="rloo", max_steps=2, per_device_train_batch_size=4, num_generations=2, beta=0.05,
+                  max_completion_length=6, temperature=0.9, logging_steps=1, report_to=["tensorboard"],
+                  run_name="rloo-coins", dataloader_num_workers=2, seed=1, disable_tqdm=True)
+trainer = RLOOTrainer(model=sys.argv[1], reward_funcs=distance, args=args,
+                      train_dataset=IterableDataset.from_generator(texts))
+trainer.add_callback(PrinterCallback())
+trainer.train(resume_from_checkpoint=None)
+trainer.save_model()
+history = [log for log in trainer.state.log_history if "reward" in log]
+print("logged", len(history), history[0]["logged"]["numbers"] >= 0)
+"""
 SCRIPTS = {
     "alarm": (ALARM, "graded "),
     "saved": (SAVED, "saved True"),
     "parsed": (PARSED, "finished 9 "),
     "wrapped": (WRAPPED, "steps 2"),
+    "streamed": (STREAMED, "logged 2 True"),
 }
 
 
