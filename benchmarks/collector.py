@@ -16,6 +16,7 @@ import cProfile
 import gc
 import json
 import logging
+import os
 import pstats
 import time
 from pathlib import Path
@@ -37,6 +38,7 @@ from common.settings.config import Config, load
 from common.wire.codec import decode_groups
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
 from trainer.timing import StageClock
@@ -198,7 +200,13 @@ def measure(
         )
         cursor = PromptCursor(PromptProgress())
         collector = Collector(
-            config, services, prompter, StageClock(), run_id="collector", cursor=cursor
+            config,
+            services,
+            prompter,
+            StageClock(),
+            run_id="collector",
+            cursor=cursor,
+            ground_truths=GroundTruthCheck(services, Path(os.devnull)),
         )
         replay.collector = collector
 

@@ -266,6 +266,9 @@ class Sockets:
     def agents(self) -> list[Client]:
         return []
 
+    def data(self) -> str:
+        return ""
+
     def engine_gpus(self) -> int | None:
         return None
 

@@ -33,6 +33,7 @@ from trainer.policy.identity import identity
 from trainer.policy.policy import Policy
 from trainer.policy.reference import Reference
 from trainer.policy.scorer import load_tokenizer, stop_token_ids
+from trainer.rollouts.ground_truths import GROUND_TRUTHS, GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts, Rollouts
 from trainer.rollouts.services import Services, flush_all
@@ -239,6 +240,7 @@ def _build_leader(
         loop=loop,
         run_id=run_id,
         progress=progress,
+        ground_truths=GroundTruthCheck(services, run_dir / GROUND_TRUTHS),
         vocabulary=policy.model.get_input_embeddings().num_embeddings,
     )
     critic.restore(models.saved)
@@ -253,6 +255,7 @@ def _build_leader(
             step=policy.step,
             tracked=metrics.tracked,
             run_id=run_id,
+            data=backend.data(),
         )
     )
     log = LeaderRunLog(

@@ -96,6 +96,10 @@ class JobGroupBackend:
             for node in nodes
         ]
 
+    def data(self) -> str:
+        """See `Backend`."""
+        return ""
+
     def engine_gpus(self) -> int | None:
         """See `Backend`."""
         if self._config.rollout.colocate:

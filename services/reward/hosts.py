@@ -50,6 +50,8 @@ class Host(ABC):
         self.name = name
         self.call_items: int | None = None
         """Completions per call; None: `CALL_ITEMS`."""
+        self.verifies_answers = False
+        """Whether it compares a final answer with the ground truth."""
         self.unfinished = 0
         """Items that are waiting or being scored."""
         self._check = check
@@ -155,6 +157,7 @@ class ThreadHost(Host):
     ) -> None:
         super().__init__(function.name, check)
         self._function = function
+        self.verifies_answers = function.verifies_answers
         self._timeout_s = None if function.bounds_itself else timeout_s
         self._slots = FairSlots(calls if function.bounds_itself else 1)
         self._needs_main_thread = False

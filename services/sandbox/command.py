@@ -137,7 +137,7 @@ def interpreters(named: str) -> list[Interpreter]:
         raise unavailable(
             "there is no Python interpreter for them",
             "name an interpreter, for example /usr/bin/python3 (apt-get install python3)",
-            field="reward.code_python",
+            field="reward.functions.code.python",
             value=named or candidates,
         )
     return usable

@@ -163,15 +163,18 @@ def _run_test(job: Json, case: Json) -> dict[str, Any]:
 def _read_test(case_index: int) -> str:
     """Returns the test of a case from the server.
 
-    The test of an earlier case may still be there, whole or cut, when its process was killed.
+    The test of an earlier case may still be there, whole or cut, when its process was killed; one
+    read may return both.
     """
+    rest = b""
     while True:
-        line = b""
-        while not line.endswith(b"\n"):
+        line, newline, rest = rest.partition(b"\n")
+        if not newline:
             data = os.read(0, _CHUNK)
             if not data:
                 sys.exit("the server has ended")
-            line += data
+            rest = line + data
+            continue
         with contextlib.suppress(ValueError):
             index, text = json.loads(line)
             if index == case_index:

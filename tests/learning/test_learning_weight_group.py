@@ -59,10 +59,10 @@ async def test_an_engine_that_leaves_a_forming_group_keeps_the_next_one_of_that_
     body = distributed.InitBody.model_validate(place | {"backend": "gloo"})
     first = asyncio.create_task(updates.init(body))
     await asyncio.sleep(0)
-    await updates.destroy(body.group_name)
+    await updates.destroy(body)
     second = asyncio.create_task(updates.init(body))
     with pytest.raises(RequestRefused, match="destroyed meanwhile"):
         await first
-    await updates.destroy(body.group_name)
+    await updates.destroy(body)
     with pytest.raises(RequestRefused, match="destroyed meanwhile"):
         await second

@@ -143,8 +143,7 @@ class ModelEvaluator:
             raise ConfigError("this is not above 0", field="k", value=k, remedy="give at least 1")
         prompts = as_prompts(dataset, "dataset")
         rewards = as_rewards(reward_fn)
-        weights = weights_of(rewards, reward_weights)
-        section = RewardSection().model_copy(update={"weights": weights})
+        section = RewardSection().for_objects(weights_of(rewards, reward_weights))
         with LoopThread() as loop:  # also inside a running event loop (a notebook)
             return loop.call(self._evaluate(prompts, rewards, k, section))
 
@@ -222,10 +221,8 @@ def _refuse_unsent(config: Config, settings: Mapping[str, Any]) -> None:
     itself.
     """
     for name in settings:
-        unsent = (
-            name in ("sampling.completion_timeout_s", "sampling.max_thinking_tokens")
-            or (name == "model.chat_template" and config.model.chat_template != OWN)
-            or (name == "sampling.prefill" and PromptStyle.of(config).chat is not False)
+        unsent = (name == "model.chat_template" and config.model.chat_template != OWN) or (
+            name == "sampling.prefill" and PromptStyle.of(config).chat is not False
         )
         if unsent:
             raise ConfigError(

@@ -1,12 +1,12 @@
 """Facts about a run besides its numbers: changed settings, and the user's note."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common.process.storage import storing
 from common.settings.config import Config
+from trainer.trackers.base import flatten
 
 NOTE = "notes.md"
 MAX_NOTE_CHARS = 20_000
@@ -14,30 +14,16 @@ _PLACES = frozenset({"state_dir", "trainer.run_dir", "trackers.run_name"})
 """Settings that are specific to each run and do not affect training."""
 
 
-def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns settings by their full name: `{"trainer": {"port": 1}}` becomes `trainer.port`."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            for part, item in value.items():
-                found[f"{name}.{part}"] = item
-        else:
-            found[name] = value
-    return found
-
-
 @cache
 def _defaults() -> dict[str, Any]:
-    return flat(json.loads(Config().model_dump_json()))
+    return flatten(Config().model_dump(mode="json"))
 
 
-def changed_settings(config: dict[str, Any] | None) -> dict[str, Any]:
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings that differ from this version's defaults, in the order of the file."""
-    if config is None:
-        return {}
     defaults = _defaults()
     changed = {}
-    for name, value in flat(config).items():
+    for name, value in flatten(config).items():
         if name not in _PLACES and defaults.get(name, value) != value:
             changed[name] = value
     return changed

@@ -214,8 +214,7 @@ class Policy:
         for_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
         off_policy = not all(row.current for row in batch.rows)
         for_teacher = batch.teacher_logprobs is not None and off_policy
-        for_reuse = not all(row.corrected for row in batch.rows)
-        if not (for_ratio or for_reward or for_teacher or for_reuse):
+        if not (for_ratio or for_reward or for_teacher):
             return None
 
         self.model.eval()  # dropout is only for updates

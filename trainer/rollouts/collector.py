@@ -37,6 +37,7 @@ from common.prompts.prompter import Prompter
 from common.settings.config import Config
 from common.wire.schemas import Group, TakeRequest
 from trainer.rollouts.drops import Drops, GroupFailed
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.group_maker import GroupMaker
 from trainer.rollouts.prompt_cursor import MAX_TRIES, Drawn, PromptCursor
 from trainer.rollouts.request_batcher import RequestBatcher
@@ -77,6 +78,7 @@ class Collector:
         clock: StageClock,
         run_id: str,
         cursor: PromptCursor,
+        ground_truths: GroundTruthCheck,
     ) -> None:
         self._config = config
         self._services = services
@@ -84,6 +86,7 @@ class Collector:
         self._clock = clock
         self._run_id = run_id
         self._cursor = cursor
+        self._ground_truths = ground_truths
         self.drops = Drops()
         self.waiting: dict[int, WaitingGroup] = {}
         """Groups that are stored or being stored and that the trainer has not taken yet, by
@@ -106,6 +109,7 @@ class Collector:
         self._wanted = groups
         self.free(slots)
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._ground_truths.run())
             while True:
                 count = await self._acquire_slots()
                 if self._drawn >= self._wanted:
@@ -274,8 +278,17 @@ class Collector:
                     remedy="stop the other client, or give it another data-server; then start "
                     "again",
                 )
-            drawn += self._cursor.draw(batch.prompts, batch.total_available)
+            new = self._cursor.draw(batch.prompts, batch.total_available)
+            drawn += [each for each in new if not self._skip_unsolvable(each)]
         return drawn
+
+    def _skip_unsolvable(self, drawn: Drawn) -> bool:
+        """Finishes a problem that no answer solves, and counts it; returns whether it is one."""
+        if drawn.prompt.id not in self._ground_truths.unsolvable:
+            return False
+        self._cursor.finish([drawn.position])
+        self.drops.counts["ground_truth"] += 1
+        return True
 
     async def _collect(self, drawn: Drawn, prompt_ids: list[int]) -> None:
         """Collects one group, from prompt to replay buffer; when it fails, another group takes its

@@ -82,7 +82,6 @@ class GroupMaker:
                     stop_token_ids=self._prompter.stop_token_ids,
                     sampling_seed=sampling_seed(self._config.seed, position),
                     parameters=sampling.training_truncation() | sampling.stop_conditions(),
-                    request_limits=self._prompter.request_limits(sampling),
                     deadline_s=sampling.request_timeout_s,
                 )
         except ServiceLost:

@@ -25,6 +25,7 @@ from learning.ranks import Ranks
 from trainer.algorithms.batch import Batch, TrainingGroup
 from trainer.rollouts.collector import CollectFailed, Collector
 from trainer.rollouts.drops import Drops
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.priorities import load_priority, reuse_request
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
@@ -96,6 +97,7 @@ class LeaderRollouts(Rollouts):
         loop: LoopThread,
         run_id: str,
         progress: PromptProgress,
+        ground_truths: GroundTruthCheck,
         vocabulary: int = 2**31,
     ) -> None:
         super().__init__(ranks)
@@ -113,6 +115,7 @@ class LeaderRollouts(Rollouts):
             clock=clock,
             run_id=run_id,
             cursor=self._cursor,
+            ground_truths=ground_truths,
         )
         self.drops = self._collector.drops
         self._priority = load_priority(config.replay.priority)
@@ -266,11 +269,9 @@ class LeaderRollouts(Rollouts):
         )
         with self._clock.stage("replay"):
             sampled = self._loop.call(self._services.replay.sample(request))
-        corrected = self._config.replay.corrected
-        weights = sampled.weights.tolist() if corrected else [1.0] * len(sampled.groups)
         return [
             TrainingGroup(group, weight, reused=True)
-            for group, weight in zip(sampled.groups, weights, strict=True)
+            for group, weight in zip(sampled.groups, sampled.weights.tolist(), strict=True)
         ]
 
     def _check_tokens(self, group: Group) -> None:

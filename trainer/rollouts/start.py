@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from common.errors import ConfigError, ServiceError
 from common.process.logs import SHOWN
 from common.settings.config import Config
+from common.settings.rewards import ModelReward
 from common.settings.sections import RewardSection
 from trainer.rollouts.requests import GeneratedAnswer, reward_items
 from trainer.rollouts.services import Services
@@ -142,13 +143,13 @@ def no_reward(reason: str, settings: RewardSection) -> ConfigError:
             field="reward.functions",
             remedy="correct the function, and test it by itself",
         )
-    if reason.startswith("reward_model: ") and settings.reward_model_name:
+    reward_model = settings.function(ModelReward)
+    if reason.startswith("reward_model: ") and reward_model is not None:
         return ConfigError(
             reason,
-            field="reward.reward_model_max_tokens",
-            value=str(settings.reward_model_max_tokens),
-            remedy="give the reward-server a GPU or a smaller reward.reward_model_name, or lower "
-            "this setting",
+            field="reward.functions.reward_model.max_tokens",
+            value=str(reward_model.max_tokens),
+            remedy="give the reward-server a GPU or a smaller model, or lower this argument",
         )
     return ConfigError(
         reason,

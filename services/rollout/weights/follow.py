@@ -191,8 +191,7 @@ class WeightFollower:
         start = self._engine.starts
         if self._engine.up and not self._api.asleep:
             try:
-                async with self._api.changing:
-                    await self._api.sleep(self._shared_memory, self._load_timeout_s)
+                await self._api.sleep(self._shared_memory, self._load_timeout_s)
             except ServiceError as error:
                 if self._is_still_up(start):
                     self._engine.restart(f"it did not release its memory: {error}")
@@ -328,8 +327,7 @@ class WeightFollower:
         begin = time.monotonic()
         self._loading = asyncio.create_task(work)
         try:
-            async with self._api.changing:
-                await asyncio.wait({self._loading})
+            await asyncio.wait({self._loading})
             if self._loading.cancelled() or not self._is_still_up(start):
                 return None
             result = self._loading.result()

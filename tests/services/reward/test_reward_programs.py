@@ -15,6 +15,7 @@ import pytest
 
 from common.errors import ConfigError, InvalidInput
 from common.settings.config import load
+from common.settings.rewards import CodeReward
 from common.settings.sections import RewardSection
 from common.wire.schemas import RewardItem
 from services.reward.app import create_reward_app
@@ -390,7 +391,7 @@ def test_leaky_sandbox_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "bwrap_command", leaky)
     with pytest.raises(ConfigError, match="not contained: host_files") as caught:
         CodeRewardFunction()
-    assert "reward.code_sandbox none" in str(caught.value.remedy)
+    assert "set its `sandbox` to none" in str(caught.value.remedy)
 
 
 @pytest.mark.usefixtures("code")
@@ -416,7 +417,7 @@ def test_a_named_interpreter_brings_its_packages_and_must_be_readable() -> None:
             Path(folder).chmod(0o700)
             with pytest.raises(ConfigError, match="Permission denied") as caught:
                 CodeRewardFunction(python=f"{folder}/venv/bin/python")
-            assert "code_python" in str(caught.value.remedy)
+            assert "`python` of the reward function code" in str(caught.value.remedy)
     with pytest.raises(ConfigError, match="there is no Python interpreter for them"):
         CodeRewardFunction(python="/nowhere/python")
 
@@ -463,20 +464,14 @@ def test_operator_can_turn_the_sandbox_off_explicitly() -> None:
         0.0,
         0.0,
     ]
-    assert (
-        load(
-            ["--reward.functions", "code", "--reward.code_sandbox", "none"], {}
-        ).reward.code_sandbox
-        == "none"
-    )
-    with pytest.raises(ConfigError, match="code_sandbox is set but not read"):
-        load(["--reward.code_sandbox", "none"], {})
+    words = ["--reward.functions", '{"name": "code", "sandbox": "none"}']
+    assert load(words, {}).reward.functions == [CodeReward(sandbox="none")]
 
 
 @pytest.fixture
 async def http(code: CodeRewardFunction) -> AsyncIterator[httpx.AsyncClient]:
     app = create_reward_app(
-        RewardSection(tasks={"code": ["code"]}, code_timeout_s=0.5, code_slots=2)
+        RewardSection(functions=["math", CodeReward(timeout_s=0.5, slots=2, tasks=["code"])])
     )
     transport = httpx.ASGITransport(app)
     async with (

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, ExitStack, contextmanager
@@ -38,6 +39,7 @@ from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts
 from trainer.rollouts.services import Services
@@ -251,7 +253,15 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
         rollouts = LeaderRollouts(
-            config, Ranks(), services, prompter, StageClock(), loop, "run", PromptProgress()
+            config,
+            Ranks(),
+            services,
+            prompter=prompter,
+            clock=StageClock(),
+            loop=loop,
+            run_id="run",
+            progress=PromptProgress(),
+            ground_truths=GroundTruthCheck(services, Path(os.devnull)),
         )
         rollouts.prepare(0, known=True)
         yield Simulation(config, rollouts, loop, engine)
