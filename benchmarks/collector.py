@@ -38,6 +38,7 @@ from common.settings.config import Config, load
 from common.wire.codec import decode_groups
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptCursor, PromptProgress
 from trainer.rollouts.services import Services
@@ -199,15 +200,8 @@ def measure(
             load_tokenizer(config.model), PromptStyle(system_prompt="Think step by step."), [2]
         )
         cursor = PromptCursor(PromptProgress())
-        collector = Collector(
-            config,
-            services,
-            prompter,
-            StageClock(),
-            run_id="collector",
-            cursor=cursor,
-            ground_truths=GroundTruthCheck(services, Path(os.devnull)),
-        )
+        context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="collector")
+        collector = Collector(context, cursor, GroundTruthCheck(services, Path(os.devnull)))
         replay.collector = collector
 
         async def enable(on: bool) -> None:

@@ -320,7 +320,13 @@ def copy(source: Path, receivers: int, scratch: Path) -> None:
 
 def _gloo_group(port: int, rank: int, world_size: int) -> dist.ProcessGroup:
     return join(
-        "127.0.0.1", port, rank, world_size, name="raw", backend="gloo", timeout_s=_TIMEOUT_S
+        "127.0.0.1",
+        port,
+        rank=rank,
+        world_size=world_size,
+        name="raw",
+        backend="gloo",
+        timeout_s=_TIMEOUT_S,
     )
 
 

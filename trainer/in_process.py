@@ -74,6 +74,7 @@ def train_in_process(
     config: Config,
     console: Console | None = None,
     rollout_transport: WrapApp | None = None,
+    *,
     problems: Problems | None = None,
     rewards: Sequence[RewardFunction] | None = None,
     listener: Listener | None = None,

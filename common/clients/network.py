@@ -33,7 +33,9 @@ class Network(httpx.AsyncBaseTransport):
         limits = request.extensions["timeout"]
         timeout = aiohttp.ClientTimeout(sock_connect=limits["connect"], sock_read=limits["read"])
         with _httpx_errors():
-            answer = await self._session.request(
+            # Entered and not awaited: the watchdog sees where a coroutine waits, but not through
+            # aiohttp's wrapper of one.
+            call = self._session.request(
                 request.method,
                 str(request.url),
                 data=request.content or None,
@@ -42,6 +44,7 @@ class Network(httpx.AsyncBaseTransport):
                 allow_redirects=False,
                 auto_decompress=False,
             )
+            answer = await call.__aenter__()
         return httpx.Response(answer.status, headers=answer.raw_headers, stream=_Body(answer))
 
     def _open(self) -> aiohttp.ClientSession:

@@ -325,8 +325,8 @@ class Broadcast(Wire):
     backend: Literal["gloo", "nccl"]
     ranks: Annotated[dict[str, int], AtMost(MAX_LISTED)]
     """Rank of the first GPU of each worker's engine; the ranks of its other GPUs follow."""
-    epochs: Annotated[dict[str, str], AtMost(MAX_LISTED)]
-    """`WorkerReport.epoch` of each worker; an engine restarted since then is not a member."""
+    incarnations: Annotated[dict[str, str], AtMost(MAX_LISTED)]
+    """`WorkerReport.incarnation` of each worker; an engine restarted since then is not a member."""
     buckets: Annotated[list[Bucket], AtMost(MAX_TENSORS)]
 
 
@@ -375,7 +375,7 @@ class WorkerReport(Wire):
     """Processes of the engine, each with its own GPU if the engine uses GPUs."""
     gpus: NonNegativeInt = 0
     """GPUs of the engine."""
-    epoch: _Name = ""
+    incarnation: _Name = ""
     """Changes when the engine must join a new group, because it was restarted or a broadcast to it
     failed."""
     checksum: _Name = ""

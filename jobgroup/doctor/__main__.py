@@ -3,7 +3,7 @@
 Without a YAML: is this machine ready for `make demo`? With one: is it ready for a local run of it?
 In a pod of a running group (`SKYPILOT_JOBGROUP_NAME` is set): is it ready for `--task`? With
 `--plan MODEL`: how much memory does this model need on GPUs of every size? Only its `config.json`
-is read. Exit status 0: nothing failed, 1: something did, 2: wrong usage.
+is read. With `--data`: can every ground truth of the data set be graded? Exit status 0: nothing failed, 1: something did, 2: wrong usage.
 """
 
 import json
@@ -17,8 +17,9 @@ from common.errors import ConfigError
 from common.process.cli import CommandParser, fail, positive
 from common.process.security import SecretRedactor
 from jobgroup.doctor import availability, gpus, machine, memory, network, sizes, software, storage
+from jobgroup.doctor.ground_truths import check_ground_truths
 from jobgroup.doctor.plan import Plan, make
-from jobgroup.doctor.report import Check, Result, perform
+from jobgroup.doctor.report import Check, Result, failed, perform
 from jobgroup.spec import assignments
 
 _CHECKS = {
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         fail(error)
 
+    if options.data:
+        return _report(_of_data(plan), redactors, options.json)
+
     plan.gpus, plan.no_gpus = gpus.visible(env)
     redactors += [SecretRedactor(job.env) for job in plan.here]
     if not options.json:
@@ -80,6 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"{'make demo' if plan.demo else plan.group}: {tasks}\n")
     return _report(results(plan), redactors, options.json)
+
+
+def _of_data(plan: Plan) -> Iterator[Result]:
+    yield from plan.problems
+    try:
+        yield from check_ground_truths(plan)
+    except ConfigError as error:
+        yield failed("data set", error)
 
 
 def _report(
@@ -128,6 +140,8 @@ def _parser() -> CommandParser:
         "and nothing else"
     )
     add("--plan", metavar="MODEL", help=of_model)
+    of_data = "grades every ground truth of the data set against itself, and nothing else"
+    add("--data", action="store_true", help=of_data)
     count = "with --plan: GPUs of the trainer in all (nodes × accelerators of the YAML)"
     add("--gpus", type=positive, metavar="N", help=count)
     add("--json", action="store_true", help="one JSON object instead of lines")

@@ -161,7 +161,7 @@ class NodeSupervisor:
             detail=shorten(self.state.detail, MAX_DETAIL_CHARS),
             tensor_parallel_size=self._config.rollout.tensor_parallel_size,
             gpus=_gpus(self._config.rollout),
-            epoch=self._follower.epoch,
+            incarnation=self._follower.incarnation,
             checksum=checksum,
         )
 

@@ -1,7 +1,4 @@
-"""The dashboard of the run that this process trains, mounted in the trainer's own app.
-
-`trainer.server` finds this module by name and knows no more of it than its `Dashboard`.
-"""
+"""The dashboard of the run that this process trains, mounted in the trainer's own app."""
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager

@@ -24,6 +24,7 @@ TOOL_CALLS_PER_TURN = 8
 def episode_request(
     config: Config,
     prompt: Prompt,
+    *,
     request_id: str,
     n: int,
     position: int,

@@ -13,14 +13,15 @@ from pathlib import Path
 from common.errors import ConfigError, ServiceError
 from common.process.logs import SHOWN
 from common.process.storage import storing
-from common.wire.schemas import Prompt, RewardItem
+from common.wire.schemas import GroundTruthProblem, Prompt, RewardItem
 from trainer.rollouts.services import Services
 
 log = logging.getLogger(__name__)
 GROUND_TRUTHS = "ground_truths.json"
 MAX_SHARE = 0.1
 """A run with a larger share of problems that cannot be solved stops: it reads the wrong column."""
-_PAGE = 256
+PAGE = 256
+"""Problems in one call."""
 _LISTED = 5
 _REASON_CHARS = 120
 
@@ -57,12 +58,12 @@ class GroundTruthCheck:
         with storing("the checked ground truths", self._path, "state_dir"):
             self._path.write_text(json.dumps(result, indent=1, ensure_ascii=False))
         if self.unsolvable:
-            log.warning("%s", _summary(count, self.unsolvable), extra=SHOWN)
+            log.warning("%s", summary(count, self.unsolvable), extra=SHOWN)
         else:
             log.info("%s ground truths, all can be graded", f"{count:,}")
         if len(self.unsolvable) > MAX_SHARE * count:
             raise ConfigError(
-                _summary(count, self.unsolvable),
+                summary(count, self.unsolvable),
                 field="data.answer_field",
                 value=f"{len(self.unsolvable)} of {count}",
                 remedy="name the column with the final answers, correct these rows, or choose a "
@@ -73,29 +74,36 @@ class GroundTruthCheck:
         """Checks the problems of one split; returns their number."""
         offset = 0
         while True:
-            prompts = await page(_PAGE, offset)
+            prompts = await page(PAGE, offset)
             if not prompts:
                 return offset
             offset += len(prompts)
-            await self._check(prompts)
-
-    async def _check(self, prompts: Sequence[Prompt]) -> None:
-        items = [
-            RewardItem.model_construct(
-                response="",
-                ground_truth=prompt.ground_truth,
-                task=prompt.task,
-                columns=prompt.columns,
-            )
-            for prompt in prompts
-        ]
-        for problem in await self._services.reward.check_ground_truths(items):
-            prompt = prompts[problem.index]
-            reason = f"{prompt.ground_truth!r:.60}: {problem.reason:.{_REASON_CHARS}}"
-            self.unsolvable[prompt.id] = reason
+            found = await unsolvable_of(prompts, self._services.reward.check_ground_truths)
+            self.unsolvable.update(found)
 
 
-def _summary(count: int, unsolvable: dict[str, str]) -> str:
+async def unsolvable_of(
+    prompts: Sequence[Prompt],
+    check: Callable[[list[RewardItem]], Awaitable[list[GroundTruthProblem]]],
+) -> dict[str, str]:
+    """Returns why problems cannot be solved, by their ids, as `check` finds it."""
+    items = [
+        RewardItem.model_construct(
+            response="",
+            ground_truth=prompt.ground_truth,
+            task=prompt.task,
+            columns=prompt.columns,
+        )
+        for prompt in prompts
+    ]
+    found: dict[str, str] = {}
+    for problem in await check(items):
+        prompt = prompts[problem.index]
+        found[prompt.id] = f"{prompt.ground_truth!r:.60}: {problem.reason:.{_REASON_CHARS}}"
+    return found
+
+
+def summary(count: int, unsolvable: dict[str, str]) -> str:
     """Returns one line: how many problems cannot be solved, and the first of them."""
     listed = [f"{name} ({reason})" for name, reason in list(unsolvable.items())[:_LISTED]]
     more = ", …" if len(unsolvable) > _LISTED else ""

@@ -97,7 +97,7 @@ class WeightFollower:
         )
 
     @property
-    def epoch(self) -> str:
+    def incarnation(self) -> str:
         """Changes with every start of node or engine and every failed broadcast, which invalidates
         earlier groups.
         """
@@ -276,7 +276,7 @@ class WeightFollower:
         broadcast = manifest.broadcast
         if broadcast is None or not self._engine.up:
             return False
-        if broadcast.epochs.get(self._name) != self.epoch:
+        if broadcast.incarnations.get(self._name) != self.incarnation:
             log.info(
                 "this node is not in the broadcast of weights %d: it downloads the files",
                 wanted.version,

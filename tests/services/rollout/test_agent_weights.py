@@ -177,7 +177,7 @@ async def test_weights_whose_broadcast_is_withdrawn_stay_where_an_engine_reads_t
         "world_size": 2,
         "backend": "gloo",
     }
-    sent = Broadcast.model_validate(plan | {"ranks": {}, "epochs": {}, "buckets": []})
+    sent = Broadcast.model_validate(plan | {"ranks": {}, "incarnations": {}, "buckets": []})
     path = await store.fetch(manifest.model_copy(update={"broadcast": sent}), client)
     assert store.hold(path)
     inode = path.stat().st_ino

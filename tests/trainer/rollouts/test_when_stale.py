@@ -39,6 +39,7 @@ from trainer.algorithms.batch import Batch
 from trainer.algorithms.compute_advantages import compute_advantages
 from trainer.policy.scorer import load_tokenizer
 from trainer.rollouts.collector import Collector
+from trainer.rollouts.context import RolloutContext
 from trainer.rollouts.ground_truths import GroundTruthCheck
 from trainer.rollouts.prompt_cursor import PromptProgress
 from trainer.rollouts.rollouts import LeaderRollouts
@@ -252,14 +253,11 @@ def simulation(base_model: Path, directory: Path, when_stale: str) -> Iterator[S
         services = loop.call(start())
         stack.callback(lambda: loop.call(apps.aclose()))
         prompter = Prompter(load_tokenizer(config.model), PromptStyle(), [0])
+        context = RolloutContext(config, services, prompter, clock=StageClock(), run_id="run")
         rollouts = LeaderRollouts(
-            config,
+            context,
             Ranks(),
-            services,
-            prompter=prompter,
-            clock=StageClock(),
-            loop=loop,
-            run_id="run",
+            loop,
             progress=PromptProgress(),
             ground_truths=GroundTruthCheck(services, Path(os.devnull)),
         )
