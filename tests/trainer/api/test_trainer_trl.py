@@ -79,7 +79,7 @@ def test_arguments_without_effect_are_said_once_or_not_at_all(
     )
     caplog.clear()
     TrainerConfig(**dict.fromkeys(SAID, False))
-    GRPOConfig(use_cpu=True)
+    GRPOConfig(**{"use_cpu": True})
     assert not caplog.records
 
 
@@ -328,7 +328,7 @@ def test_contradictory_or_unknown_values_are_refused(given: dict[str, Any], mess
 
 
 def test_arguments_are_read_and_set_by_the_names_of_trl() -> None:
-    config = GRPOConfig(use_cpu=True, **{"eval_strategy": "epoch", "beta": 0.1})
+    config = GRPOConfig(**{"use_cpu": True, "eval_strategy": "epoch", "beta": 0.1})
     assert (config.eval_strategy, config.beta, config.epsilon, config.fp16) == (
         *("epoch", 0.1),
         *(0.2, None),
