@@ -72,7 +72,8 @@ def without_thoughts(text: str) -> str:
     position = 0
     thinking = False
     for match in _THOUGHT.finditer(text):
-        if text[match.start() - 1 : match.start()] in ('"', "'", "`"):
+        before = text[max(0, match.start() - 3) : match.start()]
+        if before.endswith(('"', "'", "`")) and before != "```":
             continue  # a literal in code
         if not thinking:
             kept.append(text[position : match.start()])
