@@ -1,12 +1,15 @@
-"""Tokenises an answer: LaTeX, ASCII and Unicode notations of the same thing become the same tokens.
+"""Tokenises an answer: LaTeX, ASCII, HTML and Unicode notations of the same thing become the same
+tokens.
 
-Nothing is dropped silently. A character without a meaning here becomes a token of kind `other`,
-which no reader accepts. Every step takes time linear in the length of the text.
+Nothing is dropped silently but typesetting. A character without a meaning here becomes a token of
+kind `other`, which no reader accepts. Every step takes time linear in the length of the text.
 """
 
+import html
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 
@@ -26,6 +29,7 @@ class Token(NamedTuple):
 Tokens = tuple[Token, ...]
 OPEN = frozenset(("(", "[", "{", "\\{", "\\langle", "\\begin"))
 CLOSE = frozenset((")", "]", "}", "\\}", "\\rangle", "\\end"))
+DEGREE = "\x04"
 
 
 def words(text: str) -> frozenset[str]:
@@ -34,92 +38,73 @@ def words(text: str) -> frozenset[str]:
 
 
 FUNCTIONS = words(
-    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt abs gcd lcm max min"
+    "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan ln log lg exp sqrt cbrt abs "
+    "gcd lcm max min"
 )
-_ALIASES = {
-    "arcsin": ("asin",), "arccos": ("acos",), "arctan": ("atan",), "infty": ("inf", "infinity", "oo"), "log": ("log10",),
-    "csc": ("cosec",), "floor": ("floor",), "ceil": ("ceil", "ceiling"), "pi": ("pi",),
-    "union": ("cup", "bigcup"), "cap": ("bigcap",), "frac": ("dfrac", "tfrac", "cfrac"), "binom": ("dbinom", "tbinom", "C"),
-    "le": ("leq", "leqslant", "leqq"), "ge": ("geq", "geqslant", "geqq"), "ne": ("neq",), "lt": ("lt",), "gt": ("gt",),
-    "approx": ("approx", "simeq", "thickapprox"), "times": ("cdot", "ast", "cdotp", "bullet"), "emptyset": ("varnothing",),
-    "setminus": ("smallsetminus", "backslash"), "epsilon": ("varepsilon",), "phi": ("varphi",), "theta": ("vartheta",),
-    "{": ("lbrace",), "}": ("rbrace",), "|": ("vert", "lvert", "rvert", "mid"), "(": ("lparen",), ")": ("rparen",),
-    "[": ("lbrack",), "]": ("rbrack",), "land": ("wedge",), "lor": ("vee",), "bar": ("overline",),
-}  # fmt: skip
-_SAME = {alias: name for name, aliases in _ALIASES.items() for alias in aliases if alias != "C"}
+_ALIASES = """
+arcsin asin; arccos acos; arctan atan; infty inf infinity oo; log log10; csc cosec; floor floor
+ceil ceil ceiling; pi pi; union cup bigcup; cap bigcap; frac dfrac tfrac cfrac nicefrac sfrac
+binom dbinom tbinom; le leq leqslant leqq; ge geq geqslant geqq; ne neq; lt lt; gt gt
+approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothing
+setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
+} rbrace; | vert lvert rvert mid; ( lparen; ) rparen; [ lbrack; ] rbrack; land wedge; lor vee
+bar overline; i imath; j jmath; dots ldots cdots dotsc; R reals Reals; mod pmod bmod
+"""
+_SAME = {
+    alias: entry.split()[0]
+    for entry in _ALIASES.replace("\n", ";").split(";")
+    for alias in entry.split()[1:]
+}
 _GREEK = words(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
+    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
-_LETTERS = {unicodedata.lookup(f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER {name.upper()}"): name
-            for name in _GREEK - {"ell", "hbar", "lambda", "Lambda"}} | {"λ": "lambda", "Λ": "Lambda"}  # fmt: skip
 _SPACING = words(
-    "quad qquad displaystyle textstyle limits left right big Big bigl bigr Bigl Bigr bigg Bigg biggl biggr middle rm "
-    "bf it boxed fbox underline enspace thinspace medspace thickspace negthinspace nobreakspace hfill boldmath scriptstyle"
+    "quad qquad displaystyle textstyle scriptstyle scriptscriptstyle limits nolimits left right big "
+    "Big bigl bigr Bigl Bigr bigg Bigg biggl biggr Biggl Biggr middle rm bf it sf tt cal boxed fbox "
+    "framebox underline enspace thinspace medspace thickspace negthinspace nobreakspace hfill hfil "
+    "boldmath ensuremath large Large LARGE huge Huge small footnotesize normalsize tiny mathstrut "
+    "strut smash null relax bold pmb mathop mathord mathrel mathbin mathopen mathclose mathinner "
+    "color textcolor colorbox fcolorbox bfseries centering newline nonumber notag"
 )
+"""Commands that only affect typesetting; what their braces hold stays."""
+_GREEK_LETTERS = {
+    unicodedata.lookup(
+        f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER "
+        f"{name.upper().replace('LAMBDA', 'LAMDA')}"
+    ): f"\\{name} "
+    for name in _GREEK - {"ell", "hbar"}
+}
 _UNICODE = {
-    "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*", "·": "*", "∙": "*",
-    "•": "*", "∗": "*", "✕": "*", "π": r"\pi ", "𝜋": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≦": r"\le ", "⩽": r"\le ",
-    "≥": r"\ge ", "≧": r"\ge ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ",
-    "∩": r"\cap ", "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\mathbb{R} ", "∖": r"\setminus ",
-    "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'", "√": r"\root ", "∛": r"\cuberoot ",
-    "∜": r"\fourthroot ",
-    "₊": "_+", "₋": "_-", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "∣": "|", "ℓ": r"\ell ",
-    "¢": r"\text{ cents}", "٪": "%", "″": "''", "∧": r"\land ", "∨": r"\lor ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
+    "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*",
+    "·": "*", "∙": "*", "•": "*", "∗": "*", "✕": "*", "π": r"\pi ", "𝜋": r"\pi ", "∞": r"\infty ",
+    "≤": r"\le ", "≦": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "≧": r"\ge ", "⩾": r"\ge ",
+    "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ",
+    "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\R ", "ℤ": r"\mathbb{Z} ",
+    "∖": r"\setminus ", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'",
+    "‘": "'", "“": '"', "”": '"', "„": '"', "√": r"\root ", "∛": r"\cuberoot ",
+    "∜": r"\fourthroot ", "₊": "_+", "₋": "_-", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "⌈": r"\lceil ", "⌉": r"\rceil ", "∣": "|", "ℓ": r"\ell ", "¢": r"\text{ cents}", "٪": "%",
+    "″": "''", "∧": r"\land ", "∨": r"\lor ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
+    "≡": r"\equiv ", "…": r"\dots ", "⟨": r"\langle ", "⟩": r"\rangle ", "。": ".", "、": ", ",
+    "₩": "₩", "Δ": r"\Delta ",
 }  # fmt: skip
-_ZERO_WIDTH = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff\u00ad"))
-_TABLE = (
-    {ord(char): text for char, text in _UNICODE.items()}
-    | {ord(char): f"\\{name} " for char, name in _LETTERS.items() if name not in ("Pi", "Sigma")}
-    | dict.fromkeys((160, 5760, *range(8192, 8203), 8239, 8287, 12288), " ")
-    | {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
-    | {ord("。"): ".", ord("、"): ", "}
-    | _ZERO_WIDTH
-)
+_INVISIBLE = (*range(32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
+_SPACES = (*range(9, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
+_TABLE = {
+    **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
+    **dict.fromkeys(_INVISIBLE, ""),
+    **dict.fromkeys(_SPACES, " "),
+    **str.maketrans(_GREEK_LETTERS | _UNICODE),
+}
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ"
 _LOWERED = "₀₁₂₃₄₅₆₇₈₉₍₎ₐₙₓ"
 _DOWN = str.maketrans(_RAISED + _LOWERED, "0123456789+-()nix" + "0123456789()anx")
-_UP_RUN, _LOW_RUN = re.compile(f"[{_RAISED}]+"), re.compile(f"[{_LOWERED}]+")
-_DASH = re.compile(r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])")
-_CLOCK = re.compile(r"(?<=[0-9 ])([AaPp])\.\s?[Mm]\b\.?")
-_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
-_TEXT = re.compile(
-    r"\\(text(?:bf|it|rm|sf|tt|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|mbox|hbox|operatorname\*?|boldsymbol|bm|emph|textsc)"
-    r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
-_JOINED = re.compile(r"(?<=[0-9])(?:\s?\{,\s?\}|,\s?\\!|\\!,|\\[,!;: ]|~)\s*(?=[0-9]{3}(?![0-9]))")
-_SCAN = re.compile(
-    r"(?P<space>[\s~]+|\\[,;:!>\s]|\\hspace\*?\{[^{}]*\})"
-    r"|(?P<num>[0-9]+(?:\.[0-9]+)?(?:\.(?![0-9.]))?|\.[0-9]+)"
-    r"|(?P<letters>[A-Za-z]+)"
-    r"|\\(?P<cmd>[A-Za-z]+|\\)"
-    r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]|[-+*/^_=<>(){}\[\]|,;:!%&$'.\x02\x03\x04€£¥₹#?@\"`])"
-    r"|(?P<other>\\?.)",
-    re.DOTALL,
-)
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]{1,3}(?: [0-9]{3})+(?![0-9])")
-_AFTER_POINT = re.compile(r"[\x03\s$]*(?:$|\\(?:overline|bar|dot)(?![A-Za-z]))")
-_EXPONENT = re.compile(r"[eE]([+-]?[0-9]{1,6})(?![0-9A-Za-z.])")
-_OPERATORS = {
-    "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt", "*": "\\times", "\\|": "|",
-    "\\$": "$", "\\%": "%",
-}  # fmt: skip
-_TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
-_DEGREE = re.compile(
-    r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})|\\(?:degree|textdegree)(?![A-Za-z])"
-)
 
 
-def canonical(text: str) -> str:
-    """Returns the text with Unicode notations written as LaTeX."""
-    if not text.isascii():
-        text = _DASH.sub("-", text)
-        text = _UP_RUN.sub(lambda run: f"^{{{run.group().translate(_DOWN)}}}", text)
-        text = _LOW_RUN.sub(lambda run: f"_{{{run.group().translate(_DOWN)}}}", text)
-        text = _VULGAR.sub(_vulgar, text)
-        text = text.translate(_TABLE)
-    text = _CLOCK.sub(r"\1m", text)
-    return _JOINED.sub("", text).replace("US\\$", "$").replace("US$", "$")
+def _on_the_line(match: re.Match[str]) -> str:
+    mark = "^" if match.group()[0] in _RAISED else "_"
+    return f"{mark}{{{match.group().translate(_DOWN)}}}"
 
 
 def _vulgar(match: re.Match[str]) -> str:
@@ -127,109 +112,243 @@ def _vulgar(match: re.Match[str]) -> str:
     return f"\\frac{{{above}}}{{{below}}}"
 
 
-def tokens(text: str) -> Tokens:
-    """Returns the tokens of an answer."""
-    text = _DEGREE.sub("\x04", canonical(text))
-    text = _TEXT.sub(_marked_text, text)
-    return tuple(_merged(_scan(text)))
+def _unescaped(match: re.Match[str]) -> str:
+    return html.unescape(match.group()).translate(_TABLE)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """Returns a decimal with repeating digits as a token of its exact value."""
+    before = match["whole"] + match["fixed"]
+    period = match["period"] or match["bracketed"] or match["again"]
+    nines = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
+    value = Fraction(int(before + period) - int(before or 0), nines)
+    return f"\x05{value.numerator}/{value.denominator}\x05"
 
 
 def _marked_text(match: re.Match[str]) -> str:
     command, content = match.groups()
     inner = content.strip()
-    if inner in FUNCTIONS:
+    is_upright = command in ("mathrm", "operatorname", "operatorname*")
+    if inner in FUNCTIONS and (is_upright or inner not in ("min", "max", "sec")):
         return f"\\{inner} "
-    if command in ("mathbf", "boldsymbol", "bm", "mathit") or (
-        command == "mathrm" and inner in ("e", "i")
-    ):
-        return f" {content} "
+    if command in ("mathbf", "boldsymbol", "bm") and inner in ("i", "j", "k", "R"):
+        return "\\R " if inner == "R" else f"\\hat{{{inner}}}"
+    is_math = command in ("mathbf", "boldsymbol", "bm", "mathit")
+    if is_math or (command == "mathrm" and inner in ("e", "i", "T")):
+        return f" {{{content}}} "
     return f"\x02{content}\x03"
+
+
+_DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
+_TEXTS = (
+    "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box"
+    "|operatorname\\*?|boldsymbol|bm|emph"
+)
+_UNICODE_STEPS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
+    (r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])", "-"),
+    (f"[{_RAISED}]+|[{_LOWERED}]+", _on_the_line),
+    ("[¼-¾⅐-⅞↉]", _vulgar),
+)
+_STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
+    # what a text must contain for the step to be tried, a pattern, and what replaces it
+    ("&", r"&#?\w{1,8};", _unescaped),
+    ("<su", r"<(?P<how>su[pb])>([^<>]*)</(?P=how)>", r"<\1 \2>"),
+    ("<sup ", r"<sup ([^<>]*)>", r"^{\1}"),
+    ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
+    ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
+    ("$", r"US\\?\$", "$"),
+    (".", r"(?<=[0-9 ])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
+    (
+        "\\",
+        r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?|tag\*?|label|mspace|rule\{[^{}]*\}"
+        r"|colorbox|fcolorbox\{[^{}]*\})\s*\{[^{}]*\}|\\[hk](?:skip|ern)\s*[0-9.]+\s*[a-z]{2}",
+        " ",
+    ),
+    ("\\", r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1 \2"),
+    ("\\", r"\\(?:si|unit|num)\s*\{([^{}]*)\}", r" \1"),
+    ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
+    ("\\", r"\\(pounds|euro|yen)(?![A-Za-z])", lambda match: {"p": "£", "e": "€"}.get(match[1][0], "¥")),
+    ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))", r"\\R "),
+    ("\\", r"\\(?:hat|vec)\s*\{?\s*\\([ij])math\s*\}?", r"\\hat{\1}"),
+    # thousands
+    (
+        "",
+        r"(?<=[0-9])(?:\s?(?:\\text)?\{\s*(?:,|\\[,;:! ]|~)?\s*\}|,\s?\\!|\\!,|\\[,!;: ]|[~'])\s*"
+        r"(?=[0-9]{3}(?![0-9]))",
+        "",
+    ),
+    ("{", r"(?:\\text\s*)?\{\s*([:,;])\s*\}", r"\1"),
+    (
+        "\\dot",
+        r"\\dot\s*\{?([0-9])\}?([0-9]{0,50})\\dot\s*\{?([0-9])\}?",
+        r"\\overline{\1\2\3}",
+    ),
+    (
+        ".",
+        r"(?<![0-9.,])(?P<whole>[0-9]{0,30})\.(?:(?P<fixed>[0-9]{0,30}?)(?:"
+        r"\\(?:overline|bar|dot)\s*(?:\{\s*)?(?P<period>[0-9]{1,50})(?:\s*\})?|\((?P<bracketed>[0-9]{1,50})\)"
+        rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
+        _repeating,
+    ),
+    ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
+    ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
+    ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
+    ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
+    ("cent", r"\bper\s?cent\b", "percent"),
+    ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
+)
+_UNICODE_NOTATIONS = [(re.compile(pattern), to) for pattern, to in _UNICODE_STEPS]
+_NOTATIONS = [(needle, re.compile(pattern), to) for needle, pattern, to in _STEPS]
+_SCAN = re.compile(
+    r"(?P<space>[\s~]+|\\[,;:!>\s])"
+    r"|\x05(?P<exact>[0-9]+/[0-9]+)\x05"
+    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
+    r"|(?P<letters>[^\W\d_]+)"
+    r"|\\(?P<cmd>[A-Za-z]+|\\)"
+    r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]"
+    r"|[-+*/^_=<>(){}\[\]|,;:!%&$'.\x02\x03\x04€£¥₹₩#?@\"`])"
+    r"|(?P<other>\\?.)",
+    re.DOTALL,
+)
+_GROUPED = re.compile(r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?: [0-9]{3})+)(?![0-9])(?:\.[0-9]+)?")
+_TEXT_WORD = re.compile(r"[^\W\d_]+(?:[-'’][^\W\d_]+)*")
+_OPERATORS = {
+    "<=": "\\le", ">=": "\\ge", "!=": "\\ne", "==": "=", "**": "^", "<": "\\lt", ">": "\\gt",
+    "*": "\\times", "\\|": "|", "\\$": "$", "\\%": "%",
+}  # fmt: skip
+_RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
+_BETWEEN = words("\\union \\cap \\setminus \\in in = , ; or and")
+
+
+def canonical(text: str) -> str:
+    """Returns the text with other notations written in one way, mostly as LaTeX; text in `\\text`
+    stands between two control characters.
+    """
+    if not text.isascii():
+        for pattern, to in _UNICODE_NOTATIONS:
+            text = pattern.sub(to, text)
+    if not (text.isascii() and text.isprintable()):
+        text = text.translate(_TABLE)
+    for needle, compiled, replacement in _NOTATIONS:
+        if needle in text:
+            text = compiled.sub(replacement, text)
+    return text
+
+
+def tokens(text: str) -> Tokens:
+    """Returns the tokens of an answer."""
+    found = _scan(canonical(text))
+    while found and found[-1].kind == "op" and found[-1].text == ".":
+        found.pop()
+    return tuple(_grouped(_outward(found)))
+
+
+def _outward(found: list[Token]) -> list[Token]:
+    """Writes the open ends of `]0, 1[` as parentheses."""
+    for i, token in enumerate(found):
+        before = found[i - 1].text if i else "="
+        after = found[i + 1].text if i + 1 < len(found) else "="
+        if token.text == "]" and before in _BETWEEN:
+            found[i] = Token("op", "(", token.spaced)
+        elif token.text == "[" and after in _BETWEEN:
+            found[i] = Token("op", ")", token.spaced)
+    return found
+
+
+def _grouped(found: list[Token]) -> list[Token]:
+    """Drops braces around a whole answer or a whole side of it, as in `{\\large 5} = x`."""
+    superfluous: set[int] = set()
+    opened: list[int] = []
+    for i, token in enumerate(found):
+        if token.kind != "op":
+            continue
+        if token.text == "{":
+            opened.append(i)
+        elif token.text == "}" and opened:
+            start = opened.pop()
+            before = found[start - 1].text if start else "="
+            after = found[i + 1].text if i + 1 < len(found) else "="
+            if before in _BETWEEN and after in _BETWEEN:
+                superfluous |= {start, i}
+    return [token for i, token in enumerate(found) if i not in superfluous]
 
 
 def _scan(text: str) -> list[Token]:
     found: list[Token] = []
     spaced = in_text = False
     depth = position = 0
-    loose = ", " in text
+    is_loose = ", " in text
     while position < len(text):
         if in_text and (word := _TEXT_WORD.match(text, position)):
             found.append(_text_word(word.group(), spaced))
-            position, spaced = word.end(), False
+            position = word.end()
+            spaced = False
             continue
+
         match = _SCAN.match(text, position)
         assert match is not None
-        kind, piece = str(match.lastgroup), match.group()
+        kind = str(match.lastgroup)
+        piece = match[kind]
         position = match.end()
         if kind == "space":
             spaced = True
             continue
-        if kind == "num":
-            if (depth == 0 or loose) and (grouped := _GROUPED.match(text, match.start())):
+        if kind == "exact":
+            found.append(Token("num", piece, spaced))
+        elif kind == "num":
+            grouped = _GROUPED.match(text, match.start()) if depth == 0 or is_loose else None
+            if grouped:
                 piece = re.sub("[, ]", "", grouped.group())
                 position = grouped.end()
-                if tail := re.compile(r"\.[0-9]+").match(text, position):
-                    piece, position = piece + tail.group(), tail.end()
-            found.append(Token("num", piece.rstrip(".") if piece != "." else piece, spaced))
-            if piece.endswith(".") and not _AFTER_POINT.match(text, position):
+            found.append(Token("num", piece.rstrip("."), spaced))
+            if piece.endswith(".") and text[position:].strip("\x03 $"):
                 found.append(Token("op", "."))
-            if exponent := _EXPONENT.match(text, position):
-                found += [
-                    Token("op", "\\times"),
-                    Token("num", "10"),
-                    Token("op", "^"),
-                    Token("op", "{"),
-                ]
-                found += [Token("op", "-")] * exponent[1].startswith("-") + [
-                    Token("num", exponent[1].lstrip("+-"))
-                ]
-                found.append(Token("op", "}"))
-                position = exponent.end()
         elif kind == "letters":
             found += _letters(piece, spaced)
         elif kind == "cmd":
-            token = _command(match["cmd"], spaced)
-            if token is None:
+            command = _command(piece, spaced)
+            found += command
+            if not command:
                 spaced = True
                 continue
-            found.append(token)
-        elif kind == "op":
-            if piece in "\x02\x03":
-                in_text, spaced = piece == "\x02", True
-                continue
-            depth += (piece in ("(", "[", "\\{")) - (piece in (")", "]", "\\}") and depth > 0)
-            found.append(Token("op", _OPERATORS.get(piece, piece), spaced))
+        elif piece in ("\x02", "\x03"):
+            in_text = piece == "\x02"
+            spaced = True
+            continue
         else:
-            found.append(Token("other", piece, spaced))
+            depth = max(0, depth + (piece in ("(", "[", "\\{")) - (piece in (")", "]", "\\}")))
+            found.append(Token(kind, _OPERATORS.get(piece, piece), spaced))
         spaced = False
     return found
 
 
 def _text_word(word: str, spaced: bool) -> Token:
     if word in ("pi", "infinity"):
-        return Token("cmd", "\\" + _SAME.get(word, word), spaced)
+        return Token("cmd", "\\" + _SAME[word], spaced)
     return Token("word", word, spaced)
 
 
-def _command(name: str, spaced: bool) -> Token | None:
-    """Returns the token of a command; None for a command that only affects typesetting."""
+def _command(name: str, spaced: bool) -> list[Token]:
+    """Returns the token of a command; none for a command that only affects typesetting."""
     name = _SAME.get(name, name)
     if name in _SPACING:
-        return None
+        return []
     if name in _GREEK:
-        return Token("name", "\\" + name, spaced)
-    if name in ("le", "ge", "ne", "lt", "gt", "times"):
-        return Token("op", "\\" + name, spaced)
-    if name in ("div", "colon"):
-        return Token("op", "/" if name == "div" else ":", spaced)
-    if name in "{}":
-        return Token("op", "\\" + name, spaced)
+        return [Token("name", "\\" + name, spaced)]
+    if name in ("i", "j"):
+        return [Token("name", name, spaced)]
+    if name in ("div", "colon", "lnot"):
+        return [Token("op", "/" if name == "div" else ":", spaced)]
     if name in "|()[]":
-        return Token("op", name, spaced)
-    return Token("cmd", "\\" + name, spaced)
+        return [Token("op", name, spaced)]
+    is_operator = "\\" + name in _RELATED or name in "{}"
+    return [Token("op" if is_operator else "cmd", "\\" + name, spaced)]
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:
     """Returns the tokens of letters in math mode: a variable, a function, or a word."""
+    if not run.isascii():
+        return [Token("word", run, spaced)]
     if len(run) == 1:
         return [Token("name", run, spaced)]
     known = _SAME.get(run, run)
@@ -244,43 +363,16 @@ def _letters(run: str, spaced: bool) -> list[Token]:
     return [Token("word", run, spaced)]
 
 
-def _merged(found: list[Token]) -> list[Token]:
-    """Joins ordinals, repeating decimals and the x of `4.5 x 10^3` with their numbers, and drops a
-    final full stop.
-    """
-    merged: list[Token] = []
-    for i, token in enumerate(found):
-        after = found[i + 1] if i + 1 < len(found) else None
-        if (
-            token == ("name", "x", token.spaced)
-            and merged
-            and merged[-1].kind == "num"
-            and after is not None
-            and after.kind == "num"
-            and after.text == "10"
-            and found[i + 2 : i + 3]
-            and found[i + 2].text == "^"
-        ):
-            token = Token("op", "\\times", token.spaced)
-        if token.text == "cent" and merged and merged[-1].text == "per":
-            token = Token("word", "percent", merged.pop().spaced)
-        if (
-            token.text == "to"
-            and merged
-            and merged[-1].kind == "num"
-            and after is not None
-            and after.kind == "num"
-        ):
-            token = Token("op", ":", token.spaced)
-        merged.append(token)
-    while merged and merged[-1].text == "." and merged[-1].kind == "op":
-        merged.pop()
-    return merged
-
-
 def texts_of(part: Sequence[Token]) -> list[str]:
     """Returns the texts of tokens."""
     return [token.text for token in part]
+
+
+def _step(token: Token) -> int:
+    """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
+    if token.kind not in ("op", "cmd"):
+        return 0
+    return (token.text in OPEN) - (token.text in CLOSE)
 
 
 def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[str]]:
@@ -291,18 +383,13 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
     found: list[str] = []
     depth = start = 0
     for i, token in enumerate(part):
-        if token.kind in ("op", "cmd") and token.text in OPEN:
-            depth += 1
-        elif token.kind in ("op", "cmd") and token.text in CLOSE:
-            depth -= 1
-            if depth < 0:
-                raise NotUnderstood
-        elif (
-            depth == 0
-            and (token.text.lower() if token.kind == "word" else token.text) in separators
-        ):
+        depth += _step(token)
+        if depth < 0:
+            raise NotUnderstood
+        text = token.text.lower() if token.kind == "word" else token.text
+        if depth == 0 and text in separators:
             pieces.append(part[start:i])
-            found.append(token.text.lower() if token.kind == "word" else token.text)
+            found.append(text)
             start = i + 1
     if depth:
         raise NotUnderstood
@@ -313,16 +400,11 @@ def inner(part: Tokens) -> Tokens | None:
     """Returns the tokens between an opening bracket at the start and its closing bracket at the
     very end, or None.
     """
-    if (
-        len(part) < 2
-        or part[0].text not in OPEN
-        or part[-1].text not in CLOSE
-        or part[0].text == "\\begin"
-    ):
+    if not part or part[0].text not in OPEN or part[0].text == "\\begin":
         return None
     depth = 0
     for i, token in enumerate(part):
-        depth += (token.text in OPEN) - (token.text in CLOSE) if token.kind in ("op", "cmd") else 0
-        if depth == 0 and i < len(part) - 1:
-            return None
-    return part[1:-1]
+        depth += _step(token)
+        if depth == 0:
+            return part[1:-1] if i == len(part) - 1 and i > 0 else None
+    return None
