@@ -18,7 +18,9 @@ Node = tuple[Any, ...]
 _MAX_DEPTH = 60  # expression trees are walked recursively
 _MAX_TOKENS = 300
 _PRODUCTS = tuple(map(frozenset, ("abcd", "ijklmn", "pqrs", "uvwxyz")))
-_ENDS = CLOSE | words(f"+ - | , ; / \\times : ! !! ^ % & \\\\ {DEGREE} \\rfloor \\rceil \\mod \\over")
+_ENDS = CLOSE | words(
+    f"+ - | , ; / \\times : ! !! ^ % & \\\\ {DEGREE} \\rfloor \\rceil \\mod \\over"
+)
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _WRAPPERS = {
     "\\lfloor": ("\\rfloor", "floor"),
@@ -26,7 +28,7 @@ _WRAPPERS = {
     "\\lVert": ("\\rVert", "norm"),
 }
 _DEGREES = {"\\sqrt": 2, "\\root": 2, "\\cuberoot": 3, "\\cbrt": 3, "\\fourthroot": 4}
-_ACCENTS = words("\\vec \\bar \\hat \\tilde \\mathcal \\mathbb")
+_ACCENTS = words("\\vec \\bar \\hat \\tilde \\mathcal")
 _OPERATORS = {"+": "+", "-": "-", "\\times": "*", "/": "/", ":": "/", "\\mod": "mod"}
 _POSTFIX = {"!!": ("double factorial",), "!": ("factorial",)}
 _FACTORS: dict[str, Node] = {
@@ -256,6 +258,8 @@ class Parser:
         if name in ("floor", "ceil"):
             [node] = self._listed()[:1]
             return (name, node)
+        if name.startswith("set"):
+            return ("sym", text)
         if text in _ACCENTS:
             return ("sym", f"{text} {self._subscript()}")
         if name in FUNCTIONS:

@@ -48,7 +48,8 @@ binom dbinom tbinom; le leq leqslant leqq; ge geq geqslant geqq; ne neq; lt lt; 
 approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothing
 setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
 } rbrace; | vert lvert rvert mid; ( lparen; ) rparen; [ lbrack; ] rbrack; land wedge; lor vee
-bar overline; i imath; j jmath; dots ldots cdots dotsc; R reals Reals; mod pmod bmod
+bar overline; i imath; j jmath; dots ldots cdots dotsc; setR R reals Reals; setZ Z
+setN N; mod pmod bmod
 """
 _SAME = {
     alias: entry.split()[0]
@@ -80,7 +81,7 @@ _UNICODE = {
     "·": "*", "∙": "*", "•": "*", "∗": "*", "✕": "*", "π": r"\pi ", "𝜋": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≦": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "≧": r"\ge ", "⩾": r"\ge ",
     "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ",
-    "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\R ", "ℤ": r"\mathbb{Z} ",
+    "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\setR ", "ℤ": r"\setZ ", "ℕ": r"\setN ", "ℚ": r"\setQ ",
     "∖": r"\setminus ", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'",
     "‘": "'", "“": '"', "”": '"', "„": '"', "√": r"\root ", "∛": r"\cuberoot ",
     "∜": r"\fourthroot ", "₊": "_+", "₋": "_-", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
@@ -132,7 +133,7 @@ def _marked_text(match: re.Match[str]) -> str:
     if inner in FUNCTIONS and (is_upright or inner not in ("min", "max", "sec")):
         return f"\\{inner} "
     if command in ("mathbf", "boldsymbol", "bm") and inner in ("i", "j", "k", "R"):
-        return "\\R " if inner == "R" else f"\\hat{{{inner}}}"
+        return "\\setR " if inner == "R" else f"\\hat{{{inner}}}"
     is_math = command in ("mathbf", "boldsymbol", "bm", "mathit")
     if is_math or (command == "mathrm" and inner in ("e", "i", "T")):
         return f" {{{content}}} "
@@ -167,8 +168,12 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ("\\", r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1 \2"),
     ("\\", r"\\(?:si|unit|num)\s*\{([^{}]*)\}", r" \1"),
     ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
-    ("\\", r"\\(pounds|euro|yen)(?![A-Za-z])", lambda match: {"p": "£", "e": "€"}.get(match[1][0], "¥")),
-    ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*R\s*\}|R(?![A-Za-z]))", r"\\R "),
+    (
+        "\\",
+        r"\\(pounds|euro|yen)(?![A-Za-z])",
+        lambda match: {"p": "£", "e": "€"}.get(match[1][0], "¥"),
+    ),
+    ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![A-Za-z]))", r"\\set\1\2 "),
     ("\\", r"\\(?:hat|vec)\s*\{?\s*\\([ij])math\s*\}?", r"\\hat{\1}"),
     # thousands
     (
@@ -240,18 +245,22 @@ def tokens(text: str) -> Tokens:
     found = _scan(canonical(text))
     while found and found[-1].kind == "op" and found[-1].text == ".":
         found.pop()
-    return tuple(_grouped(_outward(found)))
+    return tuple(_grouped(_in_context(found)))
 
 
-def _outward(found: list[Token]) -> list[Token]:
-    """Writes the open ends of `]0, 1[` as parentheses."""
+def _in_context(found: list[Token]) -> list[Token]:
+    """Writes the open ends of `]0, 1[` as parentheses, and minutes and seconds as words."""
+    end = Token("op", "=")
     for i, token in enumerate(found):
-        before = found[i - 1].text if i else "="
-        after = found[i + 1].text if i + 1 < len(found) else "="
-        if token.text == "]" and before in _BETWEEN:
+        before = found[i - 1] if i else end
+        after = found[i + 1] if i + 1 < len(found) else end
+        if token.text == "]" and before.text in _BETWEEN:
             found[i] = Token("op", "(", token.spaced)
-        elif token.text == "[" and after in _BETWEEN:
+        elif token.text == "[" and after.text in _BETWEEN:
             found[i] = Token("op", ")", token.spaced)
+        elif token.text in ("\\min", "\\sec") and (before.kind == "num" or before.text == "/"):
+            if after.kind in ("num", "word") or after.text in _BETWEEN:
+                found[i] = Token("word", token.text[1:], token.spaced)
     return found
 
 
@@ -277,7 +286,7 @@ def _scan(text: str) -> list[Token]:
     found: list[Token] = []
     spaced = in_text = False
     depth = position = 0
-    is_loose = ", " in text
+    is_loose = re.search(r"(?<!\\), ", text) is not None
     while position < len(text):
         if in_text and (word := _TEXT_WORD.match(text, position)):
             found.append(_text_word(word.group(), spaced))

@@ -4,12 +4,15 @@ a choice, or words.
 A reading covers all tokens of the answer, or `read` raises NotUnderstood.
 """
 
+import calendar
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise, product
 
-from services.reward.answers.expressions import Parser
+from services.reward.answers.expressions import Node, Parser
+from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import (
     CLOSE,
     NotUnderstood,
@@ -19,46 +22,64 @@ from services.reward.answers.notation import (
     split,
     texts_of,
     tokens,
+    words,
 )
-from services.reward.answers.quantities import Value, read_value
+from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
     REALS,
     Based,
     Choice,
+    Clock,
+    Family,
     Many,
     Matrix,
     Named,
     Ratio,
     Reading,
     Region,
+    Residue,
     TupleOrInterval,
     Untrue,
     Words,
     as_region,
     combined,
-    node_of,
-    without,
 )
 from services.reward.answers.statements import name_of, read_relation
-from services.reward.answers.units import read_unit
+from services.reward.answers.units import DOUBTS, NUMBERS, is_remark, read_unit
 
-_JOINING = ("+", "\\times", "/", "^", "_", "=")
-_LABELS = ("the", "final", "answer", "option", "choice", "is", "=", ":")
+_LETTERS = "ABCDEFGH"
+_JOINING = words("+ \\times / ^ _ =")
+_LABELS = words("the final answer option choice is = :")
+_VERBS = words("is are was were equals :")
 _MAX_DEPTH = 8
-_ALL_REALS = frozenset(
-    (
-        "all real numbers",
-        "all reals",
-        "any real number",
-        "real numbers",
-        "all real values",
-        "the real numbers",
-    )
+_FILLERS = words(
+    "a an the is are it its this that function graph curve figure shape number answer value "
+    "equation conic person student direction day"
 )
-_BASES = {
-    "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9", "ten": "10",
-    "eleven": "11", "twelve": "12", "sixteen": "16",
+"""Words that say no more about an answer of words."""
+_REALS = (
+    "all real numbers", "all reals", "any real number", "real numbers", "all real values",
+    "the real numbers", "all real x",
+)  # fmt: skip
+_NO_SOLUTIONS = (
+    "empty set", "the empty set", "no solution", "no solutions", "no real solution",
+    "no real solutions", "there are no solutions", "there is no solution",
+)  # fmt: skip
+_UNDEFINED = ("does not exist", "not defined", "dne", "doesn't exist", "is undefined")
+_CONFIRMED = ("is correct", "is the answer", "is the correct answer", "is right")
+_DATES = {
+    name[:length].lower(): name.lower()
+    for name in (*calendar.day_name, *calendar.month_name)
+    for length in (3, 4)
+}
+_HALVES = {
+    "am": 0, "in the morning": 0, "pm": 12, "in the afternoon": 12, "in the evening": 12,
+    "at night": 12,
 }  # fmt: skip
+_INTEGERS = words("\\setZ Z integer integers \\setN N")
+_MATRICES = words("pmatrix bmatrix matrix Bmatrix smallmatrix psmallmatrix bsmallmatrix array")
+_LISTS = words("cases aligned align gathered rcases")
+_SETS = {"\\union": set.union, "\\cap": set.intersection, "\\setminus": set.difference}
 
 
 @lru_cache(maxsize=1024)
@@ -71,15 +92,14 @@ def read(text: str) -> Reading | None:
 
 
 def _unlabelled(part: Tokens) -> Tokens:
-    words = [token.text.lower() for token in part[:6]]
+    names = [token.text.lower() for token in part[:6]]
     i = 0
-    while i < len(words) and words[i] in _LABELS:
+    while i < len(names) and names[i] in _LABELS:
         i += 1
-    if i and (
-        any(word in words[:i] for word in ("answer", "option", "choice")) or words[:i] == ["="]
-    ):
+    if names[:i] == ["="] or {"answer", "option", "choice"} & {*names[:i]}:
         part = part[i:]
-    return part[1:] if part and part[0].text == "\\approx" else part
+    is_intro = part and (part[0].text == "\\approx" or part[0].text.endswith(("是", "为")))
+    return part[1:] if is_intro else part
 
 
 def _read(part: Tokens, depth: int = 0) -> Reading:
@@ -88,14 +108,20 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
     for reader in (
         _choice,
         _words,
+        _residue,
         _based,
+        _clock,
+        _annotated,
         _mixed_units,
+        _family,
         _several,
-        _union,
+        _labelled,
+        _set,
         _statement,
         _bracketed,
         _matrix,
         _ratio,
+        _vector,
     ):
         found = reader(part, depth + 1)
         if found is not None:
@@ -106,21 +132,45 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
 def _choice(part: Tokens, depth: int) -> Reading | None:
     texts = texts_of(part[:3])
     if texts[0] == "(" and len(texts) == 3 and texts[2] == ")":
-        letter, rest = texts[1], part[3:]
+        letter = texts[1]
+        rest = part[3:]
     elif len(texts) > 1 and texts[1] in (")", ".", ":"):
-        letter, rest = texts[0], part[2:]
+        letter = texts[0]
+        rest = part[2:]
     else:
         return None
-    if (
-        len(letter) != 1
-        or letter not in "ABCDEFGH"
-        or (rest and (not rest[0].spaced or rest[0].text in _JOINING))
-    ):
+    is_joined = bool(rest) and (not rest[0].spaced or rest[0].text in _JOINING)
+    if len(letter) != 1 or letter not in _LETTERS or is_joined:
         return None
-    return Choice(letter, _read(rest, depth) if rest else None)
+    said = " ".join(texts_of(rest)).lower()
+    if not rest or said in _CONFIRMED:
+        return Choice(letter, None)
+    try:
+        value = _read(rest, depth)
+    except NotUnderstood:
+        value = None
+    is_text = value is None or isinstance(value, Words)
+    names_other = _names_choice(value) or (is_text and _has_letter(rest))
+    if names_other or any(token.text.lower() in DOUBTS for token in rest):
+        raise NotUnderstood
+    return Choice(letter, value)
 
 
-def _words(part: Tokens, depth: int) -> Reading | None:
+def _names_choice(reading: Reading | None) -> bool:
+    if isinstance(reading, Many | TupleOrInterval):
+        return any(map(_names_choice, reading.items))
+    is_letter = isinstance(reading, Value) and texts_of(reading.source) in [*map(list, _LETTERS)]
+    return is_letter or isinstance(reading, Choice)
+
+
+def _has_letter(part: Tokens) -> bool:
+    """Returns whether text next to an option names another one."""
+    texts = texts_of(part)
+    return any(text in [*_LETTERS] and (text != "A" or i) for i, text in enumerate(texts))
+
+
+def _words(part: Tokens, _: int) -> Reading | None:
+    part = tuple(token for token in part if token.text not in ('"', "`")) or part
     if not all(token.kind in ("word", "name") or token.text in "-'" for token in part):
         return None
     runs = [token.text for token in part if token.kind == "word"]
@@ -128,45 +178,109 @@ def _words(part: Tokens, depth: int) -> Reading | None:
         return Value(("sym", runs[0]), None, part)
     if part[0].kind == "name" and part[0].text not in ("a", "A", "I") and read_unit(part[1:]):
         return None
-    if (
-        not runs
-        or any(texts_of(part)[i : i + 1] == ["'"] for i in (0, 1))
-        or all(set(run) <= set("xyz") for run in runs)
-    ):
+    is_derivative = any(token.text == "'" for token in part[:2])
+    if not runs or is_derivative or all(set(run) <= set("xyz") for run in runs):
         return None
     text = " ".join(texts_of(part)).replace(" - ", " ").replace("-", " ").lower()
-    if text in _ALL_REALS:
+    if text in _REALS:
         return REALS
-    if text in ("empty set", "the empty set"):
+    if text in _NO_SOLUTIONS:
         return Many((), True)
+    if text in ("noon", "midnight"):
+        return Clock(720 if text == "noon" else 0)
+    first = text.split()[0]
+    if first in NUMBERS or first in ("negative", "minus", "half", "a"):
+        with suppress(NotUnderstood):
+            return read_value(part)
+    text = _content(text)
     with suppress(NotUnderstood):
         return Words(text, Parser(part).whole())
     return Words(text)
 
 
-def _based(part: Tokens, _: int) -> Reading | None:
+def _content(text: str) -> str:
+    """Returns what words say: "The function is even" says "even"."""
+    names = text.split()
+    at = max((i for i, name in enumerate(names) if name in ("is", "are", "was")), default=-1)
+    if at < len(names) - 1 and not DOUBTS & {*names[:at]}:
+        names = names[at + 1 :]
+    if " ".join(names) in _UNDEFINED:
+        return "undefined"
+    kept = [name for name in names if name not in _FILLERS] or names
+    return " ".join(_DATES.get(name, name) for name in kept)
+
+
+def _residue(part: Tokens, _: int) -> Reading | None:
+    """Reads 7 mod 11, x ≡ 7 (mod 11)."""
     texts = texts_of(part)
-    if "_" in texts[1:]:
-        at = texts.index("_")
-        base = [text for text in texts[at + 1 :] if text not in ("{", "}")]
-    elif "base" in texts[1:]:
-        at = texts.index("base")
-        base = texts[at + 1 :]
-    else:
+    at = next((i for i, text in enumerate(texts) if text in ("\\mod", "mod", "modulo")), 0)
+    if not at:
         return None
-    base = [text for text in base if text not in "()"]
-    name = _BASES.get("".join(base).lower(), "".join(base))
-    number = "".join(text for text in texts[:at] if text not in "()")
-    digits = number.upper()
-    if not (name.isdigit() and 2 <= int(name) <= 36 and digits.isalnum() and digits.isascii()):
-        return None
-    if not any(character.isdigit() for character in digits) and (
-        len(digits) < 2 or not number.isupper()
-    ):
-        return None
-    if any(int(digit, 36) >= int(name) for digit in digits):
+    modulus = part[at + 1 :]
+    head = part[:at]
+    if head[-1].text == "(" and texts[-1] == ")":
+        head = head[:-1]
+        modulus = modulus[:-1]
+    pieces, _ = split(head, frozenset(("\\equiv", "=")))
+    if not pieces[-1]:
         raise NotUnderstood
-    return Based(digits.lstrip("0") or "0", name)
+    value = read_value(pieces[-1]).node
+    size = read_value(inner(modulus) or modulus).node
+    if value is None or size is None or not written_out(value):
+        return None
+    is_reduced = value[0] == size[0] == "num" and value[1] < size[1]
+    return Residue(value, size) if is_reduced or len(pieces) > 1 else None
+
+
+def _based(part: Tokens, _: int) -> Reading | None:
+    texts = [text for text in texts_of(part) if text not in "(){}"]
+    at = next((i for i, text in enumerate(texts) if text in ("_", "base")), 0)
+    if not at:
+        return None
+    name = "".join(texts[at + 1 :]).removeprefix("base").lower()
+    base = NUMBERS.get(name, int(name) if name.isdigit() and len(name) < 3 else 0)
+    number = "".join(texts[: at - 1 if texts[at - 1] == "in" else at])
+    digits = number.upper()
+    if not 2 <= base <= 36 or not (digits.isalnum() and digits.isascii()):
+        return None
+    has_digit = any(character.isdigit() for character in digits)
+    if not has_digit and (len(digits) < 2 or not number.isupper()):
+        return None
+    if any(int(digit, 36) >= base for digit in digits):
+        raise NotUnderstood
+    return Based(digits.lstrip("0") or "0", base)
+
+
+def _clock(part: Tokens, _: int) -> Reading | None:
+    texts = texts_of(part)
+    minutes = texts[2] if texts[1:2] == [":"] and len(texts) > 2 else "00"
+    rest = texts[3 if texts[1:2] == [":"] else 1 :]
+    half = _HALVES.get(" ".join(text for text in rest if text != ".").lower())
+    is_time = texts[0].isdigit() and minutes.isdigit() and len(minutes) == 2
+    if half is None or not is_time or not 1 <= int(texts[0]) <= 12 or int(minutes) > 59:
+        return None
+    return Clock((int(texts[0]) % 12 + half) * 60 + int(minutes))
+
+
+def _annotated(part: Tokens, depth: int) -> Reading | None:
+    """Reads an answer without the note in parentheses after it: 8 (in simplest form), 3 (three)."""
+    if part[-1].text != ")":
+        return None
+    start = max(i for i, token in enumerate(part) if token.text == "(" or i == 0)
+    note = part[start + 1 : -1]
+    head = part[:start]
+    is_text = any(token.kind == "word" and len(token.text) > 3 for token in note)
+    if not head or not is_text or not part[start].spaced:
+        return None
+    if read_unit(note) and head[-1].kind == "num":
+        return read_value((*head, *note))
+    found = _read(head, depth)
+    if is_remark(note):
+        return found
+    value = _read(note, depth)
+    if not isinstance(value, Value) or not isinstance(found, Value):
+        raise NotUnderstood
+    return found if same_values(found, value) else Untrue()
 
 
 def _mixed_units(part: Tokens, _: int) -> Reading | None:
@@ -177,30 +291,68 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
     if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
         part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))
     starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
-    pieces = [part[i:j] for i, j in pairwise((0, *starts, len(part)))]
-    pieces = [piece[:-1] if piece[-1].text in ("and", ",") else piece for piece in pieces]
-    plain = all(
-        token.kind in ("num", "word", "name") or token.text == "$"
-        for piece in pieces
-        for token in piece
-    )
-    if not starts or not plain or "num" not in (part[0].kind, part[1].kind):
+    if not starts or "num" not in (part[0].kind, part[1].kind):
         return None
-    values = [read_value(piece) for piece in pieces]
-    measured = [
-        (value.node[1], value.unit)
-        for value in values
-        if value.node and value.node[0] == "num" and value.unit
-    ]
-    if len(measured) < len(values):
-        return None
-    for (_, one), (number, other) in pairwise(measured):
-        if one.dimensions != other.dimensions or number * other.size >= one.size:
+    measured: list[Value] = []
+    for start, end in pairwise((0, *starts, len(part))):
+        piece = part[start : end - (part[end - 1].text in ("and", ","))]
+        if any(token.kind in ("cmd", "other") for token in piece):
             return None
-    largest = measured[0][1]
-    return Value(
-        ("num", sum(number * unit.size for number, unit in measured) / largest.size), largest, part
-    )
+        with suppress(NotUnderstood):
+            measured.append(read_value(piece))
+    total = Fraction(0)
+    smallest: Fraction | None = None
+    for value in measured:
+        if value.node is None or value.node[0] != "num" or value.unit is None:
+            return None
+        size = value.node[1] * value.unit.size
+        if value.unit.dimensions != measured[0].unit.dimensions:  # type: ignore[union-attr]
+            return None
+        if smallest is not None and size >= smallest:
+            return None
+        smallest = value.unit.size
+        total += size
+    if len(measured) <= len(starts):
+        return None
+    largest = measured[0].unit
+    assert largest is not None
+    return Value(("num", total / largest.size), largest, part)
+
+
+def _family(part: Tokens, depth: int) -> Reading | None:
+    """Reads x = a + kb, k ∈ ℤ."""
+    texts = texts_of(part)
+    content = inner(part) if texts[0] == "\\{" else part
+    texts = texts_of(content or ())
+    if content is None or len(content) < 4 or texts[-1] not in _INTEGERS:
+        return None
+    at = -3 if texts[-2] in ("an", "any", "all") else -2
+    if content[at].text not in ("\\in", "is", "integer", "integers"):
+        return None
+    parameter = texts[at - 1]
+    rest = content[: at - 1]
+    while rest and rest[-1].text in (
+        ",",
+        ";",
+        ":",
+        "|",
+        "where",
+        "for",
+        "with",
+        "and",
+        "any",
+        "all",
+    ):
+        rest = rest[:-1]
+    found = _read(rest, depth)
+    items = found.items if isinstance(found, Many) else (found,)
+    nodes: list[Node] = []
+    for item in items:
+        value = item.values[0][1] if isinstance(item, Named) else item
+        if not isinstance(value, Value) or value.node is None:
+            raise NotUnderstood
+        nodes.append(value.node)
+    return Family(tuple(nodes), parameter)
 
 
 def _several(part: Tokens, depth: int) -> Reading | None:
@@ -210,9 +362,8 @@ def _several(part: Tokens, depth: int) -> Reading | None:
         for i, piece in enumerate(pieces)
         if piece or i + 1 == len(pieces) or separators[i] == ","
     ]
-    if len(pieces) == 1 and (
-        part[0].text == "\\{" or not any(token.text in ("\\pm", "\\mp") for token in part)
-    ):
+    has_signs = any(token.text in ("\\pm", "\\mp") for token in part)
+    if len(pieces) == 1 and ("\\{" in texts_of(part) or not has_signs):
         return None
     if len(pieces) > 1 and len(separators) > len(pieces) - 1:  # "1, 2, and 3"
         separators = [text for text in separators if text != ","] or separators
@@ -228,85 +379,99 @@ def _several(part: Tokens, depth: int) -> Reading | None:
 
 
 def _joined(items: list[Reading], separators: list[str]) -> Reading:
-    if all(isinstance(item, Region) for item in items):
-        regions = [item for item in items if isinstance(item, Region)]
-        if len({region.name for region in regions}) == 1:
-            return combined(regions, "or" in separators or "\\lor" in separators)
+    regions = [item for item in items if isinstance(item, Region)]
+    if len(regions) == len(items) and len({region.name for region in regions}) == 1:
+        if {"or", "\\lor"} & {*separators}:
+            return combined(regions)
+        both = combined(regions, set.intersection)
+        is_list = {*separators} <= {",", ";"}
+        return both if both.intervals or not is_list else combined(regions)
     named = [item.values[0] for item in items if isinstance(item, Named) and len(item.values) == 1]
+    names = [name for name, _ in named]
     if named and len(named) == len(items):
-        names = [name for name, _ in named]
-        if len(set(names)) == len(names) and not _roots(names):
+        if len(set(names)) == len(names) and not _are_roots(names):
             return Named(tuple(sorted(named, key=lambda pair: pair[0])))
-        if len(set(names)) > 1 and not _roots(names):
+        if len(set(names)) > 1 and not _are_roots(names):
             raise NotUnderstood
         return Many(tuple(value for _, value in named), False)
-    if (
-        len(named) == 1
-        and isinstance(items[0], Named)
-        and all(isinstance(item, Value | TupleOrInterval) for item in items[1:])
-    ):
-        return Many((named[0][1], *items[1:]), False)  # x = 1, 2
+    rest = items[1:]
+    is_list = all(isinstance(item, Value | TupleOrInterval) for item in rest)
+    if len(named) == 1 and isinstance(items[0], Named) and is_list:
+        return Many((named[0][1], *rest), False)  # x = 1, 2
     return Many(tuple(items), False)
 
 
-def _roots(names: Sequence[str]) -> bool:
+def _are_roots(names: Sequence[str]) -> bool:
     """Returns whether the names are x_1, x_2, …: solutions of one unknown."""
-    return (
-        all("_" in name for name in names) and len({name.partition("_")[0] for name in names}) == 1
-    )
+    stems = {name.partition("_")[0] for name in names}
+    return len(stems) == 1 and all("_" in name for name in names)
 
 
 def _variants(part: Tokens) -> list[Tokens]:
+    """Returns the answers that ± stands for."""
     places = [i for i, token in enumerate(part) if token.text in ("\\pm", "\\mp")]
-    if not places:
-        return [part]
     if len(places) > 3:
         raise NotUnderstood
-    tied = any(part[i].text == "\\mp" for i in places)
-    found = []
-    for signs in (
-        [("+",) * len(places), ("-",) * len(places)] if tied else product("+-", repeat=len(places))
-    ):
+    is_tied = any(part[i].text == "\\mp" for i in places)
+    found: list[Tokens] = []
+    for signs in product("+-", repeat=1 if is_tied else len(places)):
         variant = list(part)
-        for i, sign in zip(places, signs, strict=True):
-            text = sign if part[i].text == "\\pm" else {"+": "-", "-": "+"}[sign]
-            variant[i] = Token("op", text, part[i].spaced)
+        for k, i in enumerate(places):
+            sign = signs[0] if is_tied else signs[k]
+            if part[i].text == "\\mp":
+                sign = "-" if sign == "+" else "+"
+            variant[i] = Token("op", sign, part[i].spaced)
         found.append(tuple(variant))
     return found
 
 
-def _union(part: Tokens, depth: int) -> Reading | None:
+def _labelled(part: Tokens, depth: int) -> Reading | None:
+    """Reads "The remainder is 42" and "Total: 42"."""
+    at = next((i for i, token in enumerate(part) if token.text.lower() in _VERBS), 0)
+    label = part[:at]
+    has_words = any(token.kind == "word" and len(token.text) > 2 for token in label)
+    is_text = all(token.kind in ("word", "name") for token in label)
+    if not at or not is_text or at + 1 == len(part) or not (has_words or part[at].text != ":"):
+        return None
+    if any(token.text.lower() in DOUBTS for token in label):
+        raise NotUnderstood
+    return Named((("", _read(part[at + 1 :], depth)),), is_label=True)
+
+
+def _set(part: Tokens, depth: int) -> Reading | None:
     texts = texts_of(part)
     if texts == ["\\emptyset"]:
         return Many((), True)
-    part = tuple(
-        Token("cmd", "\\union")
-        if token.text in ("U", "union") and i > 0 and texts[i - 1] in CLOSE
-        else token
-        for i, token in enumerate(part)
-    )
-    if texts[:1] == ["\\mathbb"] and (texts[1:4] == ["{", "R", "}"] or texts[1:2] == ["R"]):
-        rest = part[4 if texts[1] == "{" else 2 :]
-        if not rest:
-            return REALS
-        excluded = _read(rest[1:], depth) if rest[0].text in ("\\setminus", "-") else None
-        if not isinstance(excluded, Many):
-            raise NotUnderstood
-        return combined([without(item) for item in excluded.items], False)
-    pieces, separators = split(part, frozenset(("\\union",)))
-    if not separators:
+    if texts == ["\\setR"]:
+        return REALS
+    if "except" in texts and " ".join(texts[: texts.index("except")]).lower() in _REALS:
+        rest = part[texts.index("except") + 1 :]
+        part = (Token("cmd", "\\setR"), Token("cmd", "\\setminus"), *_braced(rest))
+    else:
+        part = tuple(_set_operator(token, part[i - 1].text) for i, token in enumerate(part))
+    pieces, operators = split(part, frozenset(_SETS))
+    if not operators:
         return None
-    regions = []
+    regions: list[Region] = []
     for piece in pieces:
-        found = _read(piece, depth)
-        if isinstance(found, Many):
-            nodes = [node_of(item) for item in found.items]
-            regions.append(Region(tuple((node, True, node, True) for node in nodes)))
-        elif (region := as_region(found)) is not None:
-            regions.append(region)
-        else:
+        region = as_region(_read(piece, depth))
+        if region is None:
             raise NotUnderstood
-    return combined(regions, True)
+        regions.append(region)
+    found = regions[0]
+    for operator, region in zip(operators, regions[1:], strict=True):
+        found = combined([found, region], _SETS[operator])
+    return found
+
+
+def _braced(part: Tokens) -> Tokens:
+    return (Token("op", "\\{"), *part, Token("op", "\\}"))
+
+
+def _set_operator(token: Token, before: str) -> Token:
+    if token.text in ("U", "union") and before in CLOSE:
+        return Token("cmd", "\\union")
+    return Token("cmd", "\\setminus") if token.text == "-" and before == "\\setR" else token
 
 
 def _statement(part: Tokens, depth: int) -> Reading | None:
@@ -317,64 +482,62 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
     content = inner(part)
     if content is None:
         return None
-    opening, closing = part[0].text, part[-1].text
-    if opening == "\\{" and closing == "\\}":
-        if not content:
-            return Many((), True)
-        pieces, separators = split(content, frozenset((":", "|")))
-        if len(separators) == 1 and all(pieces):
-            return (
-                _read(pieces[1], depth)
-                if name_of(split(pieces[0], frozenset(("\\in",)))[0][0])
-                else None
-            )
-        found = _read(content, depth)
-        if isinstance(found, Named | Untrue):
-            return found
-        if isinstance(found, Many) and not found.braces:
-            return Many(found.items, True)
-        return Many((found,), True)
-    if opening == "{" or closing == "}" or not content:
-        return _read(content, depth) if opening == "{" and closing == "}" else None
+    brackets = (part[0].text, part[-1].text)
+    if brackets == ("\\{", "\\}"):
+        return _in_braces(content, depth)
+    if "{" in brackets or "}" in brackets or not content:
+        return _read(content, depth) if brackets == ("{", "}") else None
     pieces, separators = split(content, frozenset((",", ";")))
     if separators:
-        items = [_read(piece, depth) for piece in pieces]
-        opening, closing = ("(", ")") if opening == "\\langle" else (opening, closing)
-        return TupleOrInterval(opening, closing, tuple(items))
+        items = tuple(_read(piece, depth) for piece in pieces)
+        opening, closing = ("(", ")") if brackets[0] == "\\langle" else brackets
+        return TupleOrInterval(opening, closing, items)
     found = _read(content, depth)
-    return (
-        found
-        if (opening, closing) in (("(", ")"), ("[", "]")) and not isinstance(found, Words)
-        else None
-    )
+    is_group = brackets in (("(", ")"), ("[", "]")) and not isinstance(found, Words)
+    return found if is_group else None
+
+
+def _in_braces(content: Tokens, depth: int) -> Reading | None:
+    if not content:
+        return Many((), True)
+    pieces, separators = split(content, frozenset((":", "|")))
+    if len(separators) == 1 and all(pieces):
+        (head, *_), _ = split(pieces[0], frozenset(("\\in",)))
+        return _read(pieces[1], depth) if name_of(head) else None
+    found = _read(content, depth)
+    if isinstance(found, Named | Untrue):
+        return found
+    is_list = isinstance(found, Many) and not found.braces
+    return Many(found.items if is_list else (found,), True)  # type: ignore[union-attr]
 
 
 def _matrix(part: Tokens, depth: int) -> Reading | None:
     texts = texts_of(part)
-    if texts[:2] != ["\\begin", "{"] or texts.count("\\begin") > 1 or len(texts) < 8:
+    if texts[:2] != ["\\begin", "{"] or texts.count("\\begin") > 1 or "\\end" not in texts:
         return None
     kind = texts[2]
-    if kind not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "array") or texts[
-        -4:
-    ] != [
-        "\\end",
-        "{",
-        kind,
-        "}",
-    ]:
+    end = texts.index("\\end")
+    after = "".join(texts[end + 4 :]).strip("{}").replace("{", "")
+    if texts[end + 1 : end + 4] != ["{", kind, "}"] or after not in ("", "^T", "^\\top", "^t"):
         return None
-    rows: list[list[list[Token]]] = [[[]]]
     start = texts.index("}", 4) + 1 if kind == "array" and texts[4:5] == ["{"] else 4
-    for token in part[start:-4]:
-        if token.text == "\\\\":
-            rows.append([[]])
-        elif token.text == "&":
-            rows[-1].append([])
-        else:
-            rows[-1][-1].append(token)
-    if rows[-1] == [[]]:
-        rows.pop()
-    return Matrix(tuple(tuple(_read(tuple(cell), depth) for cell in row) for row in rows))
+    lines, _ = split(part[start:end], frozenset(("\\\\",)))
+    lines = [line for line in lines if line]
+    if kind in _LISTS and not (kind.endswith("cases") and "&" in texts):
+        rows = [tuple(token for token in line if token.text != "&") for line in lines]
+        rows = [row[:-1] if row[-1].text in (",", ".") else row for row in rows]
+        return _joined([_read(row, depth) for row in rows], ["and"])
+    if kind not in _MATRICES and kind not in _LISTS:
+        return None
+    cells: list[tuple[Reading, ...]] = []
+    for line in lines:
+        pieces, _ = split(line, frozenset(("&",)))
+        cells.append(tuple(_read(piece, depth) for piece in pieces))
+    if after:
+        cells = list(zip(*cells, strict=True))
+    if len(cells) > 1 and all(len(row) == 1 for row in cells):
+        return TupleOrInterval("(", ")", tuple(row[0] for row in cells))
+    return Matrix(tuple(cells))
 
 
 def _ratio(part: Tokens, _: int) -> Reading | None:
@@ -383,3 +546,27 @@ def _ratio(part: Tokens, _: int) -> Reading | None:
         return None
     nodes = [read_value(piece).node for piece in pieces]
     return Ratio(tuple(node for node in nodes if node))
+
+
+def _vector(part: Tokens, _: int) -> Reading | None:
+    """Reads 2i + 3j - k with unit vectors as a tuple."""
+    if "\\hat" not in texts_of(part):
+        return None
+    found: dict[str, Node] = {}
+    for sign, term in _terms(Parser(part).whole()):
+        factor, vector = term[1:] if term[0] == "*" else (("num", Fraction(1)), term)
+        if vector[0] != "sym" or vector[1] not in ("\\hat i", "\\hat j", "\\hat k"):
+            return None
+        found[vector[1][-1]] = factor if sign == "+" else ("neg", factor)
+    zero: Node = ("num", Fraction(0))
+    names = "ijk" if "k" in found else "ij"
+    values = [Value(found.get(name, zero), None, ()) for name in names]
+    return TupleOrInterval("(", ")", tuple(values))
+
+
+def _terms(node: Node, sign: str = "+") -> list[tuple[str, Node]]:
+    opposite = "-" if sign == "+" else "+"
+    if node[0] in ("+", "-"):
+        right = sign if node[0] == "+" else opposite
+        return _terms(node[1], sign) + _terms(node[2], right)
+    return _terms(node[1], opposite) if node[0] == "neg" else [(sign, node)]

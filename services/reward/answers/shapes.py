@@ -1,17 +1,16 @@
-"""The kinds of answers besides a single value, and the arithmetic of intervals."""
+"""The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cmp_to_key
 
 from services.reward.answers.expressions import Node, symbols
 from services.reward.answers.notation import NotUnderstood
 from services.reward.answers.quantities import Value
-from services.reward.answers.values import Undecided, constant
+from services.reward.answers.values import INFINITY, MINUS_INFINITY, Undecided, order
 
 Interval = tuple[Node, bool, Node, bool]
 """Lower end, whether it belongs to the interval, upper end, whether it belongs to the interval."""
-INFINITY: Node = ("infty",)
-MINUS_INFINITY: Node = ("neg", INFINITY)
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,7 @@ class Words:
     """
 
     text: str
-    product: Node | None = field(default=None, compare=False)
+    product: Node | None = None
     """The product of its letters as a node; None when the text is too long to be a product."""
 
 
@@ -43,7 +42,7 @@ class Many:
 
 @dataclass(frozen=True)
 class TupleOrInterval:
-    """A tuple, or with two items an interval."""
+    """A tuple, or with two items an interval. A row or column of a matrix is a tuple too."""
 
     opening: str
     closing: str
@@ -62,6 +61,8 @@ class Named:
     """Values of named unknowns, in the order of the names."""
 
     values: tuple[tuple[str, "Reading"], ...]
+    is_label: bool = False
+    """Whether the name is no unknown but what the value measures: |AB|, f(2), the remainder."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,34 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Values that depend on an integer parameter."""
+
+    values: tuple[Node, ...]
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Residue:
+    """A value modulo another."""
+
+    value: Node
+    modulus: Node
+
+
+@dataclass(frozen=True)
+class Clock:
+    """A time of day in minutes after midnight."""
+
+    minutes: int
+
+
+@dataclass(frozen=True)
 class Based:
     """Digits in a number base."""
 
     digits: str
-    base: str
+    base: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +135,9 @@ Reading = (
     | Named
     | Relation
     | Region
+    | Family
+    | Residue
+    | Clock
     | Based
     | Matrix
     | Untrue
@@ -119,67 +146,69 @@ REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 
 def as_region(reading: Reading) -> Region | None:
-    """Returns an interval of two constants as a region, or None."""
+    """Returns an interval of two constants, or a set of constants, as a region; else None."""
     if isinstance(reading, Region):
         return reading
-    if isinstance(reading, TupleOrInterval) and len(reading.items) == 2:
-        low, high = reading.items
-        if (
-            isinstance(low, Value)
-            and isinstance(high, Value)
-            and low.node
-            and high.node
-            and not symbols(low.node) | symbols(high.node)
-        ):
-            return Region(((low.node, reading.opening == "[", high.node, reading.closing == "]"),))
-    return None
+    if isinstance(reading, Named) and len(reading.values) == 1:
+        return as_region(reading.values[0][1])
+    if isinstance(reading, TupleOrInterval) and len(reading.items) != 2:
+        return None
+    if not isinstance(reading, TupleOrInterval | Many):
+        return None
+
+    nodes: list[Node] = []
+    for item in reading.items:
+        if not isinstance(item, Value) or item.node is None or symbols(item.node):
+            return None
+        nodes.append(item.node)
+    if isinstance(reading, Many):
+        return Region(tuple((node, True, node, True) for node in nodes))
+    low, high = nodes
+    return Region(((low, reading.opening == "[", high, reading.closing == "]"),))
 
 
-def _at(node: Node) -> Any:
-    """Returns a number by which interval ends can be ordered."""
-    if node == INFINITY:
-        return float("inf")
-    if node == MINUS_INFINITY:
-        return float("-inf")
+def combined(
+    regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = set.union
+) -> Region:
+    """Returns the union of the regions, or what another rule of sets makes of them, with intervals
+    that touch joined. Raises NotUnderstood where the ends cannot be ordered.
+    """
+    ends: set[Node] = set()
+    for region in regions:
+        for low, _, high, _ in region.intervals:
+            ends |= {low, high}
     try:
-        return constant(node)[0]
+        ordered = sorted(ends, key=cmp_to_key(order))
+        place: dict[Node, int] = {}
+        for i, end in enumerate(ordered):
+            is_same = i > 0 and order(ordered[i - 1], end) == 0
+            place[end] = place[ordered[i - 1]] if is_same else i
     except Undecided:
         raise NotUnderstood from None
 
+    # The end at place i is cell 2i; the numbers between it and the next one are cell 2i + 1.
+    sets: list[set[int]] = []
+    for region in regions:
+        cells: set[int] = set()
+        for low, has_low, high, has_high in region.intervals:
+            cells |= set(range(2 * place[low] + (not has_low), 2 * place[high] + has_high))
+        sets.append(cells)
+    kept = sets[0]
+    for cells in sets[1:]:
+        kept = rule(kept, cells)
 
-def combined(regions: list[Region], any_of: bool) -> Region:
-    """Returns the union of the regions, or else their intersection; "x < 1, x > 3" has none and is
-    a union.
-    """
-    name = regions[0].name
-    if any_of:
-        intervals = [interval for region in regions for interval in region.intervals]
-        return Region(tuple(sorted(intervals, key=lambda interval: _at(interval[0]))), name)
-    kept = regions[0].intervals
-    for region in regions[1:]:
-        kept = tuple(
-            both
-            for one in kept
-            for other in region.intervals
-            if (both := _overlap(one, other)) is not None
-        )
-    return Region(kept, name) if kept else combined(regions, True)
-
-
-def _overlap(one: Interval, other: Interval) -> Interval | None:
-    low = max(one[:2], other[:2], key=lambda end: (_at(end[0]), not end[1]))
-    high = min(one[2:], other[2:], key=lambda end: (_at(end[0]), end[1]))
-    return (*low, *high) if _at(low[0]) < _at(high[0]) else None
+    intervals: list[Interval] = []
+    for cell in sorted(kept):
+        end = ordered[(cell + 1) // 2]
+        has_end = cell % 2 == 0
+        if cell - 1 in kept:
+            low, has_low, _, _ = intervals.pop()
+            intervals.append((low, has_low, end, has_end))
+        else:
+            intervals.append((ordered[cell // 2], has_end, end, has_end))
+    return Region(tuple(intervals), regions[0].name)
 
 
-def without(item: Reading) -> Region:
-    """Returns the real numbers without this one."""
-    node = node_of(item)
-    return Region(((MINUS_INFINITY, False, node, False), (node, False, INFINITY, False)))
-
-
-def node_of(item: Reading) -> Node:
-    """Returns the expression of a constant. Raises NotUnderstood for another reading."""
-    if isinstance(item, Value) and item.node is not None and not symbols(item.node):
-        return item.node
-    raise NotUnderstood
+def without(region: Region) -> Region:
+    """Returns the real numbers that are not in a region. Raises NotUnderstood."""
+    return combined([Region(REALS.intervals, region.name), region], set.difference)

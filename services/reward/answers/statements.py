@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 
-from services.reward.answers.expressions import symbols
-from services.reward.answers.formulas import same_values
+from services.reward.answers.expressions import Node, substituted, symbols
+from services.reward.answers.formulas import has_unknowns, same_values
 from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
-    INFINITY,
-    MINUS_INFINITY,
+    Based,
+    Interval,
     Many,
     Named,
     Reading,
@@ -19,21 +20,35 @@ from services.reward.answers.shapes import (
     Untrue,
     Words,
     as_region,
+    combined,
     without,
 )
-from services.reward.answers.values import Undecided, constant
+from services.reward.answers.units import DOUBTS
+from services.reward.answers.values import (
+    INFINITY,
+    MINUS_INFINITY,
+    Undecided,
+    order,
+    roughly,
+    same_value,
+    simplified,
+)
 
 Read = Callable[[Tokens, int], Reading]
 RELATIONS = frozenset(("=", "\\lt", "\\gt", "\\le", "\\ge", "\\ne", "\\in", "\\approx"))
-_REVERSED = {"\\gt": "\\lt", "\\ge": "\\le", "\\lt": "\\gt", "\\le": "\\ge"}
+_REVERSED = {"\\gt": "\\lt", "\\ge": "\\le"}
+_NAME_MARKS = frozenset("_{}'(),")
 
 
 def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
     """Returns the reading of tokens with a relation sign; None without one. `read` reads one
     side.
     """
+    before_a_set = ("(", "[", "\\{")
     part = tuple(
-        Token("cmd", "\\in") if _is_in(part[i : i + 2]) else token for i, token in enumerate(part)
+        # the word "in" before a set does not mean inch
+        Token("cmd", "\\in") if token.text == "in" and after.text in before_a_set else token
+        for token, after in zip(part, (*part[1:], Token("", "")), strict=True)
     )
     pieces, operators = split(part, RELATIONS)
     if not operators:
@@ -46,51 +61,78 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
     if kinds == {"="}:
         return _chain(pieces, depth, read)
     if kinds == {"\\in"} and len(pieces) == 2:
-        name, found = name_of(pieces[0]), read(pieces[1], depth)
-        region = as_region(found)
+        name = name_of(pieces[0])
+        found = read(pieces[1], depth)
+        region = as_region(found) if not isinstance(found, Many) else None
         return replace(region, name=name) if region and name else found
     if kinds <= {"\\gt", "\\ge"}:
-        pieces, operators = pieces[::-1], [_REVERSED[text] for text in operators[::-1]]
+        pieces = pieces[::-1]
+        operators = [_REVERSED[text] for text in operators[::-1]]
     elif not kinds <= {"\\lt", "\\le"} and kinds != {"\\ne"}:
         raise NotUnderstood
     return _inequality(pieces, operators)
 
 
-def _is_in(part: Tokens) -> bool:
-    """Returns whether the word "in" precedes a set, and does not mean inch."""
-    return (
-        len(part) == 2
-        and part[0].kind == "word"
-        and part[0].text == "in"
-        and part[1].text in ("(", "[", "\\{")
-    )
-
-
 def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
-    nodes = [read_value(piece).node for piece in pieces]
-    if any(node and node[0] == "neg" and node[1][0] == "sym" for node in nodes):  # -x > -1 is x < 1
-        nodes = [
-            node and (node[1] if node[0] == "neg" else ("neg", node)) for node in reversed(nodes)
-        ]
-        operators = operators[::-1]
-    free = [symbols(node) if node else {""} for node in nodes]
+    nodes: list[Node] = []
+    for piece in pieces:
+        node = read_value(piece).node
+        if node is None:
+            raise NotUnderstood
+        nodes.append(node)
     closed = [text == "\\le" for text in operators]
-    ends = [node for node in nodes if node]
-    if len(ends) != len(nodes):
+    names = [symbols(node) for node in nodes]
+    if len(nodes) == 3:  # a < x < b
+        regions = [_inequality(pieces[:2], operators[:1]), _inequality(pieces[1:], operators[1:])]
+        if not all(isinstance(region, Region) for region in regions):
+            raise NotUnderstood
+        return combined(regions, set.intersection)
+    if len(nodes) != 2:
         raise NotUnderstood
-    if len(pieces) == 3 and not free[0] | free[2] and ends[1][0] == "sym":
-        return Region(((ends[0], closed[0], ends[2], closed[1]),), str(ends[1][1]))
-    if len(pieces) != 2:
-        raise NotUnderstood
-    if operators == ["\\ne"]:
-        if ends[0][0] == "sym" and not free[1]:
-            return replace(without(Value(ends[1], None, ())), name=str(ends[0][1]))
-        return Relation("\\ne", *ends)
-    if ends[0][0] == "sym" and not free[1]:
-        return Region(((MINUS_INFINITY, False, ends[1], closed[0]),), str(ends[0][1]))
-    if ends[1][0] == "sym" and not free[0]:
-        return Region(((ends[0], closed[0], INFINITY, False),), str(ends[1][1]))
-    return Relation(operators[0], *ends)
+    left, right = nodes
+    found: Region | None = None
+    if operators == ["\\ne"] and left[0] == "sym" and not names[1]:
+        found = without(Region(((right, True, right, True),), str(left[1])))
+    elif operators != ["\\ne"] and not names[1]:
+        found = _below(left, right, closed[0])
+    elif operators != ["\\ne"] and not names[0]:
+        # a < x is what is left without x <= a
+        found = _below(right, left, not closed[0])
+        found = found and without(found)
+    return found or Relation(operators[0], left, right)
+
+
+def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
+    """Returns the region where x, -x or |ax + b| is below a constant; None for other sides."""
+    if side[0] == "sym":
+        return Region(((MINUS_INFINITY, False, bound, is_closed),), str(side[1]))
+    if side[0] == "neg" and side[1][0] == "sym":
+        return Region(((simplified(("neg", bound)), is_closed, INFINITY, False),), str(side[1][1]))
+    names = symbols(side)
+    if side[0] != "abs" or len(names) != 1:
+        return None
+
+    [name] = names
+    start, step = line(side[1], name) or (None, None)
+    if start is None or step is None:
+        return None
+    ends = [simplified(("/", ("-", end, start), step)) for end in (("neg", bound), bound)]
+    intervals: list[Interval] = []
+    for low, high in (ends, ends[::-1]):  # the step may be negative: one of the two is empty
+        intervals.append((low, is_closed, high, is_closed))
+    return combined([Region((interval,), name) for interval in intervals])
+
+
+def line(node: Node, name: str) -> tuple[Node, Node] | None:
+    """Returns a and b for an expression a + bx in one unknown x; None for any other."""
+    before, start, after = (substituted(node, name, ("num", Fraction(i))) for i in (-2, 0, 1))
+    step = ("-", after, start)
+    try:
+        is_straight = same_value(("-", start, before), ("+", step, step))
+        is_straight = is_straight and not same_value(start, after)
+    except Undecided:
+        return None
+    return (start, step) if is_straight and symbols(node) == {name} else None
 
 
 def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: Read) -> Reading:
@@ -101,55 +143,45 @@ def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: R
     if at != len(operators) - 1 or set(operators[:at]) - {"="}:
         raise NotUnderstood
     exact = pieces[: at + 1]
-    name = name_of(exact[-1])
-    if name:
+    if name_of(exact[-1]):
         return _chain([exact[-1], pieces[-1]], depth, read)
     found = _chain(exact, depth, read) if at else read(exact[0], depth)
     value = found.values[0][1] if isinstance(found, Named) else found
-    other = read_value(pieces[-1])
-    if (
-        not isinstance(value, Value)
-        or not value.node
-        or not other.node
-        or symbols(value.node) | symbols(other.node)
-    ):
+    other = read_value(pieces[-1]).node
+    if not isinstance(value, Value) or value.node is None or other is None:
         raise NotUnderstood
     try:
-        a, b = complex(constant(value.node)[0]), complex(constant(other.node)[0])
-    except (Undecided, OverflowError):
+        return found if roughly(value.node, other) else Untrue()
+    except Undecided:
         raise NotUnderstood from None
-    return found if abs(a - b) <= 0.05 * abs(a) else Untrue()
 
 
 def name_of(part: Tokens) -> str:
     """Returns the name of an unknown, a function or a quantity; "" for anything else."""
     texts = texts_of(part)
-    if part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec"):
-        return ""
-    if (part[0].kind == "word" and len(texts[0]) < 3 and texts[0].islower()) or (
-        set(texts[0]) <= set("xyz") and len(texts[0]) > 1
+    if not part or (
+        part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec")
     ):
+        return ""
+    is_short = part[0].kind == "word" and len(texts[0]) < 3 and texts[0].islower()
+    if is_short or (set(texts[0]) <= set("xyz") and len(texts[0]) > 1):
         return ""  # a product
-    subscript = False
+    if len(part) > 1 and all(token.kind == "name" and len(token.text) == 1 for token in part):
+        return ""  # a product
+
+    is_subscript = False
     for i, token in enumerate(part):
-        if token.kind == "num" and not subscript:
+        if token.kind == "num" and not is_subscript:
             return ""
-        subscript = (subscript and token.text != "}") or token.text == "_"
-        if (token.kind in ("cmd", "other") and i) or (
-            token.kind == "op" and token.text not in "_{}'(),"
-        ):
+        is_subscript = (is_subscript and token.text != "}") or token.text == "_"
+        is_mark = token.kind == "op" and token.text in _NAME_MARKS
+        if i and not is_mark and token.kind not in ("num", "name", "word"):
             return ""
     if "(" in texts:
         at = texts.index("(")
-        return (
-            "".join(texts[:at])
-            if at
-            and texts[-1] == ")"
-            and all(t.kind == "name" or t.text == "," for t in part[at + 1 : -1])
-            else ""
-        )
-    if len(part) > 1 and all(token.kind == "name" and len(token.text) == 1 for token in part):
-        return ""  # a product
+        arguments = part[at + 1 : -1]
+        is_call = all(token.kind == "name" or token.text == "," for token in arguments)
+        return "".join(texts[:at]) if at and texts[-1] == ")" and is_call else ""
     return "".join(text for text in texts if text not in "{}")
 
 
@@ -157,43 +189,102 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     """Returns the reading of a = b = c: all its constants must be equal, and the last fully
     evaluated one counts.
     """
-    if len(pieces) == 2 and (names := _row_of_names(pieces[0])):
+    row = _row_of_names(pieces[0]) if len(pieces) == 2 else []
+    if row:
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, TupleOrInterval | Many) else ()
-        if len(items) != len(names):
+        if len(items) != len(row):
             raise NotUnderstood
-        return Named(tuple(sorted(zip(names, items, strict=True), key=lambda pair: pair[0])))
-    names = []
+        return Named(tuple(sorted(zip(row, items, strict=True), key=lambda pair: pair[0])))
+
+    names: set[str] = set()
     while len(pieces) > 1 and (name := name_of(pieces[0])):
-        names.append(name)
+        names.add(name)
         pieces = pieces[1:]
-    if (
-        not names
-        and len(pieces) == 2
-        and (name := name_of(pieces[1]))
-        and not isinstance(read(pieces[0], depth), Words)
-    ):
-        names, pieces = [name], pieces[:1]
+    if not names and len(pieces) == 2 and name_of(pieces[1]):  # 5 = x
+        if not isinstance(read(pieces[0], depth), Words):
+            names.add(name_of(pieces[1]))
+            pieces = pieces[:1]
+    last = read(pieces[-1], depth)
+    if isinstance(last, Words) and not names:
+        raise NotUnderstood
     if len(pieces) == 1:
-        value = read(pieces[0], depth)
-        if isinstance(value, Words) and not names:
+        return _named(names, last)
+    if isinstance(last, Based):
+        return _same_in_other_bases([read(piece, depth) for piece in pieces])
+    return _equal_sides(pieces, names, last)
+
+
+def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Reading:
+    values: list[Value] = []
+    is_label = False
+    for piece in pieces[:-1]:
+        try:
+            value = read_value(piece)
+        except NotUnderstood:
+            if not _is_label(piece):
+                raise
+            is_label = True
+            continue
+        if _is_call(piece) or (value.node is None and has_unknowns(value.source)):
+            is_label = True
+        else:
+            values.append(value)
+    if not isinstance(last, Value):
+        if values and not all(value.node and symbols(value.node) for value in values):
             raise NotUnderstood
-        return Named(tuple((name, value) for name in sorted(set(names))))
-    values = [read_value(piece) for piece in pieces]
-    nodes = [value.node for value in values]
-    constants = [value for value in values if value.node is None or not symbols(value.node)]
-    last = values[-1]
-    if not names and len(nodes) == 2 and len(constants) < 2 and nodes[0] and nodes[1]:
-        return Relation("=", nodes[0], nodes[1])
+        return Named((("", last),), is_label=True)
+
+    values.append(last)
+    constants = [value for value in values if not value.node or not symbols(value.node)]
+    unknowns = [value.node for value in values if value.node and symbols(value.node)]
+    if unknowns and not is_label:
+        left = values[-2].node
+        is_equation = not names and len(values) == 2
+        if left and last.node and (is_equation or (last in constants and last.node == _ZERO)):
+            return Relation("=", left, last.node)
     same_kind = constants if last in constants else values
+    if (is_label or not names) and last not in constants:
+        raise NotUnderstood
     if not all(same_values(last, value) for value in same_kind):
         return Untrue()
-    if len(constants) < len(values) and not names:
+    written = [value for value in same_kind if value.node and written_out(value.node)]
+    last = written[-1] if written else last
+    if is_label or (unknowns and not names):
+        return Named((("", last),), is_label=True)
+    return _named(names, last) if names else last
+
+
+_ZERO: Node = ("num", Fraction(0))
+
+
+def _named(names: set[str], value: Reading) -> Named:
+    return Named(tuple((name, value) for name in sorted(names)))
+
+
+def _same_in_other_bases(readings: list[Reading]) -> Reading:
+    """Returns the first of equal numbers in different bases that is not in base ten."""
+    based = [reading for reading in readings if isinstance(reading, Based)]
+    if len(based) < len(readings):
         raise NotUnderstood
-    last = next(
-        (value for value in reversed(same_kind) if value.node and written_out(value.node)), last
+    if len({int(number.digits, number.base) for number in based}) > 1:
+        return Untrue()
+    return next((number for number in based if number.base != 10), based[0])
+
+
+def _is_label(part: Tokens) -> bool:
+    """Returns whether text that is not understood names what the value after it measures."""
+    has_letters = any(token.kind in ("name", "word", "cmd") for token in part)
+    return has_letters and not any(
+        token.kind == "other" or token.text.lower() in DOUBTS for token in part
     )
-    return Named(tuple((name, last) for name in sorted(set(names)))) if names else last
+
+
+def _is_call(part: Tokens) -> bool:
+    """Returns whether tokens are the value of a function at a point: f(2)."""
+    arguments = inner(part[1:]) or ()
+    is_named = part[0].kind == "name" and bool(arguments)
+    return is_named and all(t.kind == "num" or t.text in ("-", ",") for t in arguments)
 
 
 def _row_of_names(part: Tokens) -> list[str]:
@@ -201,5 +292,5 @@ def _row_of_names(part: Tokens) -> list[str]:
     if content is None:
         return []
     pieces, separators = split(content, frozenset((",",)))
-    names = [name_of(piece) if piece else "" for piece in pieces]
+    names = [name_of(piece) for piece in pieces]
     return names if separators and all(names) and len(set(names)) == len(names) else []
