@@ -59,7 +59,7 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     ) is not None:
         return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
-    if len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
+    if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None
     try:
         value = read_value(part)
@@ -68,7 +68,7 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
         return None
     if number is None or not value.node:
         return None
-    return number, value.unit, written_out(value.node) and ":" not in text
+    return number, value.unit, written_out(value.node)
 
 
 def _rational(node: Node) -> Fraction | None:

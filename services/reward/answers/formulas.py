@@ -53,16 +53,6 @@ def _parsed(latex: str) -> object:
     return found.doit() if isinstance(found, sympy.Basic) else found
 
 
-def has_unknowns(formula: Tokens) -> bool:
-    """Returns whether a formula that math-verify reads has unknowns, or cannot be read."""
-    try:
-        return bool(getattr(_parsed(_latex(formula)), "free_symbols", True))
-    except (MemoryError, RecursionError):
-        raise
-    except Exception:  # sympy may raise anything
-        return True
-
-
 def same_formulas(gold: Tokens, answer: Tokens) -> bool:
     """Returns whether math-verify finds two formulas equal; its verdict on numbers is checked
     again.

@@ -132,18 +132,14 @@ def _marked_text(match: re.Match[str]) -> str:
     is_upright = command in ("mathrm", "operatorname", "operatorname*")
     if inner in FUNCTIONS and (is_upright or inner not in ("min", "max", "sec")):
         return f"\\{inner} "
-    if command in ("mathbf", "boldsymbol", "bm") and inner in ("i", "j", "k", "R"):
-        return "\\setR " if inner == "R" else f"\\hat{{{inner}}}"
-    is_math = command in ("mathbf", "boldsymbol", "bm", "mathit")
-    if is_math or (command == "mathrm" and inner in ("e", "i", "T")):
-        return f" {{{content}}} "
+    if command == "mathrm" and inner in ("e", "i", "T"):
+        return f" {content} "
     return f"\x02{content}\x03"
 
 
 _DOTS = r"(?:\\[lc]?dots[cb]?(?![A-Za-z])|\.{2,})"
 _TEXTS = (
-    "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|bf|it|sf|tt|normal)|[mh]box"
-    "|operatorname\\*?|boldsymbol|bm|emph"
+    "text(?:bf|it|rm|sf|tt|sc|normal|up)?|math(?:rm|sf|tt|normal)|[mh]box|operatorname\\*?|emph"
 )
 _UNICODE_STEPS: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?:^|(?<=[\s(,=\[{$]))[–—](?=\s|[0-9.\\a-z√π∞])", "-"),
@@ -158,7 +154,9 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ("<sub ", r"<sub ([^<>]*)>", r"_{\1}"),
     ("</", r"</?(?:b|strong|i|em|u|span|p|div|font|mark|code|center|h[1-6])(?:\s[^<>]*)?>", ""),
     ("$", r"US\\?\$", "$"),
-    (".", r"(?<=[0-9 ])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
+    ("``", r"``([^`']*)''", r'"\1"'),
+    (".", r"\\(?:left|right)\.", ""),
+    (".", r"(?<=[0-9 {])([AaPp])\.\s?[Mm]\b\.?", r"\1m"),
     (
         "\\",
         r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?|tag\*?|label|mspace|rule\{[^{}]*\}"
@@ -174,7 +172,14 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         lambda match: {"p": "£", "e": "€"}.get(match[1][0], "¥"),
     ),
     ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![A-Za-z]))", r"\\set\1\2 "),
-    ("\\", r"\\(?:hat|vec)\s*\{?\s*\\([ij])math\s*\}?", r"\\hat{\1}"),
+    (
+        "\\",
+        r"\\(?:hat|vec|mathbf|boldsymbol|bm)\s*(?:\{\s*)?(?:\\hat\s*\{?)?"
+        r"(?:(?<=\{)\s*([ijk])|\\([ij])math)\s*\}{0,2}",
+        r"\\hat{\1\2}",
+    ),
+    ("\\mathbf", r"\\mathbf\s*\{\s*R\s*\}", r"\\setR "),
+    ("\\", r"\\(?:mathbf|boldsymbol|bm|mathit)\s*(?=\{)", ""),
     # thousands
     (
         "",

@@ -5,6 +5,7 @@ A reading covers all tokens of the answer, or `read` raises NotUnderstood.
 """
 
 import calendar
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -15,6 +16,7 @@ from services.reward.answers.expressions import Node, Parser
 from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import (
     CLOSE,
+    DEGREE,
     NotUnderstood,
     Token,
     Tokens,
@@ -54,7 +56,7 @@ _VERBS = words("is are was were equals :")
 _MAX_DEPTH = 8
 _FILLERS = words(
     "a an the is are it its this that function graph curve figure shape number answer value "
-    "equation conic person student direction day"
+    "equation conic person student direction day on st nd rd th"
 )
 """Words that say no more about an answer of words."""
 _REALS = (
@@ -65,7 +67,7 @@ _NO_SOLUTIONS = (
     "empty set", "the empty set", "no solution", "no solutions", "no real solution",
     "no real solutions", "there are no solutions", "there is no solution",
 )  # fmt: skip
-_UNDEFINED = ("does not exist", "not defined", "dne", "doesn't exist", "is undefined")
+_UNDEFINED = r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)"
 _CONFIRMED = ("is correct", "is the answer", "is the correct answer", "is right")
 _DATES = {
     name[:length].lower(): name.lower()
@@ -98,7 +100,7 @@ def _unlabelled(part: Tokens) -> Tokens:
         i += 1
     if names[:i] == ["="] or {"answer", "option", "choice"} & {*names[:i]}:
         part = part[i:]
-    is_intro = part and (part[0].text == "\\approx" or part[0].text.endswith(("是", "为")))
+    is_intro = bool(part) and re.fullmatch(r"\\approx|[^不]*[是为]", part[0].text)
     return part[1:] if is_intro else part
 
 
@@ -171,7 +173,9 @@ def _has_letter(part: Tokens) -> bool:
 
 def _words(part: Tokens, _: int) -> Reading | None:
     part = tuple(token for token in part if token.text not in ('"', "`")) or part
-    if not all(token.kind in ("word", "name") or token.text in "-'" for token in part):
+    has_date = any(token.text.lower() in (*_DATES, *_DATES.values()) for token in part)
+    kinds = ("word", "name", "num") if has_date else ("word", "name")
+    if not all(token.kind in kinds or token.text in "-'" for token in part):
         return None
     runs = [token.text for token in part if token.kind == "word"]
     if len(part) == 1 and runs and len(runs[0]) == 1:
@@ -204,7 +208,7 @@ def _content(text: str) -> str:
     at = max((i for i, name in enumerate(names) if name in ("is", "are", "was")), default=-1)
     if at < len(names) - 1 and not DOUBTS & {*names[:at]}:
         names = names[at + 1 :]
-    if " ".join(names) in _UNDEFINED:
+    if re.fullmatch(_UNDEFINED, " ".join(names)):
         return "undefined"
     kept = [name for name in names if name not in _FILLERS] or names
     return " ".join(_DATES.get(name, name) for name in kept)
@@ -269,11 +273,12 @@ def _annotated(part: Tokens, depth: int) -> Reading | None:
     start = max(i for i, token in enumerate(part) if token.text == "(" or i == 0)
     note = part[start + 1 : -1]
     head = part[:start]
-    is_text = any(token.kind == "word" and len(token.text) > 3 for token in note)
-    if not head or not is_text or not part[start].spaced:
+    if not head or not part[start].spaced:
         return None
-    if read_unit(note) and head[-1].kind == "num":
+    if head[-1].kind == "num" and note and note[0].kind == "word" and read_unit(note):
         return read_value((*head, *note))
+    if not any(token.kind == "word" and len(token.text) > 3 for token in note):
+        return None
     found = _read(head, depth)
     if is_remark(note):
         return found
@@ -290,6 +295,8 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
     texts = texts_of(part)
     if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
         part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))
+    if texts[1:2] == [DEGREE] and texts[-1] == "'":
+        part = (*part[:-1], Token("word", "arcminute"))
     starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
     if not starts or "num" not in (part[0].kind, part[1].kind):
         return None
@@ -324,7 +331,12 @@ def _family(part: Tokens, depth: int) -> Reading | None:
     texts = texts_of(part)
     content = inner(part) if texts[0] == "\\{" else part
     texts = texts_of(content or ())
-    if content is None or len(content) < 4 or texts[-1] not in _INTEGERS:
+    if content is None or len(content) < 4:
+        return None
+    if texts[-2] in ("integer", "integers"):  # for any integer k
+        texts[-2:] = [texts[-1], "is", "integer"]
+        content = (*content[:-2], *(Token("word", text) for text in texts[-3:]))
+    if texts[-1] not in _INTEGERS:
         return None
     at = -3 if texts[-2] in ("an", "any", "all") else -2
     if content[at].text not in ("\\in", "is", "integer", "integers"):

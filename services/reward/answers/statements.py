@@ -5,7 +5,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from services.reward.answers.expressions import Node, substituted, symbols
-from services.reward.answers.formulas import has_unknowns, same_values
+from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
@@ -125,10 +125,12 @@ def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
 
 def line(node: Node, name: str) -> tuple[Node, Node] | None:
     """Returns a and b for an expression a + bx in one unknown x; None for any other."""
-    before, start, after = (substituted(node, name, ("num", Fraction(i))) for i in (-2, 0, 1))
+    before = substituted(node, name, ("num", Fraction(-7, 4)))
+    start = substituted(node, name, ("num", Fraction(0)))
+    after = substituted(node, name, ("num", Fraction(1)))
     step = ("-", after, start)
     try:
-        is_straight = same_value(("-", start, before), ("+", step, step))
+        is_straight = same_value(("-", start, before), ("*", ("num", Fraction(7, 4)), step))
         is_straight = is_straight and not same_value(start, after)
     except Undecided:
         return None
@@ -162,6 +164,8 @@ def name_of(part: Tokens) -> str:
     if not part or (
         part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec")
     ):
+        return ""
+    if any(token.text.lower() in DOUBTS for token in part):
         return ""
     is_short = part[0].kind == "word" and len(texts[0]) < 3 and texts[0].islower()
     if is_short or (set(texts[0]) <= set("xyz") and len(texts[0]) > 1):
@@ -226,7 +230,7 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
                 raise
             is_label = True
             continue
-        if _is_call(piece) or (value.node is None and has_unknowns(value.source)):
+        if value.node is None or _is_call(piece):
             is_label = True
         else:
             values.append(value)

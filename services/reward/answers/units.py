@@ -63,7 +63,7 @@ NUMBERS = {
 _GLUE = words("""
 a across after afterwards again all along also always am among an any are as at be because been
 behind beside besides between both by during each every for from gives had has have he her here
-hers him his how i in inside into is it its just let like me mine my now of on onto or our ours
+hers him his how i in inside into is it its just let like me mine my now of on onto our ours
 past please remainder remainders shall she since so some somewhat such that the their theirs them then there these they
 this those through throughout thus to together toward towards u upon upwards us was we were what
 where which while who whom whose why will with within would yes you your yours
@@ -71,21 +71,21 @@ where which while who whom whose why will with within would yes you your yours
 """Words that name no thing."""
 DOUBTS = words("""
 about above against almost and anything approximate approximately around backwards base bases
-before below beneath but can cannot close correct could couples cubed deci did different divided do
-does doing doubled doubles down downwards double either eighth eighths eleventh eleventh elevenths
-else equals error except exceeds excluded factor factorial factorials fails false few fewer fifth
-fifths fifties forties forwards fourth fourths giga greater gross guess half halves hardly hundreds
-if incorrect infinity instead invalid inverses isn't kilo lacks larger least less likely logarithms
-logs loses makes many max maximum may maybe means mega micro might milli min minimum minus mod mods
-modulo more most multiples multiplied must nano near nearly negative neither never nineties ninth
-ninths no nobody none nor not nothing off once ones only opposite opposites or other others
-otherwise out outside over pairs per percent perhaps plus possible possibly powers probably quarter
-quarters rather reciprocal reciprocals remains right root roots roughly same
-satisfies score scores seventh sevenths seventies several should sixth sixths sixties smaller
-sometimes squared still tens tenth tenths tera than third thirds thirties though thrice till times
-too trios triple true twelfth twelfths twenties twentieth twentieths twice undone unknown unless
-unlike unlikely unsure until unto up versus very via vs wasn't when whether without works wrong xor
-yet
+before below beneath but can can't cannot close correct could couldn't couples cubed deci did
+didn't different divided do does doesn't doing don't double doubled doubles down downwards dubious
+eighth eighths either eleventh elevenths eliminated else equals error exceeds except excluded
+factor factorial factorials fails false few fewer fifth fifths fifties forties forwards fourth
+fourths giga greater gross guess half halves hardly hundreds if incorrect infinity instead invalid
+inverses isn't kilo lacks larger least less likely logarithms logs loses makes many max maximum
+may maybe means mega micro might milli min minimum minus mod mods modulo more most multiples
+multiplied must nano near nearly negative neither never nineties ninth ninths no nobody none nor
+not nothing off once ones only opposite opposites or other others otherwise out outside over pairs
+per percent perhaps plus possible possibly powers probably quarter quarters rather reciprocal
+reciprocals rejected remains right root roots roughly ruled same satisfies score scores seventh
+sevenths seventies several should shouldn't sixth sixths sixties smaller sometimes squared still
+tens tenth tenths tera than third thirds thirties though thrice till times too trios triple true
+twelfth twelfths twenties twentieth twentieths twice unclear undone unknown unless unlike unlikely
+unsure until unto up versus very via vs wasn't when whether without won't works wrong xor yet
 """)
 """Words that hedge, deny, compare, state a verdict, another number or an operation."""
 _SCALES = {
@@ -180,7 +180,8 @@ def _thing(token: Token, single: bool) -> str:
 def starts_unit(token: Token, before: Token) -> bool:
     """Returns whether a unit may begin with this token, after `before`."""
     if token.kind == "word":
-        return token.text == "per" or _named(token) is not None or is_plain(token)
+        word = token.text.lower()
+        return word in ("per", *_ADJECTIVES) or _named(token) is not None or is_plain(token)
     if token.kind == "name":
         return token.text in _BARE and (token.spaced or "." in before.text)
     return token.text in _SIGNS

@@ -286,6 +286,7 @@ def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
     rng = random.Random(7)
     samples: list[Sample] = []
     digits = _DIGITS
+    failure = Undecided()
     for i in range(3 * _POINTS if names else 1):
         signs = (1,) if i < _POINTS else (-1, 1)
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
@@ -293,14 +294,15 @@ def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
         try:
             one = evaluator.value(a)
             other = evaluator.value(b)
-        except (Undecided, RecursionError) as error:
-            if not names:
-                raise Undecided if isinstance(error, RecursionError) else error from None
+        except Undecided as error:
+            failure = error
             continue
+        except RecursionError:
+            raise Undecided from None
         digits = max(digits, evaluator.digits)
         samples.append(Sample(one, other, evaluator.largest))
-    if names and len(samples) < 3:
-        raise Undecided
+    if len(samples) < (3 if names else 1):
+        raise failure
     return samples, digits
 
 
