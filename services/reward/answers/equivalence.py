@@ -8,7 +8,7 @@ import operator
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import Any
 
 from services.reward.answers.expressions import Node, substituted, symbols
 from services.reward.answers.formulas import same_formulas, same_values
-from services.reward.answers.notation import texts_of, tokens
+from services.reward.answers.notation import texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
 from services.reward.answers.readings import read
 from services.reward.answers.shapes import (
@@ -24,6 +24,7 @@ from services.reward.answers.shapes import (
     Choice,
     Clock,
     Family,
+    Interval,
     Many,
     Matrix,
     Named,
@@ -146,25 +147,26 @@ def _is_number(value: Value) -> bool:
 
 def _values(reading: Reading) -> Iterator[Value]:
     """Yields the values in a reading."""
-    if isinstance(reading, Value):
-        yield reading
-    elif isinstance(reading, Choice) and reading.value is not None:
-        yield from _values(reading.value)
-    elif isinstance(reading, Many | TupleOrInterval):
-        for item in reading.items:
-            yield from _values(item)
-    elif isinstance(reading, Named):
-        for _, value in reading.values:
-            yield from _values(value)
-    elif isinstance(reading, Matrix):
-        for cell in chain.from_iterable(reading.rows):
-            yield from _values(cell)
-    elif isinstance(reading, Relation):
-        yield _value(reading.right)
-    elif isinstance(reading, Region):
-        for low, _, high, _ in reading.intervals:
-            yield _value(low)
-            yield _value(high)
+    parts: Iterable[Reading | None] = ()
+    match reading:
+        case Value():
+            yield reading
+        case Choice():
+            parts = (reading.value,)
+        case Many() | TupleOrInterval():
+            parts = reading.items
+        case Named():
+            parts = (value for _, value in reading.values)
+        case Matrix():
+            parts = chain.from_iterable(reading.rows)
+        case Relation():
+            yield _value(reading.right)
+        case Region():
+            for low, _, high, _ in reading.intervals:
+                yield from (_value(low), _value(high))
+    for part in parts:
+        if part is not None:
+            yield from _values(part)
 
 
 def _value(node: Node) -> Value:
@@ -177,66 +179,73 @@ def same(expected: Reading, given: Reading) -> bool:
         return _same_choice(expected, given)
     if type(expected) is type(given):
         return _RULES[type(expected)](expected, given)
-    for one, other in ((expected, given), (given, expected)):
-        converted = _converted(one, other, is_gold=one is expected)
-        if converted is not None:
-            return same(converted, given) if one is expected else same(expected, converted)
-    return False
+    converted = _converted(expected, given, is_gold=True)
+    if converted is not None:
+        return same(converted, given)
+    converted = _converted(given, expected, is_gold=False)
+    return converted is not None and same(expected, converted)
 
 
 def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
     """Returns a reading as the kind of another one; None if it has no such form."""
-    found: Reading | None = None
-    if isinstance(one, Named) and isinstance(other, Relation):
-        found = _as_relation(one)
-    elif isinstance(one, Named):
-        values = tuple(value for _, value in one.values)
-        found = values[0] if len(values) == 1 else TupleOrInterval("(", ")", values)
-    elif isinstance(other, Region):
-        found = as_region(one)
-    elif isinstance(one, Many) and one.braces and len(one.items) == 1:
-        found = one.items[0]
-    elif isinstance(one, TupleOrInterval) and isinstance(other, Many):
-        is_tuple = (one.opening, one.closing) == ("(", ")") and not other.braces
-        found = Many(one.items, False) if is_tuple and _in_order(one.items, other.items) else None
-    elif isinstance(one, Words) and isinstance(other, Value):
-        found = _value(one.product) if one.product else None
-    elif isinstance(one, Residue):
-        found = _value(one.value)
-    elif isinstance(one, Relation) and isinstance(other, Value):
-        found = _value(one.right) if _is_label(one, is_gold) else None
-    elif isinstance(one, Value):
-        found = _converted_value(one, other)
-    return found
-
-
-def _converted_value(one: Value, other: Reading) -> Reading | None:
-    node = one.node
-    texts = texts_of(one.source)
-    if node is None:
-        return None
-    if isinstance(other, Family):
-        names = symbols(node)
-        return Family((node,), *names) if len(names) == 1 else None
-    if isinstance(other, TupleOrInterval) and node[0] == "binomial":
-        return TupleOrInterval("(", ")", (_value(node[1]), _value(node[2])))
-    if isinstance(other, Matrix) and len(symbols(node)) == 1:  # 2I
-        [name] = symbols(node)
-        diagonal = substituted(node, name, ("num", Fraction(1)))
-        size = len(other.rows)
-        is_multiple = name[0] == "I" and line(node, name) is not None
-        return _diagonal(diagonal, size) if is_multiple else None
-    if isinstance(other, Clock) and texts[1:2] in ([], [":"]) and texts[0].isdigit():
-        minutes = int(texts[0]) * 60 + int(texts[2] if len(texts) == 3 else 0)
-        is_vague = int(texts[0]) <= 12 and (minutes - other.minutes) % 720 == 0
-        return other if is_vague or minutes == other.minutes else None
+    match one, other:
+        case Named(), Relation():
+            return _as_relation(one)
+        case Named(((_, value),)), _:
+            return value
+        case Named(), _:
+            return TupleOrInterval("(", ")", tuple(value for _, value in one.values))
+        case _, Region():
+            return as_region(one)
+        case Many((item,), True), _:
+            return item
+        case TupleOrInterval("(", ")", items), Many(others, False):
+            return other if _in_order(items, others) else None
+        case TupleOrInterval("(", ")", items), Value() if "\\hat" in texts_of(other.source):
+            return _vector(items)
+        case (Words(_, tuple(node)), Value()) | (Residue(node, _), _):
+            return _value(node)
+        case Relation(), Value() if _is_label(one, is_gold):
+            return _value(one.right)
+        case Value(("binomial", *nodes)), TupleOrInterval():
+            return TupleOrInterval("(", ")", tuple(map(_value, nodes)))
+        case Value(tuple(node)), Family() if len(symbols(node)) == 1:
+            return Family((node,), *symbols(node))
+        case Value(tuple(node)), Matrix():
+            return other if _is_multiple_of_one(node, other) else None
+        case Value(), Clock():
+            return other if _is_time(written(one.source), other) else None
     return None
 
 
-def _diagonal(node: Node, size: int) -> Matrix:
+def _vector(items: Sequence[Reading]) -> Value | None:
+    """Returns (2, 3) as 2i + 3j."""
+    found: Node = ("num", Fraction(0))
+    for item, name in zip(items, "ijk", strict=False):
+        if not isinstance(item, Value) or item.node is None:
+            return None
+        found = ("+", found, ("*", item.node, ("sym", f"\\hat {name}")))
+    return _value(found) if len(items) < 4 else None
+
+
+def _is_multiple_of_one(node: Node, matrix: Matrix) -> bool:
+    """Returns whether a matrix is the multiple of the identity that 2I says."""
+    names = [name for name in symbols(node) if name[0] == "I" and line(node, name)]
+    if len(names) != 1:
+        return False
+    diagonal = _value(substituted(node, names[0], ("num", Fraction(1))))
     zero = _value(("num", Fraction(0)))
-    cells = range(size)
-    return Matrix(tuple(tuple(_value(node) if i == j else zero for j in cells) for i in cells))
+    rows = enumerate(matrix.rows)
+    return all(same(x, diagonal if i == j else zero) for i, row in rows for j, x in enumerate(row))
+
+
+def _is_time(text: str, clock: Clock) -> bool:
+    """Returns whether 3:30 or 15:30 is a time of day, or 3 is one without minutes."""
+    hour, _, minute = text.partition(" : ")
+    if not (hour.isdigit() and (minute or "0").isdigit()):
+        return False
+    difference = int(hour) * 60 + int(minute or 0) - clock.minutes
+    return difference == 0 or (int(hour) <= 12 and difference % 720 == 0)
 
 
 def _is_label(relation: Relation, is_gold: bool) -> bool:
@@ -310,17 +319,14 @@ def _letter(reading: Reading, other: Reading) -> str:
 
 
 def _same_named(expected: Named, given: Named) -> bool:
-    if len(expected.values) != 1 or len(given.values) != 1:
-        names = [name for name, _ in expected.values]
-        given_names = [name for name, _ in given.values]
-        values = [value for _, value in expected.values]
-        given_values = [value for _, value in given.values]
-        return names == given_names and _in_order(values, given_values)
-
-    name, value = expected.values[0]
-    other_name, other_value = given.values[0]
-    if name == other_name or len(name) != 1 or len(other_name) != 1:
-        return same(value, other_value)
+    values = dict(expected.values)
+    others = dict(given.values)
+    [name, *more] = values
+    [other_name, *_] = others
+    if not more and len(others) == 1 and (len(name) != 1 or len(other_name) != 1):
+        return same(values[name], others[other_name])
+    if values.keys() == others.keys():
+        return all(same(values[name], others[name]) for name in values)
     one = _as_relation(expected)
     other = _as_relation(given)
     return one is not None and other is not None and _same_relation(one, other)
@@ -364,14 +370,13 @@ def _same_region(expected: Region, given: Region) -> bool:
         return False
     intervals = combined([expected]).intervals
     others = combined([given]).intervals
-    if len(intervals) != len(others):
-        return False
-    for (low, has_low, high, has_high), other in zip(intervals, others, strict=True):
-        if (has_low, has_high) != (other[1], other[3]):
-            return False
-        if not _same_node(low, other[0]) or not _same_node(high, other[2]):
-            return False
-    return True
+    return len(intervals) == len(others) and all(map(_same_interval, intervals, others))
+
+
+def _same_interval(expected: Interval, given: Interval) -> bool:
+    low, has_low, high, has_high = expected
+    same_ends = (has_low, has_high) == (given[1], given[3])
+    return same_ends and _same_node(low, given[0]) and _same_node(high, given[2])
 
 
 def _same_family(expected: Family, given: Family) -> bool:

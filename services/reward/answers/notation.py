@@ -56,7 +56,7 @@ _SAME = {
     for entry in _ALIASES.replace("\n", ";").split(";")
     for alias in entry.split()[1:]
 }
-_GREEK = words(
+GREEK = words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
     "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
@@ -74,7 +74,7 @@ _GREEK_LETTERS = {
         f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER "
         f"{name.upper().replace('LAMBDA', 'LAMDA')}"
     ): f"\\{name} "
-    for name in _GREEK - {"ell", "hbar"}
+    for name in GREEK - {"ell", "hbar"}
 }
 _UNICODE = {
     "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*",
@@ -203,6 +203,12 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
+    (
+        "'",
+        r"(?<=[0-9])\s*'\s*([0-9.]+)\s*(?:\"|'')",
+        "\x02 feet \x03\\1\x02 inches\x03",
+    ),
+    (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
     ("cent", r"\bper\s?cent\b", "percent"),
     ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
@@ -347,7 +353,7 @@ def _command(name: str, spaced: bool) -> list[Token]:
     name = _SAME.get(name, name)
     if name in _SPACING:
         return []
-    if name in _GREEK:
+    if name in GREEK:
         return [Token("name", "\\" + name, spaced)]
     if name in ("i", "j"):
         return [Token("name", name, spaced)]
@@ -366,8 +372,8 @@ def _letters(run: str, spaced: bool) -> list[Token]:
     if len(run) == 1:
         return [Token("name", run, spaced)]
     known = _SAME.get(run, run)
-    if known in FUNCTIONS or known in ("pi", "infty", "floor", "ceil") or known in _GREEK:
-        return [Token("name" if known in _GREEK else "cmd", "\\" + known, spaced)]
+    if known in FUNCTIONS or known in ("pi", "infty", "floor", "ceil") or known in GREEK:
+        return [Token("name" if known in GREEK else "cmd", "\\" + known, spaced)]
     if run in ("cup", "union"):
         return [Token("cmd", "\\union", spaced)]
     if run[:3] in FUNCTIONS and len(run) == 4:  # sinx
@@ -380,6 +386,24 @@ def _letters(run: str, spaced: bool) -> list[Token]:
 def texts_of(part: Sequence[Token]) -> list[str]:
     """Returns the texts of tokens."""
     return [token.text for token in part]
+
+
+def written(part: Sequence[Token]) -> str:
+    """Returns the texts of tokens, with spaces between them."""
+    return " ".join(token.text for token in part)
+
+
+def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
+    """Returns the tokens of the named groups of a pattern, if it matches all that is written."""
+    text = written(part)
+    match = pattern.fullmatch(text)
+    if match is None:
+        return None
+    found: dict[str, Tokens] = {}
+    for name, group in match.groupdict().items():
+        start = text.count(" ", 0, max(match.start(name), 0))
+        found[name] = part[start : start + group.count(" ") + 1] if group else ()
+    return found
 
 
 def _step(token: Token) -> int:

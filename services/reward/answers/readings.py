@@ -1,14 +1,14 @@
 """Determines the kind of an answer: a value with a unit, a tuple, a set, an interval, an equation,
 a choice, or words.
 
-A reading covers all tokens of the answer, or `read` raises NotUnderstood.
+A reading covers all tokens of the answer, or `read` raises NotUnderstood. The patterns match what
+`written` returns: the texts of the tokens, with spaces between them.
 """
 
 import calendar
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise, product
 
@@ -16,15 +16,16 @@ from services.reward.answers.expressions import Node, Parser
 from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import (
     CLOSE,
-    DEGREE,
     NotUnderstood,
     Token,
     Tokens,
     inner,
+    matched,
     split,
     texts_of,
     tokens,
     words,
+    written,
 )
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
@@ -47,61 +48,75 @@ from services.reward.answers.shapes import (
     combined,
 )
 from services.reward.answers.statements import name_of, read_relation
-from services.reward.answers.units import DOUBTS, NUMBERS, is_remark, read_unit
+from services.reward.answers.units import DOUBTS, NUMBERS, has_doubts, is_remark, read_unit
 
-_LETTERS = "ABCDEFGH"
-_JOINING = words("+ \\times / ^ _ =")
-_LABELS = words("the final answer option choice is = :")
-_VERBS = words("is are was were equals :")
 _MAX_DEPTH = 8
+_INTRODUCED = re.compile(
+    r"(?:(?=(?:\S+ ){0,3}(?:answer|option|choice)\b)"
+    r"(?:(?:the|final|answer|option|choice|is|=|:) )+|= |\\approx |[^ 不]*[是为] )(?P<rest>.+)",
+    re.IGNORECASE,
+)
+_CHOICE = re.compile(
+    r"(?:\( (?P<letter>[A-H]) \)|(?P<bare>[A-H]) [).:])"
+    r"(?: is (?:the )?(?:correct|right|answer)(?: answer)?)?(?: (?P<rest>.+))?"
+)
+_RESIDUE = re.compile(
+    r"(?:(?P<name>.+) (?:\\equiv|=) )?(?P<value>(?:(?!\\equiv|=).)+?)(?: \()? (?:\\mod|modulo|mod)"
+    r"(?: \{)? (?P<modulus>[^(){}]+?)(?: \})?(?: \))?"
+)
+_BASED = re.compile(
+    r"(?:\( )?(?P<digits>[0-9A-Za-z][0-9A-Za-z ]*?)(?: \))?(?: in| \()? (?:base|_)(?: [{(])*"
+    r"(?: base)? (?P<base>[0-9]{1,2}|[a-z]+)(?: [})])*"
+)
+_CLOCK = re.compile(
+    r"(?P<hour>[0-9]{1,2})(?: : (?P<minute>[0-5][0-9]))? "
+    r"(?:(?P<am>am|in the morning)|pm|in the (?:afternoon|evening)|at night)",
+    re.IGNORECASE,
+)
+_ANNOTATED = re.compile(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)")
+_FAMILY = re.compile(
+    r"(?:\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
+    r"(?: (?P<k>\S+) (?:\\in|is)(?: an| any| all)? (?:\\?set[ZN]|[ZN]|integers?)"
+    r"| integers? (?P<n>\S+))(?: \\\})?"
+)
+_LABELLED = re.compile(
+    r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*) (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
+)
+_EXCEPT = re.compile(r"all real (?:numbers|values|x) except (?P<points>.+)")
+_MATRIX = re.compile(
+    r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
+    r" \\end \{ (?P=kind) \}(?: \^(?: \{)? (?P<turned>T|\\top|t)(?: \})?)?"
+)
+_MATRICES = re.compile(r"(?:[pbB]?|p?small|bsmall)matrix|array")
+_LISTS = re.compile(r"r?cases|aligned|align|gathered")
+_REALS = re.compile(r"(?:the |any )?real numbers?|all (?:real numbers|reals|real values|real x)")
+_NO_SOLUTIONS = re.compile(r"(?:the )?empty set|(?:there (?:is|are) )?no (?:real )?solutions?")
+_SAYS = re.compile(r"(?P<subject>.+) (?:is|are|was) (?P<said>.+)")
+_UNDEFINED = re.compile(
+    r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)"
+)
 _FILLERS = words(
     "a an the is are it its this that function graph curve figure shape number answer value "
     "equation conic person student direction day on st nd rd th"
 )
 """Words that say no more about an answer of words."""
-_REALS = (
-    "all real numbers", "all reals", "any real number", "real numbers", "all real values",
-    "the real numbers", "all real x",
-)  # fmt: skip
-_NO_SOLUTIONS = (
-    "empty set", "the empty set", "no solution", "no solutions", "no real solution",
-    "no real solutions", "there are no solutions", "there is no solution",
-)  # fmt: skip
-_UNDEFINED = r"(?:(?:the|it|its|limit) )*(?:does not exist|doesn't exist|dne|not defined)"
-_CONFIRMED = ("is correct", "is the answer", "is the correct answer", "is right")
 _DATES = {
     name[:length].lower(): name.lower()
     for name in (*calendar.day_name, *calendar.month_name)
-    for length in (3, 4)
+    for length in (3, 4, 9)
+    if name
 }
-_HALVES = {
-    "am": 0, "in the morning": 0, "pm": 12, "in the afternoon": 12, "in the evening": 12,
-    "at night": 12,
-}  # fmt: skip
-_INTEGERS = words("\\setZ Z integer integers \\setN N")
-_MATRICES = words("pmatrix bmatrix matrix Bmatrix smallmatrix psmallmatrix bsmallmatrix array")
-_LISTS = words("cases aligned align gathered rcases")
 _SETS = {"\\union": set.union, "\\cap": set.intersection, "\\setminus": set.difference}
 
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> Reading | None:
     """Returns the reading of an answer; None when a part of it is not understood."""
+    part = tokens(text)
     try:
-        return _read(_unlabelled(tokens(text)))
+        return _read((matched(_INTRODUCED, part) or {"rest": part})["rest"])
     except (NotUnderstood, RecursionError):
         return None
-
-
-def _unlabelled(part: Tokens) -> Tokens:
-    names = [token.text.lower() for token in part[:6]]
-    i = 0
-    while i < len(names) and names[i] in _LABELS:
-        i += 1
-    if names[:i] == ["="] or {"answer", "option", "choice"} & {*names[:i]}:
-        part = part[i:]
-    is_intro = bool(part) and re.fullmatch(r"\\approx|[^不]*[是为]", part[0].text)
-    return part[1:] if is_intro else part
 
 
 def _read(part: Tokens, depth: int = 0) -> Reading:
@@ -123,7 +138,6 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
         _bracketed,
         _matrix,
         _ratio,
-        _vector,
     ):
         found = reader(part, depth + 1)
         if found is not None:
@@ -132,48 +146,32 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
 
 
 def _choice(part: Tokens, depth: int) -> Reading | None:
-    texts = texts_of(part[:3])
-    if texts[0] == "(" and len(texts) == 3 and texts[2] == ")":
-        letter = texts[1]
-        rest = part[3:]
-    elif len(texts) > 1 and texts[1] in (")", ".", ":"):
-        letter = texts[0]
-        rest = part[2:]
-    else:
+    found = matched(_CHOICE, part)
+    rest = found["rest"] if found else ()
+    if not found or (rest and (not rest[0].spaced or rest[0].text in "+/^_=" + "\\times")):
         return None
-    is_joined = bool(rest) and (not rest[0].spaced or rest[0].text in _JOINING)
-    if len(letter) != 1 or letter not in _LETTERS or is_joined:
-        return None
-    said = " ".join(texts_of(rest)).lower()
-    if not rest or said in _CONFIRMED:
-        return Choice(letter, None)
-    try:
-        value = _read(rest, depth)
-    except NotUnderstood:
-        value = None
-    is_text = value is None or isinstance(value, Words)
-    names_other = _names_choice(value) or (is_text and _has_letter(rest))
-    if names_other or any(token.text.lower() in DOUBTS for token in rest):
+    [letter] = found["letter"] or found["bare"]
+    if has_doubts(rest):
         raise NotUnderstood
-    return Choice(letter, value)
+    value: Reading | None = None
+    with suppress(NotUnderstood):
+        value = _read(rest, depth)
+    is_text = value is None or isinstance(value, Words)
+    if _names_choice(value) or (is_text and re.search(r"\b(?<!^)[A-H]\b|^[B-H]\b", written(rest))):
+        raise NotUnderstood
+    return Choice(letter.text, value)
 
 
 def _names_choice(reading: Reading | None) -> bool:
     if isinstance(reading, Many | TupleOrInterval):
         return any(map(_names_choice, reading.items))
-    is_letter = isinstance(reading, Value) and texts_of(reading.source) in [*map(list, _LETTERS)]
-    return is_letter or isinstance(reading, Choice)
-
-
-def _has_letter(part: Tokens) -> bool:
-    """Returns whether text next to an option names another one."""
-    texts = texts_of(part)
-    return any(text in [*_LETTERS] and (text != "A" or i) for i, text in enumerate(texts))
+    is_letter = isinstance(reading, Value) and re.fullmatch("[A-H]", written(reading.source))
+    return bool(is_letter) or isinstance(reading, Choice)
 
 
 def _words(part: Tokens, _: int) -> Reading | None:
     part = tuple(token for token in part if token.text not in ('"', "`")) or part
-    has_date = any(token.text.lower() in (*_DATES, *_DATES.values()) for token in part)
+    has_date = any(token.text.lower() in _DATES for token in part)
     kinds = ("word", "name", "num") if has_date else ("word", "name")
     if not all(token.kind in kinds or token.text in "-'" for token in part):
         return None
@@ -185,15 +183,14 @@ def _words(part: Tokens, _: int) -> Reading | None:
     is_derivative = any(token.text == "'" for token in part[:2])
     if not runs or is_derivative or all(set(run) <= set("xyz") for run in runs):
         return None
-    text = " ".join(texts_of(part)).replace(" - ", " ").replace("-", " ").lower()
-    if text in _REALS:
+    text = written(part).replace(" - ", " ").replace("-", " ").lower()
+    if _REALS.fullmatch(text):
         return REALS
-    if text in _NO_SOLUTIONS:
+    if _NO_SOLUTIONS.fullmatch(text):
         return Many((), True)
     if text in ("noon", "midnight"):
         return Clock(720 if text == "noon" else 0)
-    first = text.split()[0]
-    if first in NUMBERS or first in ("negative", "minus", "half", "a"):
+    if text.split()[0] in (*NUMBERS, "negative", "minus", "half", "a"):
         with suppress(NotUnderstood):
             return read_value(part)
     text = _content(text)
@@ -204,185 +201,122 @@ def _words(part: Tokens, _: int) -> Reading | None:
 
 def _content(text: str) -> str:
     """Returns what words say: "The function is even" says "even"."""
-    names = text.split()
-    at = max((i for i, name in enumerate(names) if name in ("is", "are", "was")), default=-1)
-    if at < len(names) - 1 and not DOUBTS & {*names[:at]}:
-        names = names[at + 1 :]
-    if re.fullmatch(_UNDEFINED, " ".join(names)):
+    if (match := _SAYS.fullmatch(text)) and not DOUBTS & {*match["subject"].split()}:
+        text = match["said"]
+    if _UNDEFINED.fullmatch(text):
         return "undefined"
+    names = text.split()
     kept = [name for name in names if name not in _FILLERS] or names
     return " ".join(_DATES.get(name, name) for name in kept)
 
 
 def _residue(part: Tokens, _: int) -> Reading | None:
     """Reads 7 mod 11, x ≡ 7 (mod 11)."""
-    texts = texts_of(part)
-    at = next((i for i, text in enumerate(texts) if text in ("\\mod", "mod", "modulo")), 0)
-    if not at:
+    found = matched(_RESIDUE, part)
+    if found is None:
         return None
-    modulus = part[at + 1 :]
-    head = part[:at]
-    if head[-1].text == "(" and texts[-1] == ")":
-        head = head[:-1]
-        modulus = modulus[:-1]
-    pieces, _ = split(head, frozenset(("\\equiv", "=")))
-    if not pieces[-1]:
-        raise NotUnderstood
-    value = read_value(pieces[-1]).node
-    size = read_value(inner(modulus) or modulus).node
-    if value is None or size is None or not written_out(value):
+    value = read_value(found["value"]).node
+    modulus = read_value(found["modulus"]).node
+    if value is None or modulus is None or not written_out(value):
         return None
-    is_reduced = value[0] == size[0] == "num" and value[1] < size[1]
-    return Residue(value, size) if is_reduced or len(pieces) > 1 else None
+    is_reduced = value[0] == modulus[0] == "num" and value[1] < modulus[1]
+    return Residue(value, modulus) if is_reduced or found["name"] else None
 
 
 def _based(part: Tokens, _: int) -> Reading | None:
-    texts = [text for text in texts_of(part) if text not in "(){}"]
-    at = next((i for i, text in enumerate(texts) if text in ("_", "base")), 0)
-    if not at:
+    match = _BASED.fullmatch(written(part))
+    if match is None:
         return None
-    name = "".join(texts[at + 1 :]).removeprefix("base").lower()
-    base = NUMBERS.get(name, int(name) if name.isdigit() and len(name) < 3 else 0)
-    number = "".join(texts[: at - 1 if texts[at - 1] == "in" else at])
-    digits = number.upper()
-    if not 2 <= base <= 36 or not (digits.isalnum() and digits.isascii()):
+    base = int(match["base"]) if match["base"].isdigit() else NUMBERS.get(match["base"], 0)
+    number = match["digits"].replace(" ", "")
+    has_digit = any(character.isdigit() for character in number)
+    if not 2 <= base <= 36 or not (has_digit or (len(number) > 1 and number.isupper())):
         return None
-    has_digit = any(character.isdigit() for character in digits)
-    if not has_digit and (len(digits) < 2 or not number.isupper()):
-        return None
-    if any(int(digit, 36) >= base for digit in digits):
+    if any(int(digit, 36) >= base for digit in number):
         raise NotUnderstood
-    return Based(digits.lstrip("0") or "0", base)
+    return Based(number.upper().lstrip("0") or "0", base)
 
 
 def _clock(part: Tokens, _: int) -> Reading | None:
-    texts = texts_of(part)
-    minutes = texts[2] if texts[1:2] == [":"] and len(texts) > 2 else "00"
-    rest = texts[3 if texts[1:2] == [":"] else 1 :]
-    half = _HALVES.get(" ".join(text for text in rest if text != ".").lower())
-    is_time = texts[0].isdigit() and minutes.isdigit() and len(minutes) == 2
-    if half is None or not is_time or not 1 <= int(texts[0]) <= 12 or int(minutes) > 59:
+    match = _CLOCK.fullmatch(written(part).replace(" . ", ""))
+    if match is None or not 1 <= int(match["hour"]) <= 12:
         return None
-    return Clock((int(texts[0]) % 12 + half) * 60 + int(minutes))
+    hour = int(match["hour"]) % 12 + (0 if match["am"] else 12)
+    return Clock(hour * 60 + int(match["minute"] or 0))
 
 
 def _annotated(part: Tokens, depth: int) -> Reading | None:
     """Reads an answer without the note in parentheses after it: 8 (in simplest form), 3 (three)."""
-    if part[-1].text != ")":
+    found = matched(_ANNOTATED, part)
+    if found is None or not found["mark"][0].spaced or found["note"][0].kind != "word":
         return None
-    start = max(i for i, token in enumerate(part) if token.text == "(" or i == 0)
-    note = part[start + 1 : -1]
-    head = part[:start]
-    if not head or not part[start].spaced:
-        return None
-    if head[-1].kind == "num" and note and note[0].kind == "word" and read_unit(note):
+    head, note = found["head"], found["note"]
+    if head[-1].kind == "num" and read_unit(note):
         return read_value((*head, *note))
-    if not any(token.kind == "word" and len(token.text) > 3 for token in note):
+    if not any(len(token.text) > 3 for token in note):
         return None
-    found = _read(head, depth)
+    main = _read(head, depth)
     if is_remark(note):
-        return found
+        return main
     value = _read(note, depth)
-    if not isinstance(value, Value) or not isinstance(found, Value):
+    if not isinstance(value, Value) or not isinstance(main, Value):
         raise NotUnderstood
-    return found if same_values(found, value) else Untrue()
+    return main if same_values(main, value) else Untrue()
 
 
 def _mixed_units(part: Tokens, _: int) -> Reading | None:
-    """Reads 5 feet 6 inches, 5'6", 1 hour and 30 minutes: each part must be less than one unit of
-    the part before.
+    """Reads 5 feet 6 inches, 1 hour and 30 minutes: each part must be less than one unit of the
+    part before.
     """
-    texts = texts_of(part)
-    if texts[1:2] == ["'"] and "".join(texts[3:]) in ('"', "''"):
-        part = (part[0], Token("word", "feet"), part[2], Token("word", "inches"))
-    if texts[1:2] == [DEGREE] and texts[-1] == "'":
-        part = (*part[:-1], Token("word", "arcminute"))
     starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
-    if not starts or "num" not in (part[0].kind, part[1].kind):
+    if not starts or any(token.kind in ("cmd", "other") for token in part):
         return None
-    measured: list[Value] = []
+    values: list[Value] = []
     for start, end in pairwise((0, *starts, len(part))):
         piece = part[start : end - (part[end - 1].text in ("and", ","))]
-        if any(token.kind in ("cmd", "other") for token in piece):
-            return None
         with suppress(NotUnderstood):
-            measured.append(read_value(piece))
-    total = Fraction(0)
-    smallest: Fraction | None = None
-    for value in measured:
-        if value.node is None or value.node[0] != "num" or value.unit is None:
-            return None
-        size = value.node[1] * value.unit.size
-        if value.unit.dimensions != measured[0].unit.dimensions:  # type: ignore[union-attr]
-            return None
-        if smallest is not None and size >= smallest:
-            return None
-        smallest = value.unit.size
-        total += size
-    if len(measured) <= len(starts):
+            values.append(read_value(piece))
+    units = [value.unit for value in values if value.unit and value.node and value.node[0] == "num"]
+    if len(units) <= len(starts) or len({unit.dimensions for unit in units}) > 1:
         return None
-    largest = measured[0].unit
-    assert largest is not None
-    return Value(("num", total / largest.size), largest, part)
+    sizes = [
+        value.node[1] * unit.size for value, unit in zip(values, units, strict=True) if value.node
+    ]
+    if any(size >= unit.size for size, unit in zip(sizes[1:], units, strict=False)):
+        return None
+    return Value(("num", sum(sizes) / units[0].size), units[0], part)
 
 
 def _family(part: Tokens, depth: int) -> Reading | None:
     """Reads x = a + kb, k ∈ ℤ."""
-    texts = texts_of(part)
-    content = inner(part) if texts[0] == "\\{" else part
-    texts = texts_of(content or ())
-    if content is None or len(content) < 4:
+    found = matched(_FAMILY, part)
+    if found is None:
         return None
-    if texts[-2] in ("integer", "integers"):  # for any integer k
-        texts[-2:] = [texts[-1], "is", "integer"]
-        content = (*content[:-2], *(Token("word", text) for text in texts[-3:]))
-    if texts[-1] not in _INTEGERS:
-        return None
-    at = -3 if texts[-2] in ("an", "any", "all") else -2
-    if content[at].text not in ("\\in", "is", "integer", "integers"):
-        return None
-    parameter = texts[at - 1]
-    rest = content[: at - 1]
-    while rest and rest[-1].text in (
-        ",",
-        ";",
-        ":",
-        "|",
-        "where",
-        "for",
-        "with",
-        "and",
-        "any",
-        "all",
-    ):
-        rest = rest[:-1]
-    found = _read(rest, depth)
-    items = found.items if isinstance(found, Many) else (found,)
+    reading = _read(found["values"], depth)
     nodes: list[Node] = []
-    for item in items:
+    for item in reading.items if isinstance(reading, Many) else (reading,):
         value = item.values[0][1] if isinstance(item, Named) else item
         if not isinstance(value, Value) or value.node is None:
             raise NotUnderstood
         nodes.append(value.node)
-    return Family(tuple(nodes), parameter)
+    return Family(tuple(nodes), written(found["k"] or found["n"]))
 
 
 def _several(part: Tokens, depth: int) -> Reading | None:
-    pieces, separators = split(part, frozenset((",", ";", "and", "or", "\\land", "\\lor")))
+    pieces, separators = split(part, words(", ; and or \\land \\lor"))
     pieces = [
         piece
         for i, piece in enumerate(pieces)
         if piece or i + 1 == len(pieces) or separators[i] == ","
     ]
-    has_signs = any(token.text in ("\\pm", "\\mp") for token in part)
-    if len(pieces) == 1 and ("\\{" in texts_of(part) or not has_signs):
+    texts = texts_of(part)
+    if len(pieces) == 1 and ("\\{" in texts or not {"\\pm", "\\mp"} & {*texts}):
         return None
     if len(pieces) > 1 and len(separators) > len(pieces) - 1:  # "1, 2, and 3"
         separators = [text for text in separators if text != ","] or separators
     items: list[Reading] = []
     for piece in pieces:
-        for variant in _variants(piece):
-            items.append(_read(variant, depth))
+        items += [_read(variant, depth) for variant in _variants(piece)]
     if any(isinstance(item, Untrue) for item in items):
         return Untrue()
     if len(pieces) > 1 and 0 < sum(isinstance(item, Words) for item in items) < len(items):
@@ -390,20 +324,21 @@ def _several(part: Tokens, depth: int) -> Reading | None:
     return _joined(items, separators)
 
 
-def _joined(items: list[Reading], separators: list[str]) -> Reading:
+def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
     regions = [item for item in items if isinstance(item, Region)]
     if len(regions) == len(items) and len({region.name for region in regions}) == 1:
         if {"or", "\\lor"} & {*separators}:
             return combined(regions)
         both = combined(regions, set.intersection)
-        is_list = {*separators} <= {",", ";"}
-        return both if both.intervals or not is_list else combined(regions)
+        # "x < 1, x > 3" has no intersection and is a union
+        return both if both.intervals or not {*separators} <= {",", ";"} else combined(regions)
     named = [item.values[0] for item in items if isinstance(item, Named) and len(item.values) == 1]
-    names = [name for name, _ in named]
+    names = {name for name, _ in named}
+    are_roots = all("_" in name for name in names) and len({name[0] for name in names}) == 1
     if named and len(named) == len(items):
-        if len(set(names)) == len(names) and not _are_roots(names):
+        if len(names) == len(named) and not are_roots:
             return Named(tuple(sorted(named, key=lambda pair: pair[0])))
-        if len(set(names)) > 1 and not _are_roots(names):
+        if len(names) > 1 and not are_roots:
             raise NotUnderstood
         return Many(tuple(value for _, value in named), False)
     rest = items[1:]
@@ -411,12 +346,6 @@ def _joined(items: list[Reading], separators: list[str]) -> Reading:
     if len(named) == 1 and isinstance(items[0], Named) and is_list:
         return Many((named[0][1], *rest), False)  # x = 1, 2
     return Many(tuple(items), False)
-
-
-def _are_roots(names: Sequence[str]) -> bool:
-    """Returns whether the names are x_1, x_2, …: solutions of one unknown."""
-    stems = {name.partition("_")[0] for name in names}
-    return len(stems) == 1 and all("_" in name for name in names)
 
 
 def _variants(part: Tokens) -> list[Tokens]:
@@ -439,45 +368,30 @@ def _variants(part: Tokens) -> list[Tokens]:
 
 def _labelled(part: Tokens, depth: int) -> Reading | None:
     """Reads "The remainder is 42" and "Total: 42"."""
-    at = next((i for i, token in enumerate(part) if token.text.lower() in _VERBS), 0)
-    label = part[:at]
-    has_words = any(token.kind == "word" and len(token.text) > 2 for token in label)
-    is_text = all(token.kind in ("word", "name") for token in label)
-    if not at or not is_text or at + 1 == len(part) or not (has_words or part[at].text != ":"):
+    found = matched(_LABELLED, part)
+    if found is None:
         return None
-    if any(token.text.lower() in DOUBTS for token in label):
+    if has_doubts(found["label"]):
         raise NotUnderstood
-    return Named((("", _read(part[at + 1 :], depth)),), is_label=True)
+    return Named((("", _read(found["rest"], depth)),))
 
 
 def _set(part: Tokens, depth: int) -> Reading | None:
-    texts = texts_of(part)
-    if texts == ["\\emptyset"]:
-        return Many((), True)
-    if texts == ["\\setR"]:
-        return REALS
-    if "except" in texts and " ".join(texts[: texts.index("except")]).lower() in _REALS:
-        rest = part[texts.index("except") + 1 :]
-        part = (Token("cmd", "\\setR"), Token("cmd", "\\setminus"), *_braced(rest))
-    else:
-        part = tuple(_set_operator(token, part[i - 1].text) for i, token in enumerate(part))
+    text = written(part)
+    if text in ("\\emptyset", "\\setR"):
+        return REALS if text == "\\setR" else Many((), True)
+    if found := matched(_EXCEPT, part):
+        points = as_region(_joined([_read(found["points"], depth)], ","))
+        return points and combined([REALS, points], set.difference)
+    part = tuple(_set_operator(token, part[i - 1].text) for i, token in enumerate(part))
     pieces, operators = split(part, frozenset(_SETS))
-    if not operators:
-        return None
-    regions: list[Region] = []
-    for piece in pieces:
-        region = as_region(_read(piece, depth))
-        if region is None:
-            raise NotUnderstood
-        regions.append(region)
-    found = regions[0]
-    for operator, region in zip(operators, regions[1:], strict=True):
-        found = combined([found, region], _SETS[operator])
-    return found
-
-
-def _braced(part: Tokens) -> Tokens:
-    return (Token("op", "\\{"), *part, Token("op", "\\}"))
+    regions = [as_region(_read(piece, depth)) for piece in pieces] if operators else []
+    known = [region for region in regions if region is not None]
+    if len(known) < len(regions):
+        raise NotUnderstood
+    for operator, region in zip(operators, known[1:], strict=bool(operators)):
+        known[0] = combined([known[0], region], _SETS[operator])
+    return known[0] if known else None
 
 
 def _set_operator(token: Token, before: str) -> Token:
@@ -519,34 +433,29 @@ def _in_braces(content: Tokens, depth: int) -> Reading | None:
     found = _read(content, depth)
     if isinstance(found, Named | Untrue):
         return found
-    is_list = isinstance(found, Many) and not found.braces
-    return Many(found.items if is_list else (found,), True)  # type: ignore[union-attr]
+    items = found.items if isinstance(found, Many) and not found.braces else (found,)
+    return Many(items, True)
 
 
 def _matrix(part: Tokens, depth: int) -> Reading | None:
-    texts = texts_of(part)
-    if texts[:2] != ["\\begin", "{"] or texts.count("\\begin") > 1 or "\\end" not in texts:
+    found = matched(_MATRIX, part)
+    if found is None:
         return None
-    kind = texts[2]
-    end = texts.index("\\end")
-    after = "".join(texts[end + 4 :]).strip("{}").replace("{", "")
-    if texts[end + 1 : end + 4] != ["{", kind, "}"] or after not in ("", "^T", "^\\top", "^t"):
-        return None
-    start = texts.index("}", 4) + 1 if kind == "array" and texts[4:5] == ["{"] else 4
-    lines, _ = split(part[start:end], frozenset(("\\\\",)))
+    kind = written(found["kind"])
+    is_list = _LISTS.fullmatch(kind) and not ("cases" in kind and "&" in texts_of(part))
+    lines, _ = split(found["body"], frozenset(("\\\\",)))
     lines = [line for line in lines if line]
-    if kind in _LISTS and not (kind.endswith("cases") and "&" in texts):
+    if is_list:
         rows = [tuple(token for token in line if token.text != "&") for line in lines]
-        rows = [row[:-1] if row[-1].text in (",", ".") else row for row in rows]
         return _joined([_read(row, depth) for row in rows], ["and"])
-    if kind not in _MATRICES and kind not in _LISTS:
+    if not _MATRICES.fullmatch(kind) and not _LISTS.fullmatch(kind):
         return None
     cells: list[tuple[Reading, ...]] = []
     for line in lines:
         pieces, _ = split(line, frozenset(("&",)))
         cells.append(tuple(_read(piece, depth) for piece in pieces))
-    if after:
-        cells = list(zip(*cells, strict=True))
+    if found["turned"]:
+        cells = list(zip(*cells, strict=False))
     if len(cells) > 1 and all(len(row) == 1 for row in cells):
         return TupleOrInterval("(", ")", tuple(row[0] for row in cells))
     return Matrix(tuple(cells))
@@ -558,27 +467,3 @@ def _ratio(part: Tokens, _: int) -> Reading | None:
         return None
     nodes = [read_value(piece).node for piece in pieces]
     return Ratio(tuple(node for node in nodes if node))
-
-
-def _vector(part: Tokens, _: int) -> Reading | None:
-    """Reads 2i + 3j - k with unit vectors as a tuple."""
-    if "\\hat" not in texts_of(part):
-        return None
-    found: dict[str, Node] = {}
-    for sign, term in _terms(Parser(part).whole()):
-        factor, vector = term[1:] if term[0] == "*" else (("num", Fraction(1)), term)
-        if vector[0] != "sym" or vector[1] not in ("\\hat i", "\\hat j", "\\hat k"):
-            return None
-        found[vector[1][-1]] = factor if sign == "+" else ("neg", factor)
-    zero: Node = ("num", Fraction(0))
-    names = "ijk" if "k" in found else "ij"
-    values = [Value(found.get(name, zero), None, ()) for name in names]
-    return TupleOrInterval("(", ")", tuple(values))
-
-
-def _terms(node: Node, sign: str = "+") -> list[tuple[str, Node]]:
-    opposite = "-" if sign == "+" else "+"
-    if node[0] in ("+", "-"):
-        right = sign if node[0] == "+" else opposite
-        return _terms(node[1], sign) + _terms(node[2], right)
-    return _terms(node[1], opposite) if node[0] == "neg" else [(sign, node)]

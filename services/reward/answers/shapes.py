@@ -61,8 +61,7 @@ class Named:
     """Values of named unknowns, in the order of the names."""
 
     values: tuple[tuple[str, "Reading"], ...]
-    is_label: bool = False
-    """Whether the name is no unknown but what the value measures: |AB|, f(2), the remainder."""
+    """The name is empty for what a value measures: |AB|, f(2), the remainder."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,21 @@
 """Reads equations, assignments and inequalities."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
 from services.reward.answers.expressions import Node, substituted, symbols
 from services.reward.answers.formulas import same_values
-from services.reward.answers.notation import NotUnderstood, Token, Tokens, inner, split, texts_of
+from services.reward.answers.notation import (
+    GREEK,
+    NotUnderstood,
+    Token,
+    Tokens,
+    inner,
+    split,
+    written,
+)
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
     Based,
@@ -23,7 +32,7 @@ from services.reward.answers.shapes import (
     combined,
     without,
 )
-from services.reward.answers.units import DOUBTS
+from services.reward.answers.units import has_doubts
 from services.reward.answers.values import (
     INFINITY,
     MINUS_INFINITY,
@@ -37,7 +46,14 @@ from services.reward.answers.values import (
 Read = Callable[[Tokens, int], Reading]
 RELATIONS = frozenset(("=", "\\lt", "\\gt", "\\le", "\\ge", "\\ne", "\\in", "\\approx"))
 _REVERSED = {"\\gt": "\\lt", "\\ge": "\\le"}
-_NAME_MARKS = frozenset("_{}'(),")
+_WORD = rf"(?:[^\W\d_]+|\\(?:{'|'.join(GREEK)}))"
+_NAME = re.compile(
+    # not a product: ab, x y
+    rf"(?![a-z]{{2}}\b|[xyz]{{2,}}\b|(?:[A-Za-z] )+[A-Za-z]$)"
+    rf"(?P<stem>(?:\\(?:angle|triangle|vec) (?:\{{ )?)?{_WORD}(?: {_WORD})*(?: \}})?"
+    r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
+)
+_CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
 
 def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
@@ -160,33 +176,10 @@ def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: R
 
 def name_of(part: Tokens) -> str:
     """Returns the name of an unknown, a function or a quantity; "" for anything else."""
-    texts = texts_of(part)
-    if not part or (
-        part[0].kind not in ("name", "word") and texts[0] not in ("\\angle", "\\triangle", "\\vec")
-    ):
+    match = _NAME.fullmatch(written(part))
+    if match is None or has_doubts(part):
         return ""
-    if any(token.text.lower() in DOUBTS for token in part):
-        return ""
-    is_short = part[0].kind == "word" and len(texts[0]) < 3 and texts[0].islower()
-    if is_short or (set(texts[0]) <= set("xyz") and len(texts[0]) > 1):
-        return ""  # a product
-    if len(part) > 1 and all(token.kind == "name" and len(token.text) == 1 for token in part):
-        return ""  # a product
-
-    is_subscript = False
-    for i, token in enumerate(part):
-        if token.kind == "num" and not is_subscript:
-            return ""
-        is_subscript = (is_subscript and token.text != "}") or token.text == "_"
-        is_mark = token.kind == "op" and token.text in _NAME_MARKS
-        if i and not is_mark and token.kind not in ("num", "name", "word"):
-            return ""
-    if "(" in texts:
-        at = texts.index("(")
-        arguments = part[at + 1 : -1]
-        is_call = all(token.kind == "name" or token.text == "," for token in arguments)
-        return "".join(texts[:at]) if at and texts[-1] == ")" and is_call else ""
-    return "".join(text for text in texts if text not in "{}")
+    return re.sub("[{} ]", "", match["stem"])
 
 
 def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
@@ -230,14 +223,14 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
                 raise
             is_label = True
             continue
-        if value.node is None or _is_call(piece):
+        if value.node is None or _CALL.fullmatch(written(piece)):
             is_label = True
         else:
             values.append(value)
     if not isinstance(last, Value):
         if values and not all(value.node and symbols(value.node) for value in values):
             raise NotUnderstood
-        return Named((("", last),), is_label=True)
+        return Named((("", last),))
 
     values.append(last)
     constants = [value for value in values if not value.node or not symbols(value.node)]
@@ -252,10 +245,10 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
         raise NotUnderstood
     if not all(same_values(last, value) for value in same_kind):
         return Untrue()
-    written = [value for value in same_kind if value.node and written_out(value.node)]
-    last = written[-1] if written else last
+    numbers = [value for value in same_kind if value.node and written_out(value.node)]
+    last = numbers[-1] if numbers else last
     if is_label or (unknowns and not names):
-        return Named((("", last),), is_label=True)
+        return Named((("", last),))
     return _named(names, last) if names else last
 
 
@@ -279,16 +272,8 @@ def _same_in_other_bases(readings: list[Reading]) -> Reading:
 def _is_label(part: Tokens) -> bool:
     """Returns whether text that is not understood names what the value after it measures."""
     has_letters = any(token.kind in ("name", "word", "cmd") for token in part)
-    return has_letters and not any(
-        token.kind == "other" or token.text.lower() in DOUBTS for token in part
-    )
-
-
-def _is_call(part: Tokens) -> bool:
-    """Returns whether tokens are the value of a function at a point: f(2)."""
-    arguments = inner(part[1:]) or ()
-    is_named = part[0].kind == "name" and bool(arguments)
-    return is_named and all(t.kind == "num" or t.text in ("-", ",") for t in arguments)
+    is_known = all(token.kind != "other" for token in part)
+    return has_letters and is_known and not has_doubts(part)
 
 
 def _row_of_names(part: Tokens) -> list[str]:

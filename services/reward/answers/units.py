@@ -166,6 +166,11 @@ def is_remark(part: Sequence[Token]) -> bool:
     )
 
 
+def has_doubts(part: Sequence[Token]) -> bool:
+    """Returns whether words hedge, deny or state something else."""
+    return any(token.text.lower() in DOUBTS for token in part)
+
+
 def _thing(token: Token, single: bool) -> str:
     """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be
     singular.
