@@ -1,6 +1,6 @@
 """Reads a value: a number or an expression, with its unit."""
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -12,8 +12,10 @@ from services.reward.answers.notation import (
     NotUnderstood,
     Token,
     Tokens,
+    matched,
     texts_of,
     words,
+    written,
 )
 from services.reward.answers.units import (
     CURRENCIES,
@@ -28,16 +30,22 @@ from services.reward.answers.units import (
 
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
-_REMARKS = words(
-    "total all left leftover remaining each apiece now together combined altogether overall times "
-    "exactly"
+_REMARK = re.compile(
+    r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
+    r"|together|combined|altogether|overall|times|exactly)"
 )
-_ORDINALS = words("st nd rd th")
-_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+_SHARE = re.compile(r"(?P<value>.*[^ a-z]) of (?P<whole>.+)")
+_ORDINAL = re.compile(r"(?P<value>[0-9]+)(?: \^)?(?: \{)? (?:st|nd|rd|th)(?: \})?")
+_NEGATED = re.compile(r"(?:negative|minus) (?P<value>.+)", re.IGNORECASE)
+_SIZES = {"million": 10**6, "thousand": 1000, "hundred": 100}
+_PART = re.compile(
+    r"(?:(?P<whole>.+) and )?(?:(?P<count>.+) )?(?P<part>half|halve|third|quarter|[a-z]+th)s?"
+)
 _PARTS = {
-    "half": 2, "halves": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6,
-    "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
+    **dict.fromkeys(("half", "halve"), 2), "third": 3, "quarter": 4, "fourth": 4, "fifth": 5,
+    "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10, "twelfth": 12,
 }  # fmt: skip
+_MAX_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,10 @@ def read_value(part: Tokens) -> Value:
     if unit is None and DEGREE in texts and not _TRIGONOMETRIC & {*texts}:
         unit = read_unit((Token("op", DEGREE),))
         part = tuple(token for token in part if token.text != DEGREE)
-    part = _cardinal(part)
+    part = (matched(_ORDINAL, part) or {"value": part})["value"]
     if not part:
         raise NotUnderstood
-    if any(token.text in _CALCULUS for token in part):
+    if _CALCULUS & {*texts}:
         if factor != 1 or any(_is_prose(token, part[i - 1].text) for i, token in enumerate(part)):
             raise NotUnderstood
         return Value(None, unit, part)
@@ -72,51 +80,36 @@ def read_value(part: Tokens) -> Value:
 
 def _in_digits(part: Tokens) -> Tokens:
     """Returns tokens with a number in words, at the start, in digits."""
-    if not part or part[0].kind != "word":
-        return part
-    if part[0].text.lower() in ("negative", "minus"):
-        return (Token("op", "-"), *_in_digits(part[1:]))
-    names: list[str] = []
-    best: tuple[Fraction, int] | None = None
-    for i, token in enumerate(part[:12], 1):
-        if token.kind != "word" and token.text != "-":
-            break
-        names += token.text.lower().replace("-", " ").split()
-        value = _number(names)
+    if negated := matched(_NEGATED, part):
+        return (Token("op", "-"), *_in_digits(negated["value"]))
+    length = min(len(part), _MAX_WORDS) if part and part[0].kind == "word" else 0
+    for end in range(length, 0, -1):
+        value = _number(written(part[:end]).lower().replace(" - ", " ").replace("-", " "))
         if value is not None:
-            best = (value, i)
-    if best is None:
-        return part
-    value, length = best
-    return (Token("num", str(value), part[0].spaced), *part[length:])
+            return (Token("num", str(value), part[0].spaced), *part[end:])
+    return part
 
 
-def _number(names: Sequence[str]) -> Fraction | None:
-    """Returns the value of a number in words, such as twenty-one or two and a half; else None."""
-    last = names[-1].removesuffix("s") if names else ""
-    if last in _PARTS:
-        *before, _ = names
-        whole = before[: before.index("and")] if "and" in before else []
-        above = [name for name in before[len(whole) :] if name not in ("and", "a", "one")]
-        count = _number(above) if above else Fraction(1)
-        base = _number(whole) if whole else Fraction(0)
-        is_known = count is not None and base is not None and (before or last == "half")
-        return base + count / _PARTS[last] if is_known else None  # type: ignore[operator]
-
-    total = current = 0
-    for i, name in enumerate(names):
-        size = NUMBERS.get(name, -1)
-        room = 100 if current % 100 == 0 else 10 if current % 10 == 0 else 0
-        if 0 <= size < room and (current or i == 0 or names[i - 1] in (*_SCALES, "and")):
-            current += size
-        elif name == "hundred" and 0 < current < 100:
-            current *= 100
-        elif name in _SCALES and current:
-            total += current * _SCALES[name]
-            current = 0
-        elif name != "and" or i in (0, len(names) - 1):
-            return None
-    return Fraction(total + current) if names else None
+def _number(text: str) -> Fraction | None:
+    """Returns the value of a number in words, such as twenty one or two and a half; else None."""
+    if text in NUMBERS:
+        return Fraction(NUMBERS[text])
+    for name, size in _SIZES.items():
+        count, _, rest = f"{text} ".partition(f" {name} ")
+        if rest or f"{text} ".endswith(f" {name} "):
+            above = _number(count)
+            below = _number(rest.strip().removeprefix("and ") or "zero")
+            return None if above is None or below is None else above * size + below
+    match = _PART.fullmatch(text)
+    if match is None or match["part"] not in _PARTS:
+        return None
+    is_one = match["count"] in ("a", None)
+    count_of_parts = _number("one" if is_one else match["count"])
+    whole = _number(match["whole"] or "zero")
+    is_half = match["part"] == "half" or match["count"]
+    if count_of_parts is None or whole is None or not is_half:
+        return None
+    return whole + count_of_parts / _PARTS[match["part"]]
 
 
 def _times(node: Node, factor: Fraction) -> Node:
@@ -139,58 +132,43 @@ def written_out(node: Node) -> bool:
     or decimal times a power of ten, with at most one minus sign.
     """
     is_negative = node[0] == "neg"
-    if is_negative:
-        node = node[1]
-    kind, *parts = node
-    if kind == "num" or _is_power_of_ten(node):
-        return True
-    if kind not in ("*", "/"):
-        return False
-    above, below = _integer(parts[0]), _integer(parts[1])
-    if kind == "/" and above is not None and below is not None:
-        signs = is_negative + (above < 0) + (below < 0)
-        return signs < 2 and (below in (0, 1) or above % below != 0)
-    number = parts[0][1] if parts[0][0] == "neg" and not is_negative else parts[0]
-    return number[0] == "num" and _is_power_of_ten(parts[1])
-
-
-def _is_power_of_ten(node: Node) -> bool:
-    return node[0] == "^" and node[1] == ("num", 10) and _integer(node[2]) is not None
+    match node[1] if is_negative else node:
+        case ("num", _) | ("^", ("num", 10), ("num", _) | ("neg", ("num", _))):
+            return True
+        case ("/", above, below) if _integer(above) is not None and _integer(below) is not None:
+            signs = is_negative + (above[0] == "neg") + (below[0] == "neg")
+            is_whole = below[-1] not in (0, 1) and _integer(above) % _integer(below) == 0
+            return signs < 2 and not is_whole
+        case ("*" | "/", ("neg", number), power) if not is_negative:
+            return written_out(number) and power[0] == "^" and written_out(power)
+        case ("*" | "/", ("num", _), power):
+            return power[0] == "^" and written_out(power)
+    return False
 
 
 def _integer(node: Node) -> int | None:
     """Returns the value of an integer, with or without a sign; None for anything else."""
-    if node[0] == "neg":
-        value = _integer(node[1])
-        return None if value is None else -value
-    return int(node[1]) if node[0] == "num" and node[1].denominator == 1 else None
+    match node:
+        case ("neg", number):
+            value = _integer(number)
+            return None if value is None else -value
+        case ("num", Fraction(denominator=1) as value):
+            return int(value)
+    return None
 
 
 def _without_remark(part: Tokens) -> Tokens:
     """Returns a quantity without remarks about it: 18 eggs left, $5 each, 12 in all, 3/4 of the
     cake.
     """
-    texts = texts_of(part)
-    if "of" in texts[1:]:
-        at = texts.index("of", 1)
-        if part[at - 1].kind != "word" and len(part) > at + 1 and is_remark(part[at + 1 :]):
-            return part[:at]
-    if len(part) > 1 and texts[-1] in _REMARKS:
-        part = part[:-1]
-        return part[:-1] if part[-1].text in ("in", "left") else part
-    return part[:-2] if texts[-2:] == ["left", "over"] else part
+    share = matched(_SHARE, part)
+    if share and is_remark(share["whole"]):
+        return share["value"]
+    return (matched(_REMARK, part) or {"value": part})["value"]
 
 
 def _is_prose(token: Token, before: str) -> bool:
     return token.kind == "other" or (token.kind == "word" and before != "{" and len(token.text) > 2)
-
-
-def _cardinal(part: Tokens) -> Tokens:
-    """Returns a number without its ordinal ending: 5^{th} is 5."""
-    if len(part) < 2 or part[0].kind != "num":
-        return part
-    ending = [token.text for token in part[1:] if token.text not in ("^", "{", "}")]
-    return part[:1] if len(ending) == 1 and ending[0] in _ORDINALS else part
 
 
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:

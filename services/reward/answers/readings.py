@@ -75,7 +75,7 @@ _CLOCK = re.compile(
 )
 _ANNOTATED = re.compile(r"(?P<head>.+) (?P<mark>\() (?P<note>[^()]+) \)")
 _FAMILY = re.compile(
-    r"(?:\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
+    r"(?:(?:\S+ \\in )?\\\{ )?(?P<values>.+?)(?: (?:[,;:|]|where|for|with|and|any|all))*"
     r"(?: (?P<k>\S+) (?:\\in|is)(?: an| any| all)? (?:\\?set[ZN]|[ZN]|integers?)"
     r"| integers? (?P<n>\S+))(?: \\\})?"
 )

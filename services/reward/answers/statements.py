@@ -37,7 +37,6 @@ from services.reward.answers.values import (
     INFINITY,
     MINUS_INFINITY,
     Undecided,
-    order,
     roughly,
     same_value,
     simplified,

@@ -56,10 +56,11 @@ _SMALL = (
     "sixteen seventeen eighteen nineteen"
 )
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-NUMBERS = {
-    **{name: value for value, name in enumerate(_SMALL.split())},
-    **{name: 10 * value for value, name in enumerate(_TENS.split(), 2)},
-}
+NUMBERS = {name: value for value, name in enumerate(_SMALL.split())}
+for _value, _name in enumerate(_TENS.split(), 2):
+    NUMBERS[_name] = 10 * _value
+    for _unit in _SMALL.split()[1:10]:
+        NUMBERS[f"{_name} {_unit}"] = 10 * _value + NUMBERS[_unit]
 _GLUE = words("""
 a across after afterwards again all along also always am among an any are as at be because been
 behind beside besides between both by during each every for from gives had has have he her here
