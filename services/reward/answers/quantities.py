@@ -190,7 +190,7 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     for i, token in enumerate(part):
         if token.kind in ("op", "cmd"):
             depth += (token.text in OPEN) - (token.text in CLOSE)
-        begins = i and depth == 0 and (starts_unit(token, part[i - 1]) or token.text == "\\frac")
+        begins = i and depth == 0 and starts_unit(token, part[i - 1])
         if not begins or (token.text == DEGREE and has_angle):
             continue
         unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)

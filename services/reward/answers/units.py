@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from services.reward.answers.notation import DEGREE, Token, words
+from services.reward.answers.notation import DEGREE, Token, texts_of, words, written
 
 _MEASURES = """
 length 1: m meter metre 米; length 1/1000: mm millimeter millimetre 毫米
@@ -51,6 +51,7 @@ _PLURALS = words(
 _PLURAL = re.compile(
     r"(?=.*[aeiouy])[a-z'’-]{3,}s(?<![su]s)|(?:cd|dvd|tv|ad)s|[个只名位件本张支条辆块颗枚次人棵页]\w{0,6}"
 )
+_WORD = re.compile(r"[^\W\d_]{2,}(?:[-'’][^\W\d_]+)*|[^\x00-\x7f]")
 _SMALL = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
     "sixteen seventeen eighteen nineteen"
@@ -94,19 +95,39 @@ _SCALES = {
     "trillion": "1e12", "tenth": "0.1", "hundredth": "0.01", "thousandth": "0.001",
     "millionth": "1e-6",
 }  # fmt: skip
-_NO_THINGS = _GLUE | DOUBTS | {*NUMBERS, *(f"{name}s" for name in NUMBERS), "sixes"}
+_NO_THINGS = (
+    _GLUE
+    | DOUBTS
+    | {*NUMBERS, *(f"{name}s" for name in NUMBERS), "sixes", *_SCALES}
+    | {f"{name}s" for name in _SCALES}
+)
 _ADJECTIVES = words(
     "full whole total more extra additional different distinct possible real positive negative old "
     "new sq square cubic cu us u.s. american fluid"
 )
-_SPEEDS = {
-    "mph": "mile hour", "kph": "km hour", "kmh": "km hour", "kmph": "km hour", "mpg": "mile gallon",
-    "fps": "ft second", "bpm": "beat minute", "rpm": "revolution minute",
-}  # fmt: skip
 _AFTER = words("old long tall wide high deep apart away")
 PER = words("/ per a an each every")
-_POWERS = {"squared": 2, "cubed": 3, "square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _IN_METRES = {"volume": (3, 1000), "area": (2, 1)}
+_NOTATIONS = tuple(
+    (re.compile(pattern, re.IGNORECASE), text)
+    for pattern, text in (
+        (r"\\frac \{ ([^{}]+) \} \{ ([^{}]+) \}", r"\1 / \2"),
+        (r" [{}]", ""),
+        (r" \^ - ", "^-"),
+        (r" \^ | (?=(?:squared|cubed)\b)", "^"),
+        (r"\^squared\b", "^2"),
+        (r"\^cubed\b", "^3"),
+        (rf"(?:{DEGREE}|degrees?) (?:celsius|c)\b", "celsius"),
+        (rf"(?:{DEGREE}|degrees?) (?:fahrenheit|f)\b", "fahrenheit"),
+        (r"\b(?:kph|kmh|kmph)\b", "km / hour"),
+        (r"\bmph\b", "mile / hour"),
+        (r"\bmpg\b", "mile / gallon"),
+        (r"\bfps\b", "ft / second"),
+        (r"\bbpm\b", "beat / minute"),
+        (r"\brpm\b", "revolution / minute"),
+    )
+)
 
 
 class Unit(NamedTuple):
@@ -136,16 +157,12 @@ _BARE = words("m g s h L")
 variables."""
 
 
-def _named(token: Token) -> tuple[str, Fraction] | None:
-    """Returns the dimension and the size of the unit named by a token, or None."""
-    text = token.text
-    if token.kind not in ("word", "name") and text not in _SIGNS:
-        return None
+def _named(text: str) -> tuple[str, Fraction] | None:
+    """Returns the dimension and the size of the unit with a name, or None."""
     if len(text) == 1:
         return _TABLE.get(text)
     lowered = text.lower()
-    singular = lowered[:-1] if lowered.endswith("s") else lowered
-    return _TABLE.get(text) or _TABLE.get(lowered) or _TABLE.get(singular)
+    return _TABLE.get(text) or _TABLE.get(lowered) or _TABLE.get(lowered.removesuffix("s"))
 
 
 def scale(token: Token) -> Fraction | None:
@@ -155,16 +172,15 @@ def scale(token: Token) -> Fraction | None:
     return Fraction(found) if found and token.kind == "word" else None
 
 
-def is_plain(token: Token) -> bool:
+def is_plain(text: str) -> bool:
     """Returns whether a word may be part of a thing's name."""
-    return token.kind == "word" and token.text.lower() not in _NO_THINGS and scale(token) is None
+    return bool(_WORD.fullmatch(text)) and text.lower() not in _NO_THINGS
 
 
 def is_remark(part: Sequence[Token]) -> bool:
     """Returns whether tokens are words that neither change a number nor doubt it."""
-    return bool(part) and all(
-        is_plain(token) or token.text.lower() in _GLUE or token.text in "-'," for token in part
-    )
+    texts = texts_of(part)
+    return bool(part) and all(is_plain(t) or t.lower() in _GLUE or t in "-'," for t in texts)
 
 
 def has_doubts(part: Sequence[Token]) -> bool:
@@ -172,120 +188,81 @@ def has_doubts(part: Sequence[Token]) -> bool:
     return any(token.text.lower() in DOUBTS for token in part)
 
 
-def _thing(token: Token, single: bool) -> str:
+def _thing(text: str, single: bool) -> str:
     """Returns the name of the thing that a noun denotes; "" for any other word. `single`: it may be
     singular.
     """
-    word = token.text.lower()
-    plural = word in _PLURALS or _PLURAL.fullmatch(word)
-    if not is_plain(token) or not (plural or (single and len(word) > 2)):
-        return ""
-    return re.sub("(?:e?s|e)$", "", word)
+    word = text.lower()
+    is_plural = word in _PLURALS or _PLURAL.fullmatch(word)
+    is_thing = is_plain(word) and (is_plural or (single and len(word) > 2))
+    return re.sub("(?:e?s|e)$", "", word) if is_thing else ""
 
 
 def starts_unit(token: Token, before: Token) -> bool:
     """Returns whether a unit may begin with this token, after `before`."""
+    text = token.text
     if token.kind == "word":
-        word = token.text.lower()
-        return word in ("per", *_ADJECTIVES) or _named(token) is not None or is_plain(token)
+        return text in ("per", *_ADJECTIVES) or is_plain(text) or _named(text) is not None
     if token.kind == "name":
-        return token.text in _BARE and (token.spaced or "." in before.text)
-    return token.text in _SIGNS
-
-
-def _expanded(part: Sequence[Token]) -> list[Token]:
-    """Returns the tokens of a unit without braces: a / b for a fraction, mile / hour for mph."""
-    found: list[Token] = []
-    for i, token in enumerate(part):
-        names = _SPEEDS.get(token.text.lower(), "").split()
-        if names:
-            found += [Token("word", names[0]), Token("op", "/"), Token("word", names[1])]
-        elif token.text == "{" and i > 1 and part[i - 1].text == "}":
-            found.append(Token("op", "/"))
-        elif token.text not in ("{", "}"):
-            found.append(token)
-    return found[1:] if found and found[0].text == "\\frac" else found
+        return text in _BARE and (token.spaced or "." in before.text)
+    return text in _SIGNS or text == "\\frac"
 
 
 def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     """Returns the unit formed by all of these tokens, or None. `single`: they follow a 1, as in 1
     apple.
     """
-    part = _expanded(part)
+    text = written(part)
+    for pattern, replacement in _NOTATIONS:
+        text = pattern.sub(replacement, text)
+    if (of := re.search(" of ", text)) and is_remark(part[-len(text[of.end() :].split()) :]):
+        text = text[: of.start()]  # 5 cups of brown sugar
+    pieces = text.split()
     powers: dict[str, int] = {}
     size = Fraction(1)
     sign = 1
     power = 1
-    i = 0
     is_complete = is_described = is_coin = False
-    while i < len(part):
-        token = part[i]
-        word = token.text.lower()
-        i += 1
+    for i, piece in enumerate(pieces):
+        name, _, exponent = piece.partition("^")
+        is_last = i + 1 == len(pieces)
+        word = name.lower()
         if word == "per" or (word in PER and is_complete):
             sign = -1
             is_complete = False
             continue
-        if is_complete and (word in ("\\times", ".") or (word in _AFTER and i == len(part))):
+        is_dot = word in ("\\times", ".") and (is_complete or power > 1)
+        if is_dot or (is_complete and is_last and word in _AFTER):
             continue
-        if word == "of" and is_complete and is_remark(part[i:]):
-            break  # 5 cups of brown sugar
-        if word in _POWERS and i < len(part):
+        if word in _POWERS and not is_last:
             power = _POWERS[word]
-            i += part[i].text == "."
             continue
 
-        named = _named(token)
-        thing = "" if named else _thing(token, single or sign < 0)
+        named = _named(name)
+        thing = "" if named else _thing(name, single or sign < 0)
         if thing:
             named = (thing, Fraction(1))
             is_described = False
-        if named is None and i < len(part) and (is_plain(token) or word in _ADJECTIVES):
+        if named is None and not is_last and (is_plain(word) or word in _ADJECTIVES):
             is_described = is_described or word not in _ADJECTIVES
             continue
-        if named is None or is_described:  # light years are not years
+        # light years are not years
+        if named is None or is_described or exponent.strip("-") not in ("", "1", "2", "3", "4"):
             return None
 
         dimension, each = named
-        scale_of_degrees = part[i].text.lower() if i < len(part) else ""
-        if dimension == "degree" and scale_of_degrees in ("c", "f", "celsius", "fahrenheit"):
-            dimension = "celsius" if scale_of_degrees[0] == "c" else "fahrenheit"
-            i += 1
-        exponent, length = _exponent(part[i : i + 3])
-        i += length
-        if exponent == 0:
-            return None
-        exponent *= sign * power
-        if dimension in _IN_METRES:
-            metres, parts = _IN_METRES[dimension]
-            size *= (each / parts) ** exponent
-            dimension = "length"
-            exponent *= metres
-        else:
-            size *= each**exponent
-        if dimension == "coin":
-            is_coin = True
-            dimension = "dollar"
-        powers[dimension] = powers.get(dimension, 0) + exponent
+        raised = int(exponent or 1) * sign * power
+        metres, parts = _IN_METRES.get(dimension, (1, 1))
+        size *= (each / parts) ** raised
+        is_coin = is_coin or dimension == "coin"
+        base = (
+            "length" if dimension in _IN_METRES else "dollar" if dimension == "coin" else dimension
+        )
+        powers[base] = powers.get(base, 0) + raised * metres
         power = 1
         is_complete = True
-    if not is_complete:
-        return None
     dimensions = sorted((name, value) for name, value in powers.items() if value)
-    return Unit(tuple(dimensions), size, is_coin)
-
-
-def _exponent(part: Sequence[Token]) -> tuple[int, int]:
-    """Returns the exponent that begins here (0 if a unit cannot have it), and its length."""
-    texts = [token.text.lower() for token in part]
-    if texts and texts[0] in ("squared", "cubed"):
-        return _POWERS[texts[0]], 1
-    if not texts or texts[0] != "^":
-        return 1, 0
-    sign = -1 if texts[1:2] == ["-"] else 1
-    digit = texts[2 if sign < 0 else 1 :][:1]
-    is_small = digit and digit[0] in ("1", "2", "3", "4")
-    return (sign * int(digit[0]), 3 if sign < 0 else 2) if is_small else (0, 0)
+    return Unit(tuple(dimensions), size, is_coin) if is_complete else None
 
 
 def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
@@ -298,9 +275,7 @@ def ratio(expected: Unit | None, given: Unit | None) -> Fraction | None:
         return Fraction(1)
     if expected.dimensions == given.dimensions:
         return given.size / expected.size
-    for one, other in ((expected, given), (given, expected)):
-        is_unit = [name for name, _ in one.dimensions] == ["unit"]
-        is_length = [name for name, _ in other.dimensions] == ["length"]
-        if is_unit and is_length and one.dimensions[0][1] == other.dimensions[0][1]:
-            return Fraction(1)
-    return None
+    # units of length, area or volume that are not named
+    names = {name for name, _ in (*expected.dimensions, *given.dimensions)}
+    powers = {power for _, power in (*expected.dimensions, *given.dimensions)}
+    return Fraction(1) if names == {"unit", "length"} and len(powers) == 1 else None

@@ -11,10 +11,11 @@ import operator
 import random
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import mpmath
 from mpmath import mp
+from sympy import integer_nthroot
 
 from services.reward.answers.expressions import Node, symbols
 
@@ -32,6 +33,7 @@ _POINTS = 8
 _MAX_MAGNITUDE = 10_000
 """Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
 _MAX_GROWTH = 40
+_MAX_COUNT = 5000
 
 
 class Undecided(ArithmeticError):
@@ -42,12 +44,8 @@ class Enormous(Undecided):
     """The value exceeds the bounds: it is no number that anyone writes as an answer."""
 
 
-class Sample(NamedTuple):
-    """The values of two expressions at one point, and the largest term of their sums."""
-
-    one: Any
-    other: Any
-    largest: Any
+Sample = tuple[Any, Any, Any]
+"""The values of two expressions at one point, and the largest term of their sums."""
 
 
 def _has(node: Node, kind: str) -> bool:
@@ -107,7 +105,8 @@ class _Evaluator:
                 raise Undecided
         return value
 
-    def _real(self, value: Any) -> Any:
+    def real(self, value: Any) -> Any:
+        """Returns a value as an mpmath number, and counts the digits that it needs."""
         if not isinstance(value, Fraction):
             return value
         self.digits = max(self.digits, _DIGITS + _bits(value) * 3 // 10 - _SPARE_DIGITS)
@@ -115,41 +114,23 @@ class _Evaluator:
 
     def _apply(self, kind: str, operands: list[Any]) -> Any:
         exact = all(isinstance(value, Fraction) for value in operands)
-        if kind == "^":
-            return self._power(*operands)
-        if kind == "root":
-            return self._power(operands[0], 1 / operands[1])
-        if kind == "factorial" and not exact:
-            return self._function("factorial", operands[0])
-        if kind == "binomial":
-            return self._binomial(*operands)
-        if kind in _EXACT:
-            if not exact:
-                raise Undecided
-            return _EXACT[kind](*operands)
-        if kind in ("floor", "ceil"):
-            self._bounded(operands[0], _MAX_BITS)
-            rounded = getattr(math if exact else mpmath, kind)(operands[0])
-            return Fraction(int(rounded))
-        if kind in _FUNCTIONS:
-            return self._function(kind, operands[0])
-        if not exact and kind not in ("abs", "norm"):
-            operands = [self._real(value) for value in operands]
-            if kind in ("+", "-"):
-                self.largest = max(self.largest, *(abs(value) for value in operands))
-        return _ARITHMETIC[kind](*operands)
+        if kind in ("^", "root"):
+            base, exponent = operands
+            return self._power(base, exponent if kind == "^" else 1 / exponent)
+        if kind in _ARITHMETIC and exact:
+            return _ARITHMETIC[kind](*operands)
+        if kind in _EXACT and exact and (kind in _ROUNDING or _are_integers(operands)):
+            return Fraction(_EXACT[kind](*operands))
 
-    def _bounded(self, value: Any, bits: int) -> None:
-        if mpmath.mag(self._real(value)) > bits:
+        reals = [self.real(value) for value in operands]
+        if kind in ("+", "-"):
+            self.largest = max(self.largest, *(abs(value) for value in reals))
+        if kind in _ARITHMETIC:
+            return _ARITHMETIC[kind](*reals)
+        limit = _MAX_GROWTH if kind in _GROWING else _MAX_MAGNITUDE
+        if any(mpmath.mag(value) > limit for value in reals):
             raise Enormous
-
-    def _function(self, kind: str, value: Any) -> Any:
-        if (kind == "ln" and value == 1) or (kind in ("sin", "tan") and value == 0):
-            return Fraction(0)
-        if kind == "factorial" and not self._point:
-            raise Undecided
-        self._bounded(value, _MAX_GROWTH if kind in _GROWING else _MAX_MAGNITUDE)
-        return _FUNCTIONS[kind](self._real(value))
+        return _FUNCTIONS[kind](*reals)
 
     def _power(self, base: Any, exponent: Any) -> Any:
         if isinstance(base, Fraction) and isinstance(exponent, Fraction):
@@ -158,7 +139,7 @@ class _Evaluator:
             except Enormous:
                 if not self._point or abs(exponent) > _MAX_EXPONENT:
                     raise
-                return mpmath.power(self._real(base), self._real(exponent))
+                return mpmath.power(self.real(base), self.real(exponent))
             if exact is not None:
                 return exact
 
@@ -166,34 +147,14 @@ class _Evaluator:
         has_real_root = isinstance(exponent, Fraction) and exponent.denominator % 2 == 1
         if is_negative and has_real_root and not self._complex:
             return (-1) ** exponent.numerator * self._power(-base, exponent)
-        if abs(exponent) * (1 + abs(mpmath.log(abs(self._real(base)) or 1))) > _MAX_LOG:
+        if abs(exponent) * (1 + abs(mpmath.log(abs(self.real(base)) or 1))) > _MAX_LOG:
             raise Enormous
-        return mpmath.power(self._real(base), self._real(exponent))
-
-    def _binomial(self, n: Any, k: Any) -> Any:
-        if not isinstance(k, Fraction) or k.denominator != 1:
-            return mpmath.binomial(self._real(n), self._real(k))
-        if isinstance(n, Fraction) and n.denominator == 1 and n >= k >= 0:
-            if _bits(n) * min(k, n - k) > _MAX_BITS:
-                raise Enormous
-            return Fraction(math.comb(int(n), int(k)))
-        product: Any = Fraction(1)
-        for j in range(_small(k)):
-            product = self._checked(product * (n - j) / Fraction(j + 1))
-        return product
+        return mpmath.power(self.real(base), self.real(exponent))
 
 
 def _rounding() -> Any:
     """Returns the relative error up to which two rounded numbers are the same."""
     return mpmath.mpf(10) ** (_UNSURE_DIGITS - mp.dps)
-
-
-def _small(value: Fraction) -> int:
-    if value.denominator != 1 or value < 0:
-        raise Undecided
-    if value > 5000:
-        raise Enormous
-    return int(value)
 
 
 def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
@@ -204,20 +165,34 @@ def _rational_power(base: Fraction, exponent: Fraction) -> Fraction | None:
         return base ** int(exponent)
     if exponent.denominator >= 1000 or (base < 0 and exponent.denominator % 2 == 0):
         return None
-    parts = []
-    for part in (abs(base.numerator), base.denominator):
-        root = int(mpmath.nint(mpmath.root(part, exponent.denominator)))
-        if part.bit_length() >= 480 or root**exponent.denominator != part:
-            return None
-        parts.append(root)
-    root_of_base = Fraction(-parts[0] if base < 0 else parts[0], parts[1])
-    return _rational_power(root_of_base, Fraction(exponent.numerator))
+    above, is_root_above = integer_nthroot(abs(base.numerator), exponent.denominator)
+    below, is_root_below = integer_nthroot(base.denominator, exponent.denominator)
+    if not (is_root_above and is_root_below):
+        return None
+    root = Fraction(-above if base < 0 else above, below)
+    return _rational_power(root, Fraction(exponent.numerator))
 
 
-def _integers(values: tuple[Fraction, ...]) -> list[int]:
-    if any(value.denominator != 1 for value in values):
-        raise Undecided
-    return [int(value) for value in values]
+def _are_integers(values: list[Fraction]) -> bool:
+    return all(value.denominator == 1 for value in values)
+
+
+def _factorial(n: Fraction) -> int:
+    if n > _MAX_COUNT:
+        raise Enormous
+    return math.factorial(int(n))
+
+
+def _double_factorial(n: Fraction) -> int:
+    if n > _MAX_COUNT:
+        raise Enormous
+    return math.prod(range(int(n), 0, -2))
+
+
+def _binomial(n: Fraction, k: Fraction) -> int:
+    if _bits(n) * min(k, abs(n - k)) > _MAX_BITS:
+        raise Enormous
+    return math.comb(int(n), int(k))
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -230,34 +205,37 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "norm": abs,
 }
 _EXACT: dict[str, Callable[..., Any]] = {
-    "gcd": lambda *values: Fraction(math.gcd(*_integers(values))),
-    "lcm": lambda *values: Fraction(math.lcm(*_integers(values))),
+    "gcd": lambda *values: math.gcd(*map(int, values)),
+    "lcm": lambda *values: math.lcm(*map(int, values)),
     "max": max,
     "min": min,
     "mod": operator.mod,
-    "factorial": lambda value: Fraction(math.factorial(_small(value))),
-    "double factorial": lambda value: Fraction(math.prod(range(_small(value), 0, -2))),
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "factorial": _factorial,
+    "double factorial": _double_factorial,
+    "binomial": _binomial,
 }
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    **{
-        name: getattr(mpmath, name)
-        for name in "sin cos tan cot sec csc sinh cosh tanh coth exp".split()
-    },
+_ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
+"""Functions of any rational numbers; the others are of integers."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "max": max,
+    "min": min,
     "arcsin": mpmath.asin,
     "arccos": mpmath.acos,
     "arctan": mpmath.atan,
     "ln": mpmath.log,
-    "factorial": mpmath.factorial,
 }
-_GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial"))
+for (
+    _name
+) in "sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial".split():
+    _FUNCTIONS[_name] = getattr(mpmath, _name)
+_GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial", "binomial"))
 
 
 def _agree(sample: Sample) -> bool:
     one, other, largest = sample
-    if isinstance(one, Fraction) and isinstance(other, Fraction):
-        return one == other
-    real = _Evaluator({}, False)._real
-    return _close(real(one), real(other), largest)
+    return one == other if isinstance(one, Fraction) else _close(one, other, largest)
 
 
 def _close(a: Any, b: Any, largest: Any = 0) -> bool:
@@ -269,18 +247,19 @@ def _compared(a: Node, b: Node, verdict: Callable[[list[Sample]], bool]) -> bool
     point if there are no unknowns. Raises Undecided for too few points.
     """
     digits = _DIGITS
-    while True:
+    while digits <= _MAX_DIGITS:
         with mp.workdps(digits):
             samples, needed = _sampled(a, b)
             if needed <= digits:
                 return verdict(samples)
         digits = needed
-        if digits > _MAX_DIGITS:
-            raise Enormous
+    raise Enormous
 
 
 def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
-    """Returns samples, and the digits that they need. Raises Undecided for too few of them."""
+    """Returns samples, and the digits that they need: fractions, or where one value is none, real
+    or complex numbers. Raises Undecided for too few of them.
+    """
     names = sorted(symbols(a) | symbols(b))
     is_complex = _has(a, "i") or _has(b, "i")
     rng = random.Random(7)
@@ -292,15 +271,16 @@ def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
         evaluator = _Evaluator(point, is_complex)
         try:
-            one = evaluator.value(a)
-            other = evaluator.value(b)
+            one, other = evaluator.value(a), evaluator.value(b)
         except Undecided as error:
             failure = error
             continue
         except RecursionError:
             raise Undecided from None
+        if not (isinstance(one, Fraction) and isinstance(other, Fraction)):
+            one, other = evaluator.real(one), evaluator.real(other)
         digits = max(digits, evaluator.digits)
-        samples.append(Sample(one, other, evaluator.largest))
+        samples.append((one, other, evaluator.largest))
     if len(samples) < (3 if names else 1):
         raise failure
     return samples, digits
@@ -310,8 +290,7 @@ def same_value(a: Node, b: Node) -> bool:
     """Returns whether two expressions have the same value. Raises Undecided."""
     if a == b:
         return True
-    infinite = (INFINITY, MINUS_INFINITY)
-    if a in infinite or b in infinite:
+    if {a, b} & {INFINITY, MINUS_INFINITY}:
         return False
     try:
         return _compared(a, b, lambda samples: all(map(_agree, samples)))
@@ -325,12 +304,11 @@ def same_ratio(a: Node, b: Node, is_positive: bool) -> bool:
     """Returns whether b is a multiple of a, by a positive number if `is_positive`."""
 
     def verdict(samples: list[Sample]) -> bool:
-        real = _Evaluator({}, False)._real
+        real = _Evaluator({}, is_complex=False).real
         pairs = [(real(one), real(other)) for one, other, _ in samples]
         first, second = pairs[0]
-        if first == 0 or second == 0:
-            return False
-        if is_positive and (mpmath.im(first * second) != 0 or first * second < 0):
+        factor = first * second
+        if factor == 0 or (is_positive and (mpmath.im(factor) != 0 or factor < 0)):
             return False
         return all(_close(first * other, second * one) for one, other in pairs)
 
