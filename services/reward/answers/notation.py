@@ -43,7 +43,7 @@ FUNCTIONS = words(
 )
 _ALIASES = """
 arcsin asin; arccos acos; arctan atan; infty inf infinity oo; log log10; csc cosec; floor floor
-ceil ceil ceiling; pi pi; union cup bigcup; cap bigcap; frac dfrac tfrac cfrac nicefrac sfrac
+ceil ceil ceiling; pi pi; union cup bigcup union; cap bigcap; frac dfrac tfrac cfrac nicefrac sfrac
 binom dbinom tbinom; le leq leqslant leqq; ge geq geqslant geqq; ne neq; lt lt; gt gt
 approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothing
 setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
@@ -60,13 +60,12 @@ GREEK = words(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
     "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
-_SPACING = words(
-    "quad qquad displaystyle textstyle scriptstyle scriptscriptstyle limits nolimits left right big "
-    "Big bigl bigr Bigl Bigr bigg Bigg biggl biggr Biggl Biggr middle rm bf it sf tt cal boxed fbox "
-    "framebox underline enspace thinspace medspace thickspace negthinspace nobreakspace hfill hfil "
-    "boldmath ensuremath large Large LARGE huge Huge small footnotesize normalsize tiny mathstrut "
-    "strut smash null relax bold pmb mathop mathord mathrel mathbin mathopen mathclose mathinner "
-    "color textcolor colorbox fcolorbox bfseries centering newline nonumber notag"
+_TYPESETTING = (
+    "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle|[bB]ig+[lr]?"
+    "|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline|(?:en|thin|med|thick|negthin|nobreak)space"
+    "|hfill?|boldmath|ensuremath|[lL]arge|LARGE|[hH]uge|small|footnotesize|normalsize|tiny|mathstrut"
+    "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
+    "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )
 """Commands that only affect typesetting; what their braces hold stays."""
 _GREEK_LETTERS = {
@@ -179,7 +178,6 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         r"\\hat{\1\2}",
     ),
     ("\\mathbf", r"\\mathbf\s*\{\s*R\s*\}", r"\\setR "),
-    ("\\", r"\\(?:mathbf|boldsymbol|bm|mathit)\s*(?=\{)", ""),
     # thousands
     (
         "",
@@ -202,6 +200,7 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ),
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
+    ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
     ("\\", rf"\\({_TEXTS})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}", _marked_text),
     (
         "'",
@@ -209,6 +208,14 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         "\x02 feet \x03\\1\x02 inches\x03",
     ),
     (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
+    ("]", r"((?:^|\\(?:big)?c[ua]p|\\setminus|\\in|[=,;\x03])\s*)\]", r"\1("),
+    ("[", r"\[(?=\s*(?:$|\\(?:big)?c[ua]p|\\setminus|[.,;\x02]))", ")"),
+    (
+        "{",  # braces around a whole side, which colours leave
+        r"(?:^|(?<=[=,;(\[ ]))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\s*(?=$|[=,;)\].])",
+        r" \1 ",
+    ),
+    ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
     ("cent", r"\bper\s?cent\b", "percent"),
     ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
@@ -233,7 +240,8 @@ _OPERATORS = {
     "*": "\\times", "\\|": "|", "\\$": "$", "\\%": "%",
 }  # fmt: skip
 _RELATED = words("\\le \\ge \\ne \\lt \\gt \\times")
-_BETWEEN = words("\\union \\cap \\setminus \\in in = , ; or and")
+_SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
+"""What is a command with or without a backslash."""
 
 
 def canonical(text: str) -> str:
@@ -256,41 +264,7 @@ def tokens(text: str) -> Tokens:
     found = _scan(canonical(text))
     while found and found[-1].kind == "op" and found[-1].text == ".":
         found.pop()
-    return tuple(_grouped(_in_context(found)))
-
-
-def _in_context(found: list[Token]) -> list[Token]:
-    """Writes the open ends of `]0, 1[` as parentheses, and minutes and seconds as words."""
-    end = Token("op", "=")
-    for i, token in enumerate(found):
-        before = found[i - 1] if i else end
-        after = found[i + 1] if i + 1 < len(found) else end
-        if token.text == "]" and before.text in _BETWEEN:
-            found[i] = Token("op", "(", token.spaced)
-        elif token.text == "[" and after.text in _BETWEEN:
-            found[i] = Token("op", ")", token.spaced)
-        elif token.text in ("\\min", "\\sec") and (before.kind == "num" or before.text == "/"):
-            if after.kind in ("num", "word") or after.text in _BETWEEN:
-                found[i] = Token("word", token.text[1:], token.spaced)
-    return found
-
-
-def _grouped(found: list[Token]) -> list[Token]:
-    """Drops braces around a whole answer or a whole side of it, as in `{\\large 5} = x`."""
-    superfluous: set[int] = set()
-    opened: list[int] = []
-    for i, token in enumerate(found):
-        if token.kind != "op":
-            continue
-        if token.text == "{":
-            opened.append(i)
-        elif token.text == "}" and opened:
-            start = opened.pop()
-            before = found[start - 1].text if start else "="
-            after = found[i + 1].text if i + 1 < len(found) else "="
-            if before in _BETWEEN and after in _BETWEEN:
-                superfluous |= {start, i}
-    return [token for i, token in enumerate(found) if i not in superfluous]
+    return tuple(found)
 
 
 def _scan(text: str) -> list[Token]:
@@ -326,11 +300,7 @@ def _scan(text: str) -> list[Token]:
         elif kind == "letters":
             found += _letters(piece, spaced)
         elif kind == "cmd":
-            command = _command(piece, spaced)
-            found += command
-            if not command:
-                spaced = True
-                continue
+            found.append(_command(piece, spaced))
         elif piece in ("\x02", "\x03"):
             in_text = piece == "\x02"
             spaced = True
@@ -348,39 +318,28 @@ def _text_word(word: str, spaced: bool) -> Token:
     return Token("word", word, spaced)
 
 
-def _command(name: str, spaced: bool) -> list[Token]:
-    """Returns the token of a command; none for a command that only affects typesetting."""
+def _command(name: str, spaced: bool) -> Token:
     name = _SAME.get(name, name)
-    if name in _SPACING:
-        return []
     if name in GREEK:
-        return [Token("name", "\\" + name, spaced)]
+        return Token("name", "\\" + name, spaced)
     if name in ("i", "j"):
-        return [Token("name", name, spaced)]
-    if name in ("div", "colon", "lnot"):
-        return [Token("op", "/" if name == "div" else ":", spaced)]
-    if name in "|()[]":
-        return [Token("op", name, spaced)]
+        return Token("name", name, spaced)
+    if name in ("div", "colon") or name in "|()[]":
+        return Token("op", {"div": "/", "colon": ":"}.get(name, name), spaced)
     is_operator = "\\" + name in _RELATED or name in "{}"
-    return [Token("op" if is_operator else "cmd", "\\" + name, spaced)]
+    return Token("op" if is_operator else "cmd", "\\" + name, spaced)
 
 
 def _letters(run: str, spaced: bool) -> list[Token]:
     """Returns the tokens of letters in math mode: a variable, a function, or a word."""
-    if not run.isascii():
-        return [Token("word", run, spaced)]
-    if len(run) == 1:
-        return [Token("name", run, spaced)]
-    known = _SAME.get(run, run)
-    if known in FUNCTIONS or known in ("pi", "infty", "floor", "ceil") or known in GREEK:
-        return [Token("name" if known in GREEK else "cmd", "\\" + known, spaced)]
-    if run in ("cup", "union"):
-        return [Token("cmd", "\\union", spaced)]
-    if run[:3] in FUNCTIONS and len(run) == 4:  # sinx
-        return [Token("cmd", "\\" + run[:3], spaced), Token("name", run[3])]
-    if len(run) == 3 and run.endswith("pi"):  # xpi
-        return [Token("name", run[0], spaced), Token("cmd", "\\pi")]
-    return [Token("word", run, spaced)]
+    if _SAME.get(run, run) in _SPELLED and len(run) > 1:
+        return [_command(run, spaced)]
+    # sinx, xpi
+    at = 3 if run[:3] in FUNCTIONS and len(run) == 4 else len(run[:-2]) * run.endswith("pi")
+    if at == 3 or (at == 1 and run.isascii()):
+        return _letters(run[:at], spaced) + _letters(run[at:], spaced=False)
+    is_name = len(run) == 1 and run.isascii()
+    return [Token("name" if is_name else "word", run, spaced)]
 
 
 def texts_of(part: Sequence[Token]) -> list[str]:

@@ -85,7 +85,7 @@ class _Evaluator:
         operands = [self.value(part) for part in node[1:]]
         try:
             return self._checked(self._apply(kind, operands))
-        except (ValueError, ZeroDivisionError, OverflowError, TypeError) as error:
+        except (ValueError, KeyError, ZeroDivisionError, OverflowError, TypeError) as error:
             raise Undecided from error
 
     def _checked(self, value: Any) -> Any:
