@@ -214,7 +214,8 @@ def _converted(one: Reading, other: Reading, is_gold: bool) -> Reading | None:
         case Value(tuple(node)), Matrix():
             return other if _is_multiple_of_one(node, other) else None
         case Value(), Clock():
-            return other if _is_time(written(one.source), other) else None
+            times = [read(f"{written(one.source)} {half}") for half in ("am", "pm")]
+            return other if other in times else None
     return None
 
 
@@ -237,15 +238,6 @@ def _is_multiple_of_one(node: Node, matrix: Matrix) -> bool:
     zero = _value(("num", Fraction(0)))
     rows = enumerate(matrix.rows)
     return all(same(x, diagonal if i == j else zero) for i, row in rows for j, x in enumerate(row))
-
-
-def _is_time(text: str, clock: Clock) -> bool:
-    """Returns whether 3:30 or 15:30 is a time of day, or 3 is one without minutes."""
-    hour, _, minute = text.partition(" : ")
-    if not (hour.isdigit() and (minute or "0").isdigit()):
-        return False
-    difference = int(hour) * 60 + int(minute or 0) - clock.minutes
-    return difference == 0 or (int(hour) <= 12 and difference % 720 == 0)
 
 
 def _is_label(relation: Relation, is_gold: bool) -> bool:

@@ -63,37 +63,27 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
         return None
     try:
         value = read_value(part)
-        number = _rational(value.node) if value.node else None
+        node = value.node or ()
+        return _rational(node), value.unit, written_out(node)
     except (NotUnderstood, ZeroDivisionError):
         return None
-    if number is None or not value.node:
-        return None
-    return number, value.unit, written_out(value.node)
 
 
-def _rational(node: Node) -> Fraction | None:
-    """Returns the value of a number, a quotient of two, or a number times a power of ten."""
-    kind = node[0]
-    if kind == "num":
-        number: Fraction = node[1]
-        return number
-    operands = [
-        _rational(part)
-        for part in node[1:]
-        if isinstance(part, tuple) and kind in ("neg", "/", "*", "^")
-    ]
-    if not operands or None in operands:
-        return None
-    first = operands[0]
-    if kind == "neg":
-        return None if first is None else -first
-    second = operands[1]
-    assert first is not None
-    assert second is not None
-    if kind == "/":
-        return first / second
-    if kind == "*":
-        return first * second
-    if first != 10 or second.denominator != 1 or abs(second) > _MAX_EXPONENT:
-        return None
-    return Fraction(10) ** int(second)
+def _rational(node: Node) -> Fraction:
+    """Returns the value of a number, a quotient of two, or a number times a power of ten. Raises
+    NotUnderstood for any other expression.
+    """
+    match node:
+        case ("num", Fraction() as number):
+            return number
+        case ("neg", part):
+            return -_rational(part)
+        case ("/", above, below):
+            return _rational(above) / _rational(below)
+        case ("*", one, other):
+            return _rational(one) * _rational(other)
+        case ("^", ("num", 10), power):
+            exponent = _rational(power)
+            if exponent.denominator == 1 and abs(exponent) <= _MAX_EXPONENT:
+                return Fraction(10) ** int(exponent)
+    raise NotUnderstood

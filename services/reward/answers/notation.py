@@ -216,6 +216,8 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         r" \1 ",
     ),
     ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
+    # before a set, "in" does not mean inch
+    ("in", r"(?:\x02\s*)?\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
     ("cent", r"\bper\s?cent\b", "percent"),
     ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),
@@ -365,7 +367,7 @@ def matched(pattern: re.Pattern[str], part: Tokens) -> dict[str, Tokens] | None:
     return found
 
 
-def _step(token: Token) -> int:
+def step(token: Token) -> int:
     """Returns 1 for an opening bracket, -1 for a closing one, else 0."""
     if token.kind not in ("op", "cmd"):
         return 0
@@ -380,7 +382,7 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
     found: list[str] = []
     depth = start = 0
     for i, token in enumerate(part):
-        depth += _step(token)
+        depth += step(token)
         if depth < 0:
             raise NotUnderstood
         text = token.text.lower() if token.kind == "word" else token.text
@@ -401,7 +403,7 @@ def inner(part: Tokens) -> Tokens | None:
         return None
     depth = 0
     for i, token in enumerate(part):
-        depth += _step(token)
+        depth += step(token)
         if depth == 0:
             return part[1:-1] if i == len(part) - 1 and i > 0 else None
     return None

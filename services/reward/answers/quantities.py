@@ -6,13 +6,12 @@ from fractions import Fraction
 
 from services.reward.answers.expressions import Node, Parser
 from services.reward.answers.notation import (
-    CLOSE,
     DEGREE,
-    OPEN,
     NotUnderstood,
     Token,
     Tokens,
     matched,
+    step,
     texts_of,
     words,
     written,
@@ -27,7 +26,12 @@ from services.reward.answers.units import (
     scale,
     starts_unit,
 )
+from services.reward.answers.values import simplified
 
+_MONEY = re.compile(
+    rf"(?:(?P<sign>[-+]) )?(?P<currency>{'|'.join(map(re.escape, CURRENCIES))})(?: \\.)? (?P<rest>.+)",
+    re.IGNORECASE,
+)
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
 _REMARK = re.compile(
@@ -75,7 +79,12 @@ def read_value(part: Tokens) -> Value:
         if factor != 1 or any(_is_prose(token, part[i - 1].text) for i, token in enumerate(part)):
             raise NotUnderstood
         return Value(None, unit, part)
-    return Value(_times(Parser(part).whole(), factor), unit, part)
+    node = Parser(part).whole()
+    if factor != 1:
+        # a number stays a number
+        node = ("*", node, ("num", factor))
+        node = simplified(node) if written_out(node[1]) else node
+    return Value(node, unit, part)
 
 
 def _in_digits(part: Tokens) -> Tokens:
@@ -110,19 +119,6 @@ def _number(text: str) -> Fraction | None:
     if count_of_parts is None or whole is None or not is_half:
         return None
     return whole + count_of_parts / _PARTS[match["part"]]
-
-
-def _times(node: Node, factor: Fraction) -> Node:
-    """Multiplies by a factor such as a dozen or million: a number stays a number, other expressions
-    become products.
-    """
-    if factor == 1:
-        return node
-    if node[0] == "neg":
-        return ("neg", _times(node[1], factor))
-    if node[0] == "/" and node[1][0] == node[2][0] == "num" and written_out(node):
-        node = ("num", node[1][1] / node[2][1])
-    return ("num", node[1] * factor) if node[0] == "num" else ("*", node, ("num", factor))
 
 
 def written_out(node: Node) -> bool:
@@ -173,27 +169,25 @@ def _is_prose(token: Token, before: str) -> bool:
 
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
-    front = next((i for i, token in enumerate(part[:2]) if token.text.lower() in CURRENCIES), None)
-    if front is not None and len(part) > 1 and (front == 0 or part[0].text in ("-", "+")):
-        currency = part[front]
-        rest = tuple(token for token in part if token.text not in (currency.text, "."))
+    if front := matched(_MONEY, part):
+        currency = read_unit(front["currency"])
+        rest = (*front["sign"], *front["rest"])
         for i, token in enumerate(rest):
-            if token.text in PER and (unit := read_unit((currency, *rest[i:]))) is not None:
-                return rest[:i], unit
-        named, unit = _without_unit(rest)
-        if unit is not None and unit != read_unit((currency,)):
+            price = read_unit((*front["currency"], *rest[i:])) if token.text in PER else None
+            if price is not None:
+                return rest[:i], price
+        rest, unit = _without_unit(rest)
+        if unit not in (None, currency):
             raise NotUnderstood
-        return named, read_unit((currency,))
+        return rest, currency
 
-    has_angle = any(token.text in _TRIGONOMETRIC for token in part)
+    has_angle = bool(_TRIGONOMETRIC & {*texts_of(part)})
     depth = 0
     for i, token in enumerate(part):
-        if token.kind in ("op", "cmd"):
-            depth += (token.text in OPEN) - (token.text in CLOSE)
-        begins = i and depth == 0 and starts_unit(token, part[i - 1])
-        if not begins or (token.text == DEGREE and has_angle):
-            continue
-        unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
-        if unit is not None:
-            return part[:i], unit
+        depth += step(token)
+        is_angle = token.text == DEGREE and has_angle
+        if i and depth == 0 and not is_angle and starts_unit(token, part[i - 1]):
+            unit = read_unit(part[i:], single=part[0].text == "1" and i == 1)
+            if unit is not None:
+                return part[:i], unit
     return part, None

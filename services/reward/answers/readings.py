@@ -239,7 +239,7 @@ def _based(part: Tokens, _: int) -> Reading | None:
 
 def _clock(part: Tokens, _: int) -> Reading | None:
     match = _CLOCK.fullmatch(written(part).replace(" . ", ""))
-    if match is None or not 1 <= int(match["hour"]) <= 12:
+    if match is None or not 0 < int(match["hour"]) < (13 if match["am"] else 24):
         return None
     hour = int(match["hour"]) % 12 + (0 if match["am"] else 12)
     return Clock(hour * 60 + int(match["minute"] or 0))

@@ -10,16 +10,13 @@ from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import (
     GREEK,
     NotUnderstood,
-    Token,
     Tokens,
-    inner,
     split,
     written,
 )
 from services.reward.answers.quantities import Value, read_value, written_out
 from services.reward.answers.shapes import (
     Based,
-    Interval,
     Many,
     Named,
     Reading,
@@ -39,7 +36,6 @@ from services.reward.answers.values import (
     Undecided,
     roughly,
     same_value,
-    simplified,
 )
 
 Read = Callable[[Tokens, int], Reading]
@@ -52,6 +48,7 @@ _NAME = re.compile(
     rf"(?P<stem>(?:\\(?:angle|triangle|vec) (?:\{{ )?)?{_WORD}(?: {_WORD})*(?: \}})?"
     r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
 )
+_ROW = re.compile(rf"\( {_WORD}(?: , {_WORD})+ \)")
 _CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
 
@@ -59,12 +56,6 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
     """Returns the reading of tokens with a relation sign; None without one. `read` reads one
     side.
     """
-    before_a_set = ("(", "[", "\\{")
-    part = tuple(
-        # the word "in" before a set does not mean inch
-        Token("cmd", "\\in") if token.text == "in" and after.text in before_a_set else token
-        for token, after in zip(part, (*part[1:], Token("", "")), strict=True)
-    )
     pieces, operators = split(part, RELATIONS)
     if not operators:
         return None
@@ -89,12 +80,9 @@ def read_relation(part: Tokens, depth: int, read: Read) -> Reading | None:
 
 
 def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
-    nodes: list[Node] = []
-    for piece in pieces:
-        node = read_value(piece).node
-        if node is None:
-            raise NotUnderstood
-        nodes.append(node)
+    nodes = [read_value(piece).node or () for piece in pieces]
+    if not all(nodes):
+        raise NotUnderstood
     closed = [text == "\\le" for text in operators]
     names = [symbols(node) for node in nodes]
     if len(nodes) == 3:  # a < x < b
@@ -118,24 +106,16 @@ def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
 
 
 def _below(side: Node, bound: Node, is_closed: bool) -> Region | None:
-    """Returns the region where x, -x or |ax + b| is below a constant; None for other sides."""
-    if side[0] == "sym":
-        return Region(((MINUS_INFINITY, False, bound, is_closed),), str(side[1]))
-    if side[0] == "neg" and side[1][0] == "sym":
-        return Region(((simplified(("neg", bound)), is_closed, INFINITY, False),), str(side[1][1]))
-    names = symbols(side)
-    if side[0] != "abs" or len(names) != 1:
-        return None
-
-    [name] = names
-    start, step = line(side[1], name) or (None, None)
-    if start is None or step is None:
-        return None
-    ends = [simplified(("/", ("-", end, start), step)) for end in (("neg", bound), bound)]
-    intervals: list[Interval] = []
-    for low, high in (ends, ends[::-1]):  # the step may be negative: one of the two is empty
-        intervals.append((low, is_closed, high, is_closed))
-    return combined([Region((interval,), name) for interval in intervals])
+    """Returns the region where x, -x or |x| is below a constant; None for other sides."""
+    opposite = bound[1] if bound[0] == "neg" else ("neg", bound)
+    match side:
+        case ("sym", name):
+            return Region(((MINUS_INFINITY, False, bound, is_closed),), name)
+        case ("neg", ("sym", name)):
+            return Region(((opposite, is_closed, INFINITY, False),), name)
+        case ("abs", ("sym", name)):
+            return Region(((opposite, is_closed, bound, is_closed),), name)
+    return None
 
 
 def line(node: Node, name: str) -> tuple[Node, Node] | None:
@@ -185,8 +165,8 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     """Returns the reading of a = b = c: all its constants must be equal, and the last fully
     evaluated one counts.
     """
-    row = _row_of_names(pieces[0]) if len(pieces) == 2 else []
-    if row:
+    if len(pieces) == 2 and _ROW.fullmatch(written(pieces[0])):  # (x, y) = (1, 2)
+        row = written(pieces[0]).split()[1::2]
         found = read(pieces[1], depth)
         items = found.items if isinstance(found, TupleOrInterval | Many) else ()
         if len(items) != len(row):
@@ -273,12 +253,3 @@ def _is_label(part: Tokens) -> bool:
     has_letters = any(token.kind in ("name", "word", "cmd") for token in part)
     is_known = all(token.kind != "other" for token in part)
     return has_letters and is_known and not has_doubts(part)
-
-
-def _row_of_names(part: Tokens) -> list[str]:
-    content = inner(part)
-    if content is None:
-        return []
-    pieces, separators = split(content, frozenset((",",)))
-    names = [name_of(piece) for piece in pieces]
-    return names if separators and all(names) and len(set(names)) == len(names) else []
