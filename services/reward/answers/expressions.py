@@ -153,7 +153,7 @@ class Parser:
         kind, text, _ = self._ahead()
         self._i += 1
         if kind == "num":
-            return self._number(text)
+            return ("num", Fraction(text))
         if kind == "name":
             return self._letter(text)
         if kind == "op" and text in _BRACKETS:
@@ -172,27 +172,6 @@ class Parser:
         if kind == "cmd":
             return self._command(text)
         raise NotUnderstood
-
-    def _number(self, text: str) -> Node:
-        """Returns a number, with the proper fraction that follows an integer."""
-        value = Fraction(text)
-        if not text.isdigit():
-            return ("num", value)
-        first, slash, second = self._ahead(), self._ahead(1).text, self._ahead(2)
-        if first.text.isdigit() and slash == "/" and second.text.isdigit():
-            if not 0 < int(first.text) < int(second.text):
-                raise NotUnderstood
-            self._i += 3
-            value += Fraction(int(first.text), int(second.text))
-        elif self._text() == "\\frac":
-            before = (self._i, list(self._tokens))
-            _, above, below = self._primary()
-            is_mixed = above[0] == below[0] == "num" and 0 < above[1] < below[1]
-            if is_mixed and (above[1].denominator == below[1].denominator == 1):
-                value += above[1] / below[1]
-            else:
-                self._i, self._tokens = before
-        return ("num", value)
 
     def _letter(self, name: str) -> Node:
         if name == "C" and self._text() == "(" and self._ahead(2).text == ",":  # C(5,2)

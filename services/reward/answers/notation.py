@@ -43,7 +43,7 @@ FUNCTIONS = words(
 )
 _ALIASES = """
 arcsin asin; arccos acos; arctan atan; infty inf infinity oo; log log10; csc cosec; floor floor
-ceil ceil ceiling; pi pi; union cup bigcup union; cap bigcap; frac dfrac tfrac cfrac nicefrac sfrac
+ceil ceil ceiling; pi pi; union cup bigcup union; cap bigcap;
 binom dbinom tbinom; le leq leqslant leqq; ge geq geqslant geqq; ne neq; lt lt; gt gt
 approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothing
 setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
@@ -89,8 +89,8 @@ _UNICODE = {
     "≡": r"\equiv ", "…": r"\dots ", "⟨": r"\langle ", "⟩": r"\rangle ", "。": ".", "、": ", ",
     "₩": "₩", "Δ": r"\Delta ",
 }  # fmt: skip
-_INVISIBLE = (*range(32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
-_SPACES = (*range(9, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
+_INVISIBLE = (*range(10), *range(11, 32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
+_SPACES = (9, *range(11, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
 _TABLE = {
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys(_INVISIBLE, ""),
@@ -123,6 +123,14 @@ def _repeating(match: re.Match[str]) -> str:
     nines = (10 ** len(period) - 1) * 10 ** len(match["fixed"])
     value = Fraction(int(before + period) - int(before or 0), nines)
     return f"\x05{value.numerator}/{value.denominator}\x05"
+
+
+def _mixed(match: re.Match[str]) -> str:
+    """Returns 2 1/2 as a token of its exact value."""
+    whole, *parts = (int(part) for part in match.groups() if part)
+    if not 0 < parts[0] < parts[1]:
+        return match.group()
+    return f"\x05{whole * parts[1] + parts[0]}/{parts[1]}\x05"
 
 
 def _marked_text(match: re.Match[str]) -> str:
@@ -162,6 +170,7 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         r"|colorbox|fcolorbox\{[^{}]*\})\s*\{[^{}]*\}|\\[hk](?:skip|ern)\s*[0-9.]+\s*[a-z]{2}",
         " ",
     ),
+    ("\\", r"\\(?:[dtc]frac|nicefrac|sfrac)(?![A-Za-z])", r"\\frac"),
     ("\\", r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1 \2"),
     ("\\", r"\\(?:si|unit|num)\s*\{([^{}]*)\}", r" \1"),
     ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
@@ -198,6 +207,14 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
         _repeating,
     ),
+    # not over a line break: that joins two numbers
+    ("/", r"(?<![0-9.,^])([0-9]{1,30}) +([0-9]{1,30})/([0-9]{1,30})(?![0-9.])", _mixed),
+    (
+        "\\frac",
+        r"(?<![0-9.,^])([0-9]{1,30}) *\\frac *(?:\{ *([0-9]{1,30}) *\}|([0-9]))"
+        r" *(?:\{ *([0-9]{1,30}) *\}|([0-9]))",
+        _mixed,
+    ),
     ("\\", r"\^\s*(?:\\(?:circ|degree)(?![A-Za-z])|\{\s*\\(?:circ|degree)\s*\})", DEGREE),
     ("\\", r"\\(?:text)?degree(?![A-Za-z])", DEGREE),
     ("\\", rf"\\(?:{_TYPESETTING})(?![A-Za-z])", " "),
@@ -208,6 +225,8 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         "\x02 feet \x03\\1\x02 inches\x03",
     ),
     (DEGREE, rf"({DEGREE}\s*[0-9.]+)\s*'", "\\1\x02 arcminute\x03"),
+    (" U", r"(?<=[)\]}]) U (?=[(\[\\])", r"\\cup "),
+    ("-", r"(\\setR\s*)-", r"\1\\setminus "),
     ("]", r"((?:^|\\(?:big)?c[ua]p|\\setminus|\\in|[=,;\x03])\s*)\]", r"\1("),
     ("[", r"\[(?=\s*(?:$|\\(?:big)?c[ua]p|\\setminus|[.,;\x02]))", ")"),
     (
@@ -217,7 +236,7 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ),
     ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
     # before a set, "in" does not mean inch
-    ("in", r"(?:\x02\s*)?\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
+    ("in", r"(?:\x02\s*)?(?<!\\)\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),
     ("cent", r"\bper\s?cent\b", "percent"),
     ("to", r"(?<=[0-9])[\s\x02]{0,9}\bto\b[\s\x03]{0,9}(?=[0-9])", ":"),

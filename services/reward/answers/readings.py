@@ -9,13 +9,13 @@ import calendar
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise, product
 
 from services.reward.answers.expressions import Node, Parser
 from services.reward.answers.formulas import same_values
 from services.reward.answers.notation import (
-    CLOSE,
     NotUnderstood,
     Token,
     Tokens,
@@ -35,9 +35,7 @@ from services.reward.answers.shapes import (
     Clock,
     Family,
     Many,
-    Matrix,
     Named,
-    Ratio,
     Reading,
     Region,
     Residue,
@@ -48,7 +46,8 @@ from services.reward.answers.shapes import (
     combined,
 )
 from services.reward.answers.statements import name_of, read_relation
-from services.reward.answers.units import DOUBTS, NUMBERS, has_doubts, is_remark, read_unit
+from services.reward.answers.units import DOUBTS, NUMBERS, Unit, has_doubts, is_remark, read_unit
+from services.reward.answers.values import simplified
 
 _MAX_DEPTH = 8
 _INTRODUCED = re.compile(
@@ -271,20 +270,23 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
     starts = [i for i, token in enumerate(part) if token.kind == "num" and i > 1]
     if not starts or any(token.kind in ("cmd", "other") for token in part):
         return None
-    values: list[Value] = []
+    largest: Unit | None = None
+    smallest = total = Fraction(0)
     for start, end in pairwise((0, *starts, len(part))):
-        piece = part[start : end - (part[end - 1].text in ("and", ","))]
-        with suppress(NotUnderstood):
-            values.append(read_value(piece))
-    units = [value.unit for value in values if value.unit and value.node and value.node[0] == "num"]
-    if len(units) <= len(starts) or len({unit.dimensions for unit in units}) > 1:
-        return None
-    sizes = [
-        value.node[1] * unit.size for value, unit in zip(values, units, strict=True) if value.node
-    ]
-    if any(size >= unit.size for size, unit in zip(sizes[1:], units, strict=False)):
-        return None
-    return Value(("num", sum(sizes) / units[0].size), units[0], part)
+        try:
+            value = read_value(part[start : end - (part[end - 1].text in ("and", ","))])
+        except NotUnderstood:
+            return None
+        unit = value.unit
+        if value.node is None or value.node[0] != "num" or unit is None:
+            return None
+        size = value.node[1] * unit.size
+        if largest and (unit.dimensions != largest.dimensions or size >= smallest):
+            return None
+        largest = largest or unit
+        smallest = unit.size
+        total += size
+    return Value(("num", total / largest.size), largest, part) if largest else None
 
 
 def _family(part: Tokens, depth: int) -> Reading | None:
@@ -383,7 +385,6 @@ def _set(part: Tokens, depth: int) -> Reading | None:
     if found := matched(_EXCEPT, part):
         points = as_region(_joined([_read(found["points"], depth)], ","))
         return points and combined([REALS, points], set.difference)
-    part = tuple(_set_operator(token, part[i - 1].text) for i, token in enumerate(part))
     pieces, operators = split(part, frozenset(_SETS))
     regions = [as_region(_read(piece, depth)) for piece in pieces] if operators else []
     known = [region for region in regions if region is not None]
@@ -392,12 +393,6 @@ def _set(part: Tokens, depth: int) -> Reading | None:
     for operator, region in zip(operators, known[1:], strict=bool(operators)):
         known[0] = combined([known[0], region], _SETS[operator])
     return known[0] if known else None
-
-
-def _set_operator(token: Token, before: str) -> Token:
-    if token.text in ("U", "union") and before in CLOSE:
-        return Token("cmd", "\\union")
-    return Token("cmd", "\\setminus") if token.text == "-" and before == "\\setR" else token
 
 
 def _statement(part: Tokens, depth: int) -> Reading | None:
@@ -446,24 +441,26 @@ def _matrix(part: Tokens, depth: int) -> Reading | None:
     lines, _ = split(found["body"], frozenset(("\\\\",)))
     lines = [line for line in lines if line]
     if is_list:
-        rows = [tuple(token for token in line if token.text != "&") for line in lines]
-        return _joined([_read(row, depth) for row in rows], ["and"])
+        sides = [tuple(token for token in line if token.text != "&") for line in lines]
+        return _joined([_read(side, depth) for side in sides], ["and"])
     if not _MATRICES.fullmatch(kind) and not _LISTS.fullmatch(kind):
         return None
-    cells: list[tuple[Reading, ...]] = []
-    for line in lines:
-        pieces, _ = split(line, frozenset(("&",)))
-        cells.append(tuple(_read(piece, depth) for piece in pieces))
+    cells = [split(line, frozenset(("&",)))[0] for line in lines]
     if found["turned"]:
-        cells = list(zip(*cells, strict=False))
-    if len(cells) > 1 and all(len(row) == 1 for row in cells):
-        return TupleOrInterval("(", ")", tuple(row[0] for row in cells))
-    return Matrix(tuple(cells))
+        cells = [list(column) for column in zip(*cells, strict=False)]
+    rows: list[Reading] = []
+    for row in cells:
+        items = tuple(_read(cell, depth) for cell in row)
+        rows.append(items[0] if len(items) == 1 else TupleOrInterval("&", "&", items))
+    is_column = not isinstance(rows[0], TupleOrInterval) and len(rows) > 1
+    return TupleOrInterval("(" if is_column else "&", ")" if is_column else "&", tuple(rows))
 
 
 def _ratio(part: Tokens, _: int) -> Reading | None:
+    """Reads 2:4:6 as 1, 2, 3 in order."""
     pieces, separators = split(part, frozenset((":",)))
     if len(separators) < 2 or not all(pieces):
         return None
     nodes = [read_value(piece).node for piece in pieces]
-    return Ratio(tuple(node for node in nodes if node))
+    parts = tuple(Value(simplified(("/", node, nodes[0])), None, ()) for node in nodes)
+    return TupleOrInterval(":", ":", parts)

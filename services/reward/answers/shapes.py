@@ -1,7 +1,7 @@
 """The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cmp_to_key
 
 from services.reward.answers.expressions import Node, symbols
@@ -20,7 +20,7 @@ class Words:
     """
 
     text: str
-    product: Node | None = None
+    product: Node | None = field(default=None, compare=False)
     """The product of its letters as a node; None when the text is too long to be a product."""
 
 
@@ -42,18 +42,13 @@ class Many:
 
 @dataclass(frozen=True)
 class TupleOrInterval:
-    """A tuple, or with two items an interval. A row or column of a matrix is a tuple too."""
+    """A tuple, or with two items an interval; the column of a matrix; with other brackets, a matrix
+    of rows and a proportion.
+    """
 
     opening: str
     closing: str
     items: tuple["Reading", ...]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """Three or more numbers in proportion."""
-
-    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -112,14 +107,7 @@ class Based:
     base: int
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Rows of values."""
-
-    rows: tuple[tuple["Reading", ...], ...]
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Untrue:
     """A chain of equations that does not hold, and therefore equals nothing."""
 
@@ -130,7 +118,6 @@ Reading = (
     | Choice
     | Many
     | TupleOrInterval
-    | Ratio
     | Named
     | Relation
     | Region
@@ -138,7 +125,6 @@ Reading = (
     | Residue
     | Clock
     | Based
-    | Matrix
     | Untrue
 )
 REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
