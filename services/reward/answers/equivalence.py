@@ -5,6 +5,7 @@ the server.
 import json
 import logging
 import operator
+import re
 import resource
 import signal
 import sys
@@ -19,7 +20,6 @@ from services.reward.answers.notation import texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
 from services.reward.answers.readings import read
 from services.reward.answers.shapes import (
-    Based,
     Choice,
     Clock,
     Family,
@@ -66,6 +66,12 @@ _WARM_UP = (
 """Example comparisons for most kinds of answers."""
 
 
+_SENTENCE = re.compile(
+    r"(?=.*[a-z]{2}.* .*[a-z]{2})[^0-9]*?(?P<number>-?[0-9][0-9,]*(?:\.[0-9]+)?)[^0-9]*",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
 def verdict(gold: str, answer: str) -> str:
     """Returns "right", "wrong", "unparsable" for an answer that is not understood completely, or
     "unevaluated".
@@ -96,18 +102,13 @@ def read_gold(text: str) -> Reading | None:
     """Returns the reading of a gold answer: of the answer inside JSON such as `["5"]`, and of the
     only number in a sentence.
     """
-    if text.startswith(("[", "{")):
-        with suppress(ValueError):
-            held = json.loads(text)
-            items = list(held.values() if isinstance(held, dict) else held)
-            if len(items) == 1 and isinstance(items[0], str | int | float):
-                return read(str(items[0]))
+    with suppress(ValueError, TypeError, RecursionError):
+        held = json.loads(text)
+        [item] = held.values() if isinstance(held, dict) else held
+        text = text if isinstance(item, dict | list) else str(item)
     found = read(text)
-    part = tokens(text)
-    numbers = [token for token in part if token.kind == "num"]
-    if found is None and len(numbers) == 1 and sum(token.kind == "word" for token in part) > 1:
-        return read(numbers[0].text)
-    return found
+    sentence = None if found else _SENTENCE.fullmatch(text)
+    return read(sentence["number"]) if sentence else found
 
 
 def _is_uncomputable(reading: Reading) -> bool:

@@ -235,6 +235,7 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         r" \1 ",
     ),
     ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
+    ("", r"[,;](?=\s*(?:\x02\s*)?(?:and|or)\b)", " "),  # 1, 2, and 3
     # before a set, "in" does not mean inch
     ("in", r"(?:\x02\s*)?(?<!\\)\bin\b(?:\s*\x03)?(?=\s*(?:[(\[]|\\\{|\\set))", r"\\in "),
     ("x", r"(?<=[0-9]) ?x ?(?=10\s*\^)", "*"),

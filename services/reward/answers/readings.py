@@ -306,16 +306,9 @@ def _family(part: Tokens, depth: int) -> Reading | None:
 
 def _several(part: Tokens, depth: int) -> Reading | None:
     pieces, separators = split(part, words(", ; and or \\land \\lor"))
-    pieces = [
-        piece
-        for i, piece in enumerate(pieces)
-        if piece or i + 1 == len(pieces) or separators[i] == ","
-    ]
     texts = texts_of(part)
     if len(pieces) == 1 and ("\\{" in texts or not {"\\pm", "\\mp"} & {*texts}):
         return None
-    if len(pieces) > 1 and len(separators) > len(pieces) - 1:  # "1, 2, and 3"
-        separators = [text for text in separators if text != ","] or separators
     items: list[Reading] = []
     for piece in pieces:
         items += [_read(variant, depth) for variant in _variants(piece)]
@@ -334,19 +327,17 @@ def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
         both = combined(regions, set.intersection)
         # "x < 1, x > 3" has no intersection and is a union
         return both if both.intervals or not {*separators} <= {",", ";"} else combined(regions)
+
     named = [item.values[0] for item in items if isinstance(item, Named) and len(item.values) == 1]
+    values = [value for _, value in named]
     names = {name for name, _ in named}
-    are_roots = all("_" in name for name in names) and len({name[0] for name in names}) == 1
-    if named and len(named) == len(items):
-        if len(names) == len(named) and not are_roots:
-            return Named(tuple(sorted(named, key=lambda pair: pair[0])))
-        if len(names) > 1 and not are_roots:
+    if len(named) == len(items) > 1:
+        is_one_unknown = len(names) == 1 or all(name[1:2] == "_" for name in names)
+        if not is_one_unknown and len(names) < len(named):
             raise NotUnderstood
-        return Many(tuple(value for _, value in named), False)
-    rest = items[1:]
-    is_list = all(isinstance(item, Value | TupleOrInterval) for item in rest)
-    if len(named) == 1 and isinstance(items[0], Named) and is_list:
-        return Many((named[0][1], *rest), False)  # x = 1, 2
+        return Many(tuple(values), False) if is_one_unknown else Named(tuple(sorted(named)))
+    if len(named) == 1 and isinstance(items[0], Named):  # x = 1, 2
+        items = [*values, *items[1:]]
     return Many(tuple(items), False)
 
 
