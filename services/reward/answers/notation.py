@@ -10,6 +10,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -49,6 +50,7 @@ approx approx simeq thickapprox; times cdot ast cdotp bullet; emptyset varnothin
 setminus smallsetminus backslash; epsilon varepsilon; phi varphi; theta vartheta; { lbrace
 } rbrace; | vert lvert rvert mid; ( lparen; ) rparen; [ lbrack; ] rbrack; land wedge; lor vee
 bar overline; i imath; j jmath; dots ldots cdots dotsc; setR R reals Reals; setZ Z
+£ pounds; € euro; ¥ yen; / div; : colon
 setN N; mod pmod bmod
 """
 _SAME = {
@@ -171,14 +173,8 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
         " ",
     ),
     ("\\", r"\\(?:[dtc]frac|nicefrac|sfrac)(?![A-Za-z])", r"\\frac"),
-    ("\\", r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r"\1 \2"),
-    ("\\", r"\\(?:si|unit|num)\s*\{([^{}]*)\}", r" \1"),
+    ("\\", r"\\(?:SI|qty|si|unit|num)\s*\{([^{}]*)\}(?:\s*\{([^{}]*)\})?", r" \1 \2"),
     ("\\ang", r"\\ang\s*\{([^{}]*)\}", r"{\1}^\\circ"),
-    (
-        "\\",
-        r"\\(pounds|euro|yen)(?![A-Za-z])",
-        lambda match: {"p": "£", "e": "€"}.get(match[1][0], "¥"),
-    ),
     ("\\", r"\\(?:mathbb|Bbb|mathds)\s*(?:\{\s*([A-Z])\s*\}|([A-Z])(?![A-Za-z]))", r"\\set\1\2 "),
     (
         "\\",
@@ -231,7 +227,7 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     ("[", r"\[(?=\s*(?:$|\\(?:big)?c[ua]p|\\setminus|[.,;\x02]))", ")"),
     (
         "{",  # braces around a whole side, which colours leave
-        r"(?:^|(?<=[=,;(\[ ]))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\s*(?=$|[=,;)\].])",
+        r"(?:^|(?<=[=,;(\[]))\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}\s*(?=$|[=,;)\].])",
         r" \1 ",
     ),
     ("", r"(?<=[0-9/])\s?(min|sec)s?(?![A-Za-z_])(?!\s*[(\\A-Za-z])", "\x02 \\1\x03"),
@@ -247,7 +243,7 @@ _NOTATIONS = [(needle, re.compile(pattern), to) for needle, pattern, to in _STEP
 _SCAN = re.compile(
     r"(?P<space>[\s~]+|\\[,;:!>\s])"
     r"|\x05(?P<exact>[0-9]+/[0-9]+)\x05"
-    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
+    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
     r"|(?P<letters>[^\W\d_]+)"
     r"|\\(?P<cmd>[A-Za-z]+|\\)"
     r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]"
@@ -281,6 +277,7 @@ def canonical(text: str) -> str:
     return text
 
 
+@lru_cache(maxsize=1024)
 def tokens(text: str) -> Tokens:
     """Returns the tokens of an answer."""
     found = _scan(canonical(text))
@@ -346,8 +343,8 @@ def _command(name: str, spaced: bool) -> Token:
         return Token("name", "\\" + name, spaced)
     if name in ("i", "j"):
         return Token("name", name, spaced)
-    if name in ("div", "colon") or name in "|()[]":
-        return Token("op", {"div": "/", "colon": ":"}.get(name, name), spaced)
+    if name in "|()[]/:£€¥":
+        return Token("op", name, spaced)
     is_operator = "\\" + name in _RELATED or name in "{}"
     return Token("op" if is_operator else "cmd", "\\" + name, spaced)
 

@@ -171,7 +171,8 @@ def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
     if front := matched(_MONEY, part):
         currency = read_unit(front["currency"])
-        rest = (*front["sign"], *front["rest"])
+        sign = texts_of(front["currency"])
+        rest = (*front["sign"], *(token for token in front["rest"] if token.text not in sign))
         for i, token in enumerate(rest):
             price = read_unit((*front["currency"], *rest[i:])) if token.text in PER else None
             if price is not None:

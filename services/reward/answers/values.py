@@ -29,7 +29,8 @@ _DIGITS = 150
 _MAX_DIGITS = 3000
 _UNSURE_DIGITS = 40
 _SPARE_DIGITS = 60
-_POINTS = 8
+_POINTS = 10
+_ATTEMPTS = 24
 _MAX_MAGNITUDE = 10_000
 """Bits of an argument of a function; sin(10^3000) needs as many digits of pi."""
 _MAX_GROWTH = 40
@@ -242,21 +243,27 @@ def _close(a: Any, b: Any, largest: Any = 0) -> bool:
     return bool(abs(a - b) <= max(abs(a), abs(b), largest) * _rounding())
 
 
-def _compared(a: Node, b: Node, verdict: Callable[[list[Sample]], bool]) -> bool:
+def _compared(
+    a: Node,
+    b: Node,
+    verdict: Callable[[list[Sample]], bool],
+    is_plausible: Callable[[Sample], bool] = lambda _: True,
+) -> bool:
     """Returns the verdict on the values of two expressions at points where both have one: at one
-    point if there are no unknowns. Raises Undecided for too few points.
+    point if there are no unknowns, and no further after one that is not plausible. Raises Undecided
+    for too few points.
     """
     digits = _DIGITS
     while digits <= _MAX_DIGITS:
         with mp.workdps(digits):
-            samples, needed = _sampled(a, b)
+            samples, needed = _sampled(a, b, is_plausible)
             if needed <= digits:
                 return verdict(samples)
         digits = needed
     raise Enormous
 
 
-def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
+def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[list[Sample], int]:
     """Returns samples, and the digits that they need: fractions, or where one value is none, real
     or complex numbers. Raises Undecided for too few of them.
     """
@@ -266,8 +273,8 @@ def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
     samples: list[Sample] = []
     digits = _DIGITS
     failure = Undecided()
-    for i in range(3 * _POINTS if names else 1):
-        signs = (1,) if i < _POINTS else (-1, 1)
+    for i in range(_ATTEMPTS if names else 1):
+        signs = (1,) if i % 2 == 0 else (-1, 1)
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
         evaluator = _Evaluator(point, is_complex)
         try:
@@ -281,6 +288,8 @@ def _sampled(a: Node, b: Node) -> tuple[list[Sample], int]:
             one, other = evaluator.real(one), evaluator.real(other)
         digits = max(digits, evaluator.digits)
         samples.append((one, other, evaluator.largest))
+        if len(samples) == _POINTS or not is_plausible(samples[-1]):
+            return samples, digits
     if len(samples) < (3 if names else 1):
         raise failure
     return samples, digits
@@ -293,7 +302,7 @@ def same_value(a: Node, b: Node) -> bool:
     if {a, b} & {INFINITY, MINUS_INFINITY}:
         return False
     try:
-        return _compared(a, b, lambda samples: all(map(_agree, samples)))
+        return _compared(a, b, lambda samples: all(map(_agree, samples)), is_plausible=_agree)
     except Enormous:
         return (
             False  # what is too large to be computed is not the other, which is written otherwise
