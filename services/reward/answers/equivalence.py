@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -294,7 +295,7 @@ def _letter(reading: Reading, other: Reading) -> str:
     if not isinstance(reading, Value) or not reading.source or not isinstance(other, Choice):
         return ""
     first, *rest = reading.source
-    is_alone = not rest or (rest[0].text == "-" and rest[0].spaced and rest[1].spaced)
+    is_alone = not rest or (rest[0].text == "-" and rest[0].spaced and rest[-1].spaced)
     return first.text.upper() if len(first.text) == 1 and is_alone else ""
 
 
@@ -416,7 +417,14 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         gold, answer = json.loads(line)
         # Ends a hanging worker when no other process is left to kill it.
         signal.setitimer(signal.ITIMER_PROF, alarm_s)
-        found = verdict(gold, answer)
+        try:
+            found = verdict(gold, answer)
+        except MemoryError:
+            raise
+        except Exception as error:
+            logging.exception("the grader failed on %r against %r", answer, gold)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            found = f"error: {type(error).__name__} in {place.name}, line {place.lineno}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         if found != "right" and _used_bytes() > memory_bytes // 2:
             raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory

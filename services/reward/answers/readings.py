@@ -81,6 +81,7 @@ _FAMILY = re.compile(
 _LABELLED = re.compile(
     r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*) (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
 )
+_BUILT = re.compile(r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)")
 _EXCEPT = re.compile(r"all real (?:numbers|values|x) except (?P<points>.+)")
 _MATRIX = re.compile(
     r"\\begin \{ (?P<kind>[A-Za-z]+) \}(?: \{ [clr| ]+ \})? (?P<body>(?:(?!\\begin).)+?)"
@@ -412,10 +413,9 @@ def _bracketed(part: Tokens, depth: int) -> Reading | None:
 def _in_braces(content: Tokens, depth: int) -> Reading | None:
     if not content:
         return Many((), True)
-    pieces, separators = split(content, frozenset((":", "|")))
-    if len(separators) == 1 and all(pieces):
-        (head, *_), _ = split(pieces[0], frozenset(("\\in",)))
-        return _read(pieces[1], depth) if name_of(head) else None
+    built = matched(_BUILT, content)
+    if built:
+        return _read(built["condition"], depth) if name_of(built["name"]) else None
     found = _read(content, depth)
     if isinstance(found, Named | Untrue):
         return found

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -136,21 +137,18 @@ def _approximate(pieces: list[Tokens], operators: list[str], depth: int, read: R
     """Returns the side before the sign, or the approximate value of a name. The values must be
     close.
     """
-    at = operators.index("\\approx")
-    if at != len(operators) - 1 or set(operators[:at]) - {"="}:
+    *exact, rough = pieces
+    if operators.index("\\approx") != len(exact) - 1 or {*operators} - {"=", "\\approx"}:
         raise NotUnderstood
-    exact = pieces[: at + 1]
     if name_of(exact[-1]):
-        return _chain([exact[-1], pieces[-1]], depth, read)
-    found = _chain(exact, depth, read) if at else read(exact[0], depth)
+        return _chain([exact[-1], rough], depth, read)
+    found = _chain(exact, depth, read) if len(exact) > 1 else read(exact[0], depth)
     value = found.values[0][1] if isinstance(found, Named) else found
-    other = read_value(pieces[-1]).node
-    if not isinstance(value, Value) or value.node is None or other is None:
-        raise NotUnderstood
-    try:
-        return found if roughly(value.node, other) else Untrue()
-    except Undecided:
-        raise NotUnderstood from None
+    with suppress(Undecided):
+        match value, read_value(rough):
+            case Value(tuple(node)), Value(tuple(other)):
+                return found if roughly(node, other) else Untrue()
+    raise NotUnderstood
 
 
 def name_of(part: Tokens) -> str:
@@ -187,7 +185,10 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     if len(pieces) == 1:
         return _named(names, last)
     if isinstance(last, Based):
-        return _same_in_other_bases([read(piece, depth) for piece in pieces])
+        based = [found for piece in pieces if isinstance(found := read(piece, depth), Based)]
+        is_true = len({int(number.digits, number.base) for number in based}) == 1
+        # of equal numbers in different bases, base ten is the explanation
+        return min(based, key=lambda number: number.base == 10) if is_true else Untrue()
     return _equal_sides(pieces, names, last)
 
 
@@ -236,16 +237,6 @@ _ZERO: Node = ("num", Fraction(0))
 
 def _named(names: set[str], value: Reading) -> Named:
     return Named(tuple((name, value) for name in sorted(names)))
-
-
-def _same_in_other_bases(readings: list[Reading]) -> Reading:
-    """Returns the first of equal numbers in different bases that is not in base ten."""
-    based = [reading for reading in readings if isinstance(reading, Based)]
-    if len(based) < len(readings):
-        raise NotUnderstood
-    if len({int(number.digits, number.base) for number in based}) > 1:
-        return Untrue()
-    return next((number for number in based if number.base != 10), based[0])
 
 
 def _is_label(part: Tokens) -> bool:

@@ -75,13 +75,13 @@ class _Evaluator:
         kind = node[0]
         if kind == "num":
             return node[1]
-        if kind == "sym":
+        if kind == "sym" and node[1] in self._point:
             return self._point[node[1]]
         if kind in ("pi", "e"):
             return +getattr(mpmath, kind)
         if kind == "i":
             return mpmath.mpc(0, 1)
-        if kind == "infty":
+        if kind in ("infty", "sym"):
             raise Undecided
         operands = [self.value(part) for part in node[1:]]
         try:
@@ -333,12 +333,9 @@ def order(a: Node, b: Node) -> int:
     """
     if same_value(a, b):
         return 0
-    if a == MINUS_INFINITY or b == INFINITY:
-        return -1
-    if b == MINUS_INFINITY or a == INFINITY:
-        return 1
-    if symbols(a) | symbols(b):
-        raise Undecided
+    infinite = {MINUS_INFINITY: -1, INFINITY: 1}
+    if a in infinite or b in infinite:
+        return 1 if infinite.get(a, 0) > infinite.get(b, 0) else -1
     with mp.workdps(_DIGITS):
         difference = _Evaluator({}, is_complex=False).value(("-", a, b))
         if isinstance(difference, mpmath.mpc):
@@ -351,7 +348,7 @@ def simplified(node: Node) -> Node:
     try:
         with mp.workdps(_DIGITS):
             value = _Evaluator({}, is_complex=False).value(node)
-    except (Undecided, KeyError):
+    except Undecided:
         return node
     return ("num", value) if isinstance(value, Fraction) else node
 
