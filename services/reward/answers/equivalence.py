@@ -17,14 +17,13 @@ from typing import Any
 
 from services.reward.answers.expressions import Node, substituted, symbols
 from services.reward.answers.formulas import same_formulas, same_values
-from services.reward.answers.notation import texts_of, tokens, written
+from services.reward.answers.notation import NotUnderstood, texts_of, tokens, written
 from services.reward.answers.quantities import Value, written_out
 from services.reward.answers.readings import read
 from services.reward.answers.shapes import (
     Choice,
     Clock,
     Family,
-    Interval,
     Many,
     Named,
     Reading,
@@ -349,15 +348,9 @@ def _same_tuple(expected: TupleOrInterval, given: TupleOrInterval) -> bool:
 def _same_region(expected: Region, given: Region) -> bool:
     if expected.name and given.name and expected.name != given.name:
         return False
-    intervals = combined([expected]).intervals
-    others = combined([given]).intervals
-    return len(intervals) == len(others) and all(map(_same_interval, intervals, others))
-
-
-def _same_interval(expected: Interval, given: Interval) -> bool:
-    low, has_low, high, has_high = expected
-    same_ends = (has_low, has_high) == (given[1], given[3])
-    return same_ends and _same_node(low, given[0]) and _same_node(high, given[2])
+    with suppress(NotUnderstood):
+        return not combined([expected, given], set.symmetric_difference).intervals
+    return False
 
 
 def _same_family(expected: Family, given: Family) -> bool:

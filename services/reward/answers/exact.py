@@ -12,7 +12,6 @@ from services.reward.answers.quantities import read_value, written_out
 from services.reward.answers.units import Unit, ratio, read_unit
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
-_FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{(-?0*[1-9][0-9]*)\}")
 _MEASURED = re.compile(
     rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}"
 )  # the notations of most answers, without tokens
@@ -47,13 +46,6 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
     Returns None when there is no number, or one that takes long to compute.
     """
-    if match := _FRACTION.fullmatch(text):
-        above, below = int(match[1]), int(match[2])
-        return (
-            Fraction(above, below),
-            None,
-            (below == 1 or above % below != 0) and (above >= 0 or below > 0),
-        )
     if (match := _MEASURED.fullmatch(text)) and (
         unit := read_unit((Token("word", match[2]),))
     ) is not None:

@@ -30,6 +30,7 @@ _WRAPPERS = {
 _DEGREES = {"\\sqrt": 2, "\\root": 2, "\\cuberoot": 3, "\\cbrt": 3, "\\fourthroot": 4}
 _ACCENTS = words("\\vec \\bar \\hat \\tilde \\mathcal")
 _OPERATORS = {"+": "+", "-": "-", "\\times": "*", "/": "/", ":": "/", "\\mod": "mod"}
+_LISTING = words("gcd lcm max min floor ceil")
 _POSTFIX = {"!!": ("double factorial",), "!": ("factorial",)}
 _FACTORS: dict[str, Node] = {
     DEGREE: ("/", ("pi",), ("num", Fraction(180))),
@@ -232,11 +233,8 @@ class Parser:
             node = self._sum()
             self._need(closing)
             return (name, node)
-        if name in ("gcd", "lcm", "max", "min"):
+        if name in _LISTING:
             return (name, *self._listed())
-        if name in ("floor", "ceil"):
-            [node] = self._listed()[:1]
-            return (name, node)
         if name.startswith("set"):
             return ("sym", text)
         if text in _ACCENTS:

@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
+from html.entities import name2codepoint
 from typing import NamedTuple
 
 
@@ -70,35 +71,26 @@ _TYPESETTING = (
     "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
 )
 """Commands that only affect typesetting; what their braces hold stays."""
-_GREEK_LETTERS = {
-    unicodedata.lookup(
-        f"GREEK {'CAPITAL' if name[0].isupper() else 'SMALL'} LETTER "
-        f"{name.upper().replace('LAMBDA', 'LAMDA')}"
-    ): f"\\{name} "
-    for name in GREEK - {"ell", "hbar"}
-}
-_UNICODE = {
-    "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "÷": "/", "×": "*", "⋅": "*",
-    "·": "*", "∙": "*", "•": "*", "∗": "*", "✕": "*", "π": r"\pi ", "𝜋": r"\pi ", "∞": r"\infty ",
-    "≤": r"\le ", "≦": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "≧": r"\ge ", "⩾": r"\ge ",
-    "≠": r"\ne ", "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "∪": r"\cup ", "∩": r"\cap ",
-    "∅": r"\emptyset ", "⌀": r"\emptyset ", "∈": r"\in ", "ℝ": r"\setR ", "ℤ": r"\setZ ", "ℕ": r"\setN ", "ℚ": r"\setQ ",
-    "∖": r"\setminus ", "°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "′": "'", "’": "'",
-    "‘": "'", "“": '"', "”": '"', "„": '"', "√": r"\root ", "∛": r"\cuberoot ",
-    "∜": r"\fourthroot ", "₊": "_+", "₋": "_-", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
-    "⌈": r"\lceil ", "⌉": r"\rceil ", "∣": "|", "ℓ": r"\ell ", "¢": r"\text{ cents}", "٪": "%",
-    "″": "''", "∧": r"\land ", "∨": r"\lor ", "∑": r"\sum ", "∏": r"\prod ", "∫": r"\int ",
-    "≡": r"\equiv ", "…": r"\dots ", "⟨": r"\langle ", "⟩": r"\rangle ", "。": ".", "、": ", ",
-    "₩": "₩", "Δ": r"\Delta ",
-}  # fmt: skip
+_UNICODE = r"""
+- − ‐ ‑ ﹣; / ⁄ ∕ ÷; * × ⋅ · ∙ • ∗ ✕; \pi π 𝜋; \infty ∞; \le ≤ ≦ ⩽; \ge ≥ ≧ ⩾; \ne ≠; \approx ≈
+\pm ±; \mp ∓; \cup ∪; \cap ∩; \emptyset ∅ ⌀; \in ∈; \setR ℝ; \setZ ℤ; \setN ℕ; \setQ ℚ
+\setminus ∖; ^\circ ° º ˚; ' ′ ’ ‘; " “ ” „; \root √; \cuberoot ∛; \fourthroot ∜; _+ ₊; _- ₋
+\lfloor ⌊; \rfloor ⌋; \lceil ⌈; \rceil ⌉; | ∣; \ell ℓ; \text{~cents} ¢; % ٪; '' ″; \land ∧; \lor ∨
+\sum ∑; \prod ∏; \int ∫; \equiv ≡; \dots …; \langle ⟨; \rangle ⟩; . 。
+"""
+"""A notation, then the characters that stand for it."""
 _INVISIBLE = (*range(10), *range(11, 32), 127, 0xAD, *range(0x200B, 0x200E), 0x2060, 0xFEFF)
 _SPACES = (9, *range(11, 14), 160, 5760, *range(8192, 8203), 8239, 8287, 12288)
 _TABLE = {
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
     **dict.fromkeys(_INVISIBLE, ""),
     **dict.fromkeys(_SPACES, " "),
-    **str.maketrans(_GREEK_LETTERS | _UNICODE),
+    **{name2codepoint[name]: f"\\{name} " for name in GREEK if name in name2codepoint},
 }
+for _entry in _UNICODE.strip().replace("\n", ";").split(";"):
+    _notation, *_characters = _entry.split()
+    for _character in _characters:
+        _TABLE[ord(_character)] = _notation + " " * _notation[-1].isalpha()
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱˣ"
 _LOWERED = "₀₁₂₃₄₅₆₇₈₉₍₎ₐₙₓ"
 _DOWN = str.maketrans(_RAISED + _LOWERED, "0123456789+-()nix" + "0123456789()anx")

@@ -11,6 +11,7 @@ import operator
 import random
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import mpmath
@@ -178,16 +179,12 @@ def _are_integers(values: list[Fraction]) -> bool:
     return all(value.denominator == 1 for value in values)
 
 
-def _factorial(n: Fraction) -> int:
+def _factorial(n: Fraction, step: int = 1) -> int:
+    if n < 0:
+        raise Undecided
     if n > _MAX_COUNT:
         raise Enormous
-    return math.factorial(int(n))
-
-
-def _double_factorial(n: Fraction) -> int:
-    if n > _MAX_COUNT:
-        raise Enormous
-    return math.prod(range(int(n), 0, -2))
+    return math.prod(range(int(n), 0, -step))
 
 
 def _binomial(n: Fraction, k: Fraction) -> int:
@@ -214,7 +211,7 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "floor": math.floor,
     "ceil": math.ceil,
     "factorial": _factorial,
-    "double factorial": _double_factorial,
+    "double factorial": partial(_factorial, step=2),
     "binomial": _binomial,
 }
 _ROUNDING = frozenset(("max", "min", "mod", "floor", "ceil"))
