@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise, product
 
 from services.reward.answers.expressions import Node, Parser
@@ -106,6 +106,7 @@ _DATES = {
     for length in (3, 4, 9)
     if name
 }
+_TIMES = {"noon": 720, "midnight": 0}
 _SETS = {"\\union": set.union, "\\cap": set.intersection, "\\setminus": set.difference}
 
 
@@ -134,7 +135,7 @@ def _read(part: Tokens, depth: int = 0) -> Reading:
         _several,
         _labelled,
         _set,
-        _statement,
+        partial(read_relation, read=_read),
         _bracketed,
         _matrix,
         _ratio,
@@ -188,8 +189,8 @@ def _words(part: Tokens, _: int) -> Reading | None:
         return REALS
     if _NO_SOLUTIONS.fullmatch(text):
         return Many((), True)
-    if text in ("noon", "midnight"):
-        return Clock(720 if text == "noon" else 0)
+    if text in _TIMES:
+        return Clock(_TIMES[text])
     if text.split()[0] in (*NUMBERS, "negative", "minus", "half", "a"):
         with suppress(NotUnderstood):
             return read_value(part)
@@ -333,7 +334,7 @@ def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
     values = [value for _, value in named]
     names = {name for name, _ in named}
     if len(named) == len(items) > 1:
-        is_one_unknown = len(names) == 1 or all(name[1:2] == "_" for name in names)
+        is_one_unknown = len({name.partition("_")[0] for name in names}) == 1
         if not is_one_unknown and len(names) < len(named):
             raise NotUnderstood
         return Many(tuple(values), False) if is_one_unknown else Named(tuple(sorted(named)))
@@ -352,10 +353,8 @@ def _variants(part: Tokens) -> list[Tokens]:
     for signs in product("+-", repeat=1 if is_tied else len(places)):
         variant = list(part)
         for k, i in enumerate(places):
-            sign = signs[0] if is_tied else signs[k]
-            if part[i].text == "\\mp":
-                sign = "-" if sign == "+" else "+"
-            variant[i] = Token("op", sign, part[i].spaced)
+            is_negative = (signs[0 if is_tied else k] == "-") != (part[i].text == "\\mp")
+            variant[i] = Token("op", "-" if is_negative else "+", part[i].spaced)
         found.append(tuple(variant))
     return found
 
@@ -385,10 +384,6 @@ def _set(part: Tokens, depth: int) -> Reading | None:
     for operator, region in zip(operators, known[1:], strict=bool(operators)):
         known[0] = combined([known[0], region], _SETS[operator])
     return known[0] if known else None
-
-
-def _statement(part: Tokens, depth: int) -> Reading | None:
-    return read_relation(part, depth, _read)
 
 
 def _bracketed(part: Tokens, depth: int) -> Reading | None:

@@ -132,24 +132,19 @@ REALS = Region(((MINUS_INFINITY, False, INFINITY, False),))
 
 def as_region(reading: Reading) -> Region | None:
     """Returns an interval of two constants, or a set of constants, as a region; else None."""
-    if isinstance(reading, Region):
-        return reading
-    if isinstance(reading, Named) and len(reading.values) == 1:
-        return as_region(reading.values[0][1])
-    if isinstance(reading, TupleOrInterval) and len(reading.items) != 2:
-        return None
-    if not isinstance(reading, TupleOrInterval | Many):
-        return None
-
-    nodes: list[Node] = []
-    for item in reading.items:
-        if not isinstance(item, Value) or item.node is None or symbols(item.node):
-            return None
-        nodes.append(item.node)
-    if isinstance(reading, Many):
-        return Region(tuple((node, True, node, True) for node in nodes))
-    low, high = nodes
-    return Region(((low, reading.opening == "[", high, reading.closing == "]"),))
+    match reading:
+        case Region():
+            return reading
+        case Named(((_, value),)):
+            return as_region(value)
+        case TupleOrInterval(opening, closing, (Value(tuple(low)), Value(tuple(high)))):
+            if not symbols(low) | symbols(high):
+                return Region(((low, opening == "[", high, closing == "]"),))
+        case Many(items):
+            nodes = [item.node for item in items if isinstance(item, Value) and item.node]
+            if len(nodes) == len(items) and not any(map(symbols, nodes)):
+                return Region(tuple((node, True, node, True) for node in nodes))
+    return None
 
 
 def combined(
