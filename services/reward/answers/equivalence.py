@@ -173,7 +173,8 @@ def same(expected: Reading, given: Reading) -> bool:
     if isinstance(expected, Choice) or isinstance(given, Choice):
         return _same_choice(expected, given)
     if type(expected) is type(given):
-        return _RULES.get(type(expected), operator.eq)(expected, given)
+        rule: Callable[[Any, Any], bool] = _RULES.get(type(expected), operator.eq)
+        return rule(expected, given)
     converted = _converted(expected, given, is_gold=True)
     if converted is not None:
         return same(converted, given)
@@ -277,9 +278,10 @@ def _same_choice(expected: Reading, given: Reading) -> bool:
     """Compares the letters if both have one, else the values next to the letters."""
     expected_value = expected.value if isinstance(expected, Choice) else None
     given_value = given.value if isinstance(given, Choice) else None
-    letters = _letter(expected, given), _letter(given, expected)
-    if all(letters):
-        if letters[0] != letters[1]:
+    letter = _letter(expected, given)
+    given_letter = _letter(given, expected)
+    if letter and given_letter:
+        if letter != given_letter:
             return False
         return expected_value is None or given_value is None or same(expected_value, given_value)
     if isinstance(expected, Choice):
@@ -349,7 +351,7 @@ def _same_region(expected: Region, given: Region) -> bool:
     if expected.name and given.name and expected.name != given.name:
         return False
     with suppress(NotUnderstood):
-        return not combined([expected, given], set.symmetric_difference).intervals
+        return not combined([expected, given], operator.xor).intervals
     return False
 
 
@@ -377,8 +379,8 @@ def _same_progression(expected: Node, given: Node) -> bool:
 def _same_residue(expected: Residue, given: Residue) -> bool:
     if not _same_node(expected.modulus, given.modulus):
         return False
-    rest, other = (("mod", each.value, each.modulus) for each in (expected, given))
-    return _same_node(rest, other)
+    rest = ("mod", expected.value, expected.modulus)
+    return _same_node(rest, ("mod", given.value, expected.modulus))
 
 
 _RULES: dict[type, Callable[[Any, Any], bool]] = {

@@ -46,10 +46,10 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
     Returns None when there is no number, or one that takes long to compute.
     """
-    if (match := _MEASURED.fullmatch(text)) and (
-        unit := read_unit((Token("word", match[2]),))
-    ) is not None:
-        return Fraction(match[1].replace(",", "")), unit, True
+    if match := _MEASURED.fullmatch(text):
+        unit = read_unit((Token("word", match[2]),))
+        if unit is not None:
+            return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
     if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None

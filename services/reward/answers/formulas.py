@@ -71,11 +71,10 @@ def same_formulas(gold: Tokens, answer: Tokens) -> bool:
         return False
 
 
-def _close(expected: Any, given: Any) -> bool:
+def _close(a: Any, b: Any) -> bool:
     """Returns False for two different numbers: math-verify rounds to 6 decimals, so to it 10^-20
     equals 10^-30.
     """
-    a, b = expected, given
     if not all(isinstance(item, sympy.Expr) and item.is_number for item in (a, b)):
         return True
     if (a.is_Rational and b.is_Rational) or not (a.is_finite and b.is_finite):

@@ -60,12 +60,12 @@ _SAME = {
     for alias in entry.split()[1:]
 }
 GREEK = words(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
 )
 _TYPESETTING = (
-    "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle|[bB]ig+[lr]?"
-    "|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline|(?:en|thin|med|thick|negthin|nobreak)space"
+    "quad|qquad|(?:display|text|script|scriptscript)style|(?:no)?limits|left|right|middle"
+    "|[bB]ig+[lr]?|rm|bf|it|sf|tt|cal|boxed|fbox|framebox|underline|(?:en|thin|med|thick|negthin|nobreak)space"
     "|hfill?|boldmath|ensuremath|[lL]arge|LARGE|[hH]uge|small|footnotesize|normalsize|tiny|mathstrut"
     "|strut|smash|null|relax|bold|pmb|math(?:op|ord|rel|bin|open|close|inner)|bfseries|centering"
     "|newline|nonumber|notag|mathbf|boldsymbol|bm|mathit"
@@ -191,7 +191,8 @@ _STEPS: tuple[tuple[str, str, str | Callable[[re.Match[str]], str]], ...] = (
     (
         ".",
         r"(?<![0-9.,])(?P<whole>[0-9]{0,30})\.(?:(?P<fixed>[0-9]{0,30}?)(?:"
-        r"\\(?:overline|bar|dot)\s*(?:\{\s*)?(?P<period>[0-9]{1,50})(?:\s*\})?|\((?P<bracketed>[0-9]{1,50})\)"
+        r"\\(?:overline|bar|dot)\s*(?:\{\s*)?(?P<period>[0-9]{1,50})(?:\s*\})?"
+        r"|\((?P<bracketed>[0-9]{1,50})\)"
         rf"|(?P<again>[0-9]{{1,12}}?)(?P=again)+(?=\s*{_DOTS}))(?:\s*{_DOTS})?)",
         _repeating,
     ),
@@ -235,7 +236,8 @@ _NOTATIONS = [(needle, re.compile(pattern), to) for needle, pattern, to in _STEP
 _SCAN = re.compile(
     r"(?P<space>[\s~]+|\\[,;:!>\s])"
     r"|\x05(?P<exact>[0-9]+/[0-9]+)\x05"
-    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
+    r"|(?P<num>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?:[eE][+-]?[0-9]{1,3}(?![0-9A-Za-z.])|\.(?![0-9.]))?)"
     r"|(?P<letters>[^\W\d_]+)"
     r"|\\(?P<cmd>[A-Za-z]+|\\)"
     r"|(?P<op><=|>=|=>|!=|==|\*\*|!!|\\[{}|$%]"
@@ -255,7 +257,7 @@ _SPELLED = FUNCTIONS | GREEK | {"pi", "infty", "floor", "ceil", "union"}
 
 
 def canonical(text: str) -> str:
-    """Returns the text with other notations written in one way, mostly as LaTeX; text in `\\text`
+    """Returns the text with other notations written in one way, mostly as LaTeX; upright text
     stands between two control characters.
     """
     if not text.isascii():
@@ -280,8 +282,10 @@ def tokens(text: str) -> Tokens:
 
 def _scan(text: str) -> list[Token]:
     found: list[Token] = []
-    spaced = in_text = False
-    depth = position = 0
+    spaced = False
+    in_text = False
+    depth = 0
+    position = 0
     is_loose = re.search(r"(?<!\\), ", text) is not None
     while position < len(text):
         if in_text and (word := _TEXT_WORD.match(text, position)):
@@ -389,7 +393,8 @@ def split(part: Tokens, separators: frozenset[str]) -> tuple[list[Tokens], list[
     """
     pieces: list[Tokens] = []
     found: list[str] = []
-    depth = start = 0
+    depth = 0
+    start = 0
     for i, token in enumerate(part):
         depth += step(token)
         if depth < 0:

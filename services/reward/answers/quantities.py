@@ -33,6 +33,7 @@ _MONEY = re.compile(
     re.IGNORECASE,
 )
 _CALCULUS = words("\\int \\iint \\oint \\sum \\prod \\lim \\det \\partial \\begin \\end")
+_PROSE = re.compile(r"[^\x00-\x7f]|(?<![\\A-Za-z])(?<!\{ )[A-Za-z]{3,}")
 _TRIGONOMETRIC = words("\\sin \\cos \\tan \\cot \\sec \\csc")
 _REMARK = re.compile(
     r"(?P<value>.+?) (?:(?:in )?(?:total|all)|left(?: over)?|leftover|remaining|each|apiece|now"
@@ -76,7 +77,7 @@ def read_value(part: Tokens) -> Value:
     if not part:
         raise NotUnderstood
     if _CALCULUS & {*texts}:
-        if factor != 1 or any(_is_prose(token, part[i - 1].text) for i, token in enumerate(part)):
+        if factor != 1 or _PROSE.search(written(part)):
             raise NotUnderstood
         return Value(None, unit, part)
     node = Parser(part).whole()
@@ -89,7 +90,8 @@ def read_value(part: Tokens) -> Value:
 
 def _in_digits(part: Tokens) -> Tokens:
     """Returns tokens with a number in words, at the start, in digits."""
-    if negated := matched(_NEGATED, part):
+    negated = matched(_NEGATED, part)
+    if negated:
         return (Token("op", "-"), *_in_digits(negated["value"]))
     length = min(len(part), _MAX_WORDS) if part and part[0].kind == "word" else 0
     for end in range(length, 0, -1):
@@ -131,14 +133,16 @@ def written_out(node: Node) -> bool:
     match node[1] if is_negative else node:
         case ("num", _) | ("^", ("num", 10), ("num", _) | ("neg", ("num", _))):
             return True
-        case ("/", above, below) if _integer(above) is not None and _integer(below) is not None:
-            signs = is_negative + (above[0] == "neg") + (below[0] == "neg")
-            is_whole = below[-1] not in (0, 1) and _integer(above) % _integer(below) == 0
-            return signs < 2 and not is_whole
-        case ("*" | "/", ("neg", number), power) if not is_negative:
-            return written_out(number) and power[0] == "^" and written_out(power)
-        case ("*" | "/", ("num", _), power):
-            return power[0] == "^" and written_out(power)
+        case ("*" | "/", number, ("^", _, _) as power):
+            is_number = number[0] == "num" or (number[0] == "neg" and not is_negative)
+            return is_number and written_out(number) and written_out(power)
+        case ("/", above, below):
+            numerator = _integer(above)
+            denominator = _integer(below)
+            if numerator is None or denominator is None:
+                return False
+            signs = is_negative + (numerator < 0) + (denominator < 0)
+            return signs < 2 and (denominator in (0, 1) or numerator % denominator != 0)
     return False
 
 
@@ -163,13 +167,10 @@ def _without_remark(part: Tokens) -> Tokens:
     return (matched(_REMARK, part) or {"value": part})["value"]
 
 
-def _is_prose(token: Token, before: str) -> bool:
-    return token.kind == "other" or (token.kind == "word" and before != "{" and len(token.text) > 2)
-
-
 def _without_unit(part: Tokens) -> tuple[Tokens, Unit | None]:
     """Splits off the unit: a currency sign in front, or the text after the value."""
-    if front := matched(_MONEY, part):
+    front = matched(_MONEY, part)
+    if front:
         currency = read_unit(front["currency"])
         sign = texts_of(front["currency"])
         rest = (*front["sign"], *(token for token in front["rest"] if token.text not in sign))

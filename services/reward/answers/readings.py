@@ -6,6 +6,7 @@ A reading covers all tokens of the answer, or `read` raises NotUnderstood. The p
 """
 
 import calendar
+import operator
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -79,7 +80,8 @@ _FAMILY = re.compile(
     r"| integers? (?P<n>\S+))(?: \\\})?"
 )
 _LABELLED = re.compile(
-    r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*) (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
+    r"(?P<label>[^\W\d_]+(?: [^\W\d_]+)*)"
+    r" (?:is|are|was|were|equals|(?<=[^\W\d_]{3} ):) (?P<rest>.+)"
 )
 _BUILT = re.compile(r"(?P<name>[^:|]+?)(?: \\in [^:|]+)? [:|] (?P<condition>[^:]+)")
 _EXCEPT = re.compile(r"all real (?:numbers|values|x) except (?P<points>.+)")
@@ -107,7 +109,7 @@ _DATES = {
     if name
 }
 _TIMES = {"noon": 720, "midnight": 0}
-_SETS = {"\\union": set.union, "\\cap": set.intersection, "\\setminus": set.difference}
+_SETS = {"\\union": operator.or_, "\\cap": operator.and_, "\\setminus": operator.sub}
 
 
 @lru_cache(maxsize=1024)
@@ -251,7 +253,8 @@ def _annotated(part: Tokens, depth: int) -> Reading | None:
     found = matched(_ANNOTATED, part)
     if found is None or not found["mark"][0].spaced or found["note"][0].kind != "word":
         return None
-    head, note = found["head"], found["note"]
+    head = found["head"]
+    note = found["note"]
     if head[-1].kind == "num" and read_unit(note):
         return read_value((*head, *note))
     if not any(len(token.text) > 3 for token in note):
@@ -273,7 +276,8 @@ def _mixed_units(part: Tokens, _: int) -> Reading | None:
     if not starts or any(token.kind in ("cmd", "other") for token in part):
         return None
     largest: Unit | None = None
-    smallest = total = Fraction(0)
+    smallest = Fraction(0)
+    total = Fraction(0)
     for start, end in pairwise((0, *starts, len(part))):
         try:
             value = read_value(part[start : end - (part[end - 1].text in ("and", ","))])
@@ -326,7 +330,7 @@ def _joined(items: list[Reading], separators: Sequence[str]) -> Reading:
     if len(regions) == len(items) and len({region.name for region in regions}) == 1:
         if {"or", "\\lor"} & {*separators}:
             return combined(regions)
-        both = combined(regions, set.intersection)
+        both = combined(regions, operator.and_)
         # "x < 1, x > 3" has no intersection and is a union
         return both if both.intervals or not {*separators} <= {",", ";"} else combined(regions)
 
@@ -373,16 +377,17 @@ def _set(part: Tokens, depth: int) -> Reading | None:
     text = written(part)
     if text in ("\\emptyset", "\\setR"):
         return REALS if text == "\\setR" else Many((), True)
-    if found := matched(_EXCEPT, part):
+    found = matched(_EXCEPT, part)
+    if found:
         points = as_region(_joined([_read(found["points"], depth)], ","))
-        return points and combined([REALS, points], set.difference)
-    pieces, operators = split(part, frozenset(_SETS))
-    regions = [as_region(_read(piece, depth)) for piece in pieces] if operators else []
+        return points and combined([REALS, points], operator.sub)
+    pieces, signs = split(part, frozenset(_SETS))
+    regions = [as_region(_read(piece, depth)) for piece in pieces] if signs else []
     known = [region for region in regions if region is not None]
     if len(known) < len(regions):
         raise NotUnderstood
-    for operator, region in zip(operators, known[1:], strict=bool(operators)):
-        known[0] = combined([known[0], region], _SETS[operator])
+    for sign, region in zip(signs, known[1:], strict=bool(signs)):
+        known[0] = combined([known[0], region], _SETS[sign])
     return known[0] if known else None
 
 

@@ -1,5 +1,6 @@
 """The kinds of answers besides a single value, and the arithmetic of sets of real numbers."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cmp_to_key
@@ -148,7 +149,7 @@ def as_region(reading: Reading) -> Region | None:
 
 
 def combined(
-    regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = set.union
+    regions: list[Region], rule: Callable[[set[int], set[int]], set[int]] = operator.or_
 ) -> Region:
     """Returns the union of the regions, or what another rule of sets makes of them, with intervals
     that touch joined. Raises NotUnderstood where the ends cannot be ordered.
@@ -191,4 +192,4 @@ def combined(
 
 def without(region: Region) -> Region:
     """Returns the real numbers that are not in a region. Raises NotUnderstood."""
-    return combined([Region(REALS.intervals, region.name), region], set.difference)
+    return combined([Region(REALS.intervals, region.name), region], operator.sub)

@@ -1,5 +1,6 @@
 """Reads equations, assignments and inequalities."""
 
+import operator
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -50,6 +51,7 @@ _NAME = re.compile(
     r"(?: _ (?:\{ [^{}]+ \}|\w+))?(?: ')*)(?: \( [a-z](?: , [a-z])* \))?"
 )
 _ROW = re.compile(rf"\( {_WORD}(?: , {_WORD})+ \)")
+_LABEL = re.compile(r"(?=.*[A-Za-z])[\x00-\x7f]+")
 _CALL = re.compile(r"[A-Za-z] \( [-0-9 ,]+ \)")
 
 
@@ -87,10 +89,11 @@ def _inequality(pieces: list[Tokens], operators: list[str]) -> Reading:
     closed = [text == "\\le" for text in operators]
     names = [symbols(node) for node in nodes]
     if len(nodes) == 3:  # a < x < b
-        regions = [_inequality(pieces[:2], operators[:1]), _inequality(pieces[1:], operators[1:])]
-        if not all(isinstance(region, Region) for region in regions):
+        lower = _inequality(pieces[:2], operators[:1])
+        upper = _inequality(pieces[1:], operators[1:])
+        if not isinstance(lower, Region) or not isinstance(upper, Region):
             raise NotUnderstood
-        return combined(regions, set.intersection)
+        return combined([lower, upper], operator.and_)
     if len(nodes) != 2:
         raise NotUnderstood
     left, right = nodes
@@ -175,17 +178,18 @@ def _chain(pieces: list[Tokens], depth: int, read: Read) -> Reading:
     while len(pieces) > 1 and (name := name_of(pieces[0])):
         names.add(name)
         pieces = pieces[1:]
-    if not names and len(pieces) == 2 and name_of(pieces[1]):  # 5 = x
-        if not isinstance(read(pieces[0], depth), Words):
-            names.add(name_of(pieces[1]))
-            pieces = pieces[:1]
+    is_reversed = not names and len(pieces) == 2 and name_of(pieces[1]) != ""  # 5 = x
+    if is_reversed and not isinstance(read(pieces[0], depth), Words):
+        names.add(name_of(pieces[1]))
+        pieces = pieces[:1]
     last = read(pieces[-1], depth)
     if isinstance(last, Words) and not names:
         raise NotUnderstood
     if len(pieces) == 1:
         return _named(names, last)
     if isinstance(last, Based):
-        based = [found for piece in pieces if isinstance(found := read(piece, depth), Based)]
+        sides = [read(piece, depth) for piece in pieces]
+        based = [side for side in sides if isinstance(side, Based)]
         is_true = len({int(number.digits, number.base) for number in based}) == 1
         # of equal numbers in different bases, base ten is the explanation
         return min(based, key=lambda number: number.base == 10) if is_true else Untrue()
@@ -199,7 +203,8 @@ def _equal_sides(pieces: list[Tokens], names: set[str], last: Reading) -> Readin
         try:
             value = read_value(piece)
         except NotUnderstood:
-            if not _is_label(piece):
+            # what is not understood may name what the value after it measures
+            if has_doubts(piece) or not _LABEL.fullmatch(written(piece)):
                 raise
             is_label = True
             continue
@@ -237,10 +242,3 @@ _ZERO: Node = ("num", Fraction(0))
 
 def _named(names: set[str], value: Reading) -> Named:
     return Named(tuple((name, value) for name in sorted(names)))
-
-
-def _is_label(part: Tokens) -> bool:
-    """Returns whether text that is not understood names what the value after it measures."""
-    has_letters = any(token.kind in ("name", "word", "cmd") for token in part)
-    is_known = all(token.kind != "other" for token in part)
-    return has_letters and is_known and not has_doubts(part)

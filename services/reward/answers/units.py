@@ -65,10 +65,10 @@ for _value, _name in enumerate(_TENS.split(), 2):
 _GLUE = words("""
 a across after afterwards again all along also always am among an any are as at be because been
 behind beside besides between both by during each every for from gives had has have he her here
-hers him his how i in inside into is it its just let like me mine my now of on onto our ours
-past please remainder remainders shall she since so some somewhat such that the their theirs them then there these they
-this those through throughout thus to together toward towards u upon upwards us was we were what
-where which while who whom whose why will with within would yes you your yours
+hers him his how i in inside into is it its just let like me mine my now of on onto our ours past
+please remainder remainders shall she since so some somewhat such that the their theirs them then
+there these they this those through throughout thus to together toward towards u upon upwards us
+was we were what where which while who whom whose why will with within would yes you your yours
 """)
 """Words that name no thing."""
 DOUBTS = words("""
@@ -215,14 +215,17 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     text = written(part)
     for pattern, replacement in _NOTATIONS:
         text = pattern.sub(replacement, text)
-    if (of := re.search(" of ", text)) and is_remark(part[-len(text[of.end() :].split()) :]):
-        text = text[: of.start()]  # 5 cups of brown sugar
+    of = text.find(" of ")
+    if of > 0 and is_remark(part[-len(text[of + 4 :].split()) :]):
+        text = text[:of]  # 5 cups of brown sugar
     pieces = text.split()
     powers: dict[str, int] = {}
     size = Fraction(1)
     sign = 1
     power = 1
-    is_complete = is_described = is_coin = False
+    is_complete = False
+    is_described = False
+    is_coin = False
     for i, piece in enumerate(pieces):
         name, _, exponent = piece.partition("^")
         is_last = i + 1 == len(pieces)

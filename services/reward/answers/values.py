@@ -19,6 +19,7 @@ from mpmath import mp
 from sympy import integer_nthroot
 
 from services.reward.answers.expressions import Node, symbols
+from services.reward.answers.notation import words
 
 INFINITY: Node = ("infty",)
 MINUS_INFINITY: Node = ("neg", INFINITY)
@@ -224,9 +225,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "arctan": mpmath.atan,
     "ln": mpmath.log,
 }
-for (
-    _name
-) in "sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial".split():
+_OF_MPMATH = words("sin cos tan cot sec csc sinh cosh tanh coth exp floor ceil factorial binomial")
+for _name in _OF_MPMATH:
     _FUNCTIONS[_name] = getattr(mpmath, _name)
 _GROWING = frozenset(("exp", "sinh", "cosh", "tanh", "coth", "factorial", "binomial"))
 
@@ -275,14 +275,16 @@ def _sampled(a: Node, b: Node, is_plausible: Callable[[Sample], bool]) -> tuple[
         point = {name: Fraction(rng.choice(signs) * rng.randint(30, 300), 97) for name in names}
         evaluator = _Evaluator(point, is_complex)
         try:
-            one, other = evaluator.value(a), evaluator.value(b)
+            one = evaluator.value(a)
+            other = evaluator.value(b)
         except Undecided as error:
             failure = error
             continue
         except RecursionError:
             raise Undecided from None
         if not (isinstance(one, Fraction) and isinstance(other, Fraction)):
-            one, other = evaluator.real(one), evaluator.real(other)
+            one = evaluator.real(one)
+            other = evaluator.real(other)
         digits = max(digits, evaluator.digits)
         samples.append((one, other, evaluator.largest))
         if len(samples) == _POINTS or not is_plausible(samples[-1]):
