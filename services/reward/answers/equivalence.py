@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from services.reward.answers.expressions import Node, substituted, symbols
@@ -419,7 +420,8 @@ def prepare(arguments: dict[str, Any]) -> Callable[[], Callable[[str], str]]:
         except Exception as error:
             logging.exception("the grader failed on %r against %r", answer, gold)
             place = traceback.extract_tb(error.__traceback__)[-1]
-            found = f"error: {type(error).__name__} in {place.name}, line {place.lineno}"
+            where = f"{Path(place.filename).name}, line {place.lineno}"
+            found = f"error: {type(error).__name__} in {where}"
         signal.setitimer(signal.ITIMER_PROF, 0)
         if found != "right" and _used_bytes() > memory_bytes // 2:
             raise MemoryError  # in many places sympy returns "wrong" when it runs out of memory

@@ -72,6 +72,7 @@ was we were what where which while who whom whose why will with within would yes
 """)
 """Words that name no thing."""
 DOUBTS = words("""
+? \\ne \\neg \\lnot \\approx
 about above against almost and anything approximate approximately around backwards base bases
 before below beneath but can can't cannot close correct could couldn't couples cubed deci did
 didn't different divided do does doesn't doing don't double doubled doubles down downwards dubious
