@@ -91,9 +91,10 @@ def verdict(gold: str, answer: str) -> str:
     expected = read_gold(gold)
     if expected is None:
         return "wrong"
-    uncomputable = _is_uncomputable(expected) or _is_uncomputable(given)
-    right = same_formulas(tokens(gold), tokens(answer)) if uncomputable else False
-    right = right or same(expected, given)
+    right = same(expected, given)
+    is_formula = any(isinstance(each, Value) and not each.node for each in (expected, given))
+    if not right and is_formula and type(expected) is not type(given):
+        right = same_formulas(tokens(gold), tokens(answer))
     if right and _unevaluated(expected, given):
         return "unevaluated"
     return "right" if right else "wrong"
@@ -110,15 +111,6 @@ def read_gold(text: str) -> Reading | None:
     found = read(text)
     sentence = None if found else _SENTENCE.fullmatch(text)
     return read(sentence["number"]) if sentence else found
-
-
-def _is_uncomputable(reading: Reading) -> bool:
-    return isinstance(reading, Value) and reading.node is None
-
-
-def equivalent(gold: str, answer: str) -> bool:
-    """Returns whether two answers are equal."""
-    return verdict(gold, answer) == "right"
 
 
 def _unevaluated(expected: Reading, given: Reading) -> bool:

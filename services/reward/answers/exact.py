@@ -7,14 +7,11 @@ from fractions import Fraction
 from functools import lru_cache
 
 from services.reward.answers.expressions import Node
-from services.reward.answers.notation import NotUnderstood, Token, tokens
+from services.reward.answers.notation import NotUnderstood, tokens
 from services.reward.answers.quantities import read_value, written_out
-from services.reward.answers.units import Unit, ratio, read_unit
+from services.reward.answers.units import Unit, ratio
 
 _PLAIN = re.compile(r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?")
-_MEASURED = re.compile(
-    rf"({_PLAIN.pattern}) ?\\text\{{ ?([a-z]{{2,}})\}}"
-)  # the notations of most answers, without tokens
 _MAX_TOKENS = 40
 _MAX_EXPONENT = 400
 
@@ -46,10 +43,6 @@ def quantity(text: str) -> tuple[Fraction, Unit | None, bool] | None:
     The number is an integer, a (repeating) decimal, a simple or mixed fraction or a power of ten.
     Returns None when there is no number, or one that takes long to compute.
     """
-    if match := _MEASURED.fullmatch(text):
-        unit = read_unit((Token("word", match[2]),))
-        if unit is not None:
-            return Fraction(match[1].replace(",", "")), unit, True
     part = tokens(text)
     if ":" in text or len(part) > _MAX_TOKENS or not any(token.kind == "num" for token in part):
         return None

@@ -452,6 +452,8 @@ def _ratio(part: Tokens, _: int) -> Reading | None:
     pieces, separators = split(part, frozenset((":",)))
     if len(separators) < 2 or not all(pieces):
         return None
-    nodes = [read_value(piece).node for piece in pieces]
+    nodes = [read_value(piece).node or () for piece in pieces]
+    if not all(nodes):
+        raise NotUnderstood
     parts = tuple(Value(simplified(("/", node, nodes[0])), None, ()) for node in nodes)
     return TupleOrInterval(":", ":", parts)

@@ -131,6 +131,9 @@ _NOTATIONS = tuple(
 )
 
 
+_FACTOR = re.compile(r"(?P<name>[^^]+)(?:\^(?P<exponent>-?[1-4]))?")
+
+
 class Unit(NamedTuple):
     """A unit: powers of its dimensions, sorted by name, and its size in their base units."""
 
@@ -228,7 +231,10 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
     is_described = False
     is_coin = False
     for i, piece in enumerate(pieces):
-        name, _, exponent = piece.partition("^")
+        factor = _FACTOR.fullmatch(piece)
+        if factor is None:
+            return None
+        name = factor["name"]
         is_last = i + 1 == len(pieces)
         word = name.lower()
         if word == "per" or (word in PER and is_complete):
@@ -250,12 +256,11 @@ def read_unit(part: Sequence[Token], single: bool = False) -> Unit | None:
         if named is None and not is_last and (is_plain(word) or word in _ADJECTIVES):
             is_described = is_described or word not in _ADJECTIVES
             continue
-        # light years are not years
-        if named is None or is_described or exponent.strip("-") not in ("", "1", "2", "3", "4"):
+        if named is None or is_described:  # light years are not years
             return None
 
         dimension, each = named
-        raised = int(exponent or 1) * sign * power
+        raised = int(factor["exponent"] or 1) * sign * power
         metres, parts = _IN_METRES.get(dimension, (1, 1))
         size *= (each / parts) ** raised
         is_coin = is_coin or dimension == "coin"

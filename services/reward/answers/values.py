@@ -352,6 +352,17 @@ def simplified(node: Node) -> Node:
     return ("num", value) if isinstance(value, Fraction) else node
 
 
+def is_enormous(node: Node | None) -> bool:
+    """Returns whether the value of an expression without unknowns exceeds the bounds."""
+    try:
+        _Evaluator({}, is_complex=False).value(node or INFINITY)
+    except Enormous:
+        return True
+    except Undecided:
+        pass
+    return False
+
+
 def roughly(a: Node, b: Node) -> bool:
     """Returns whether two numbers differ by 5 % at most. Raises Undecided."""
     twentieth = ("*", ("num", Fraction(1, 20)), ("abs", a))
