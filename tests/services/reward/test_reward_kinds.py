@@ -68,7 +68,7 @@ def test_hedge_in_a_box_earns_nothing(gold: str, phrase: str) -> None:
 def test_an_exception_of_the_grader_is_an_error_with_its_place(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = prepare({"memory_mb": 1024, "alarm_s": 60})()
+    handle = prepare({"memory_mb": 1 << 20, "alarm_s": 60})()
     monkeypatch.setattr(equivalence, "read_gold", lambda text: 1 // 0)
     with caplog.at_level(logging.ERROR):
         found = handle(json.dumps(["x+1", "1+x+0"]))
